@@ -1,0 +1,46 @@
+"""What a launcher tells a process about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ``torch`` transport meets.
+
+    kind: ``"tcp"``: rank 0 opens a TCPStore at host:port. ``"agent"``: a launcher already serves that TCPStore and every
+    rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, the others are
+    clients. ``"http"``: a key-value server of ``horovodrun`` at which rank 0 publishes its TCPStore.
+    """
+
+    kind: str
+    host: str
+    port: int
+    listen_fd: int | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """One process's place in its job. Local and cross ranks are None where the launcher does not say."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    cross_rank: int | None = None
+    cross_size: int | None = None
+    rendezvous: Rendezvous | None = None
+    mpi: bool = False  # the launcher started an MPI job, so MPI_COMM_WORLD is this world
+    job: str = "0"  # the same on all ranks of a job, another one in the next job
+
+
+class Environment(Protocol):
+    """One launcher: ``detect`` returns its World, None where it is not the launcher, or raises on a half-set environment."""
+
+    name: str
+
+    def detect(self, environ: Mapping[str, str]) -> World | None: ...

@@ -1,0 +1,40 @@
+"""The exceptions: what a peer or the network did wrong. What the caller did wrong is ValueError or TypeError."""
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective operation failed on every rank that took part; the message names the tensor and the ranks."""
+
+
+class DuplicateNameError(HorovodInternalError, ValueError):
+    """A name was submitted again while its first operation is still in flight."""
+
+
+class PeerLostError(HorovodInternalError):
+    """A rank that others wait for has died, was cut off, or gave no sign of life before the deadline."""
+
+
+class StallError(HorovodInternalError):
+    """Some ranks did not submit a tensor within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
+
+
+class NotInitializedError(ValueError):
+    """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``."""
+
+    def __init__(self) -> None:
+        super().__init__("Horovod has not been initialized; use hvd.init().\nHINT: call hvd.init() once in every process before any other hvd function.")
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The set of hosts changed while an elastic job runs; ``skip_sync`` tells whether state must be synchronised."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the set of hosts changed")
+        self.skip_sync = skip_sync
+
+
+class EnvironmentConflictError(ValueError):
+    """The environment describes a launcher only by half, or two launchers that contradict each other."""
+
+
+class TransportUnavailableError(RuntimeError):
+    """The chosen transport cannot run here; the message says what is missing and how to get it."""
