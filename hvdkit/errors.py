@@ -21,7 +21,9 @@ class NotInitializedError(ValueError):
     """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``."""
 
     def __init__(self) -> None:
-        super().__init__("Horovod has not been initialized; use hvd.init().\nHINT: call hvd.init() once in every process before any other hvd function.")
+        super().__init__(
+            "Horovod has not been initialized; use hvd.init().\nHINT: call hvd.init() once in every process before any other hvd function."
+        )
 
 
 class HostsUpdatedInterrupt(RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +59,9 @@ class Transport(ABC):
     @abstractmethod
     def poll_control(self) -> list[tuple[int, bytes]]:
         """The control messages that have come in since the last call, as (sender, payload)."""
+
+    def watch(self, transfers: Sequence[Transfer]) -> None:
+        """Call the waker when all of these are done. A polling transport has nothing to do."""
 
     def allocate(self, nbytes: int) -> Bytes:
         """Memory for a fusion buffer. A transport may return memory that the ranks of a node share."""

@@ -1,0 +1,48 @@
+"""Adasum (Maleki et al., 2020): adds gradients where they are orthogonal, averages them where they agree.
+
+Pairs combine, then pairs of pairs. Each tensor of a fused buffer is combined by itself, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.collectives.scratch import SCRATCH
+
+
+def combine(lower: Array, higher: Array) -> Array:
+    """(1 - l.h / 2 l.l) l + (1 - l.h / 2 h.h) h in float64; a vector of zeros leaves the other one as it is."""
+    low, high = lower.astype(np.float64), higher.astype(np.float64)
+    dot, low_square, high_square = float(low @ high), float(low @ low), float(high @ high)
+    low_factor = 1.0 if low_square == 0.0 else 1.0 - dot / (2.0 * low_square)
+    high_factor = 1.0 if high_square == 0.0 else 1.0 - dot / (2.0 * high_square)
+    result: Array = low_factor * low + high_factor * high
+    return result
+
+
+def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: float, tag: int) -> Steps[None]:
+    """Replace ``buffer`` (flat tensors of ``lengths`` elements, one after the other) by the ranks' Adasum.
+
+    The number of ranks must be a power of two. Sends n log2 P bytes a rank. Uses tags from ``tag`` to ``tag + 6``.
+    """
+    assert group.size & (group.size - 1) == 0
+    scratch = SCRATCH.take(buffer.nbytes)
+    other = scratch[: buffer.nbytes].view(buffer.dtype)
+    distance, level = 1, 0
+    while distance < group.size:
+        peer = group.rank ^ distance
+        yield [group.irecv(other, peer, tag + level % 7), group.isend(buffer, peer, tag + level % 7)]
+        lower, higher = (buffer, other) if group.rank < peer else (other, buffer)
+        start = 0
+        for length in lengths:
+            part = slice(start, start + length)
+            buffer[part] = combine(lower[part], higher[part]).astype(buffer.dtype)
+            start += length
+        distance, level = distance * 2, level + 1
+    SCRATCH.give_back(scratch)
+    if scale != 1.0:
+        kernels.scale_into(buffer, buffer, scale)

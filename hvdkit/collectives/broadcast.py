@@ -1,0 +1,50 @@
+"""Broadcast from one rank: a binomial tree where latency rules, scatter and allgather where bandwidth does.
+
+The second is van de Geijn's algorithm (Barnett et al., 1994): 2 n (P - 1) / P bytes through the busiest rank instead of
+n log2 P.
+"""
+
+from __future__ import annotations
+
+from hvdkit.collectives.exchange import allgather
+from hvdkit.collectives.group import Array, Group, Steps, partition
+
+SCATTER_BYTES = 512 * 1024
+
+
+def broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
+    """Replace ``buffer`` (flat) on every rank by the root's. Uses ``tag`` and ``tag + 1``."""
+    if group.size == 1 or buffer.size == 0:
+        return
+    if group.size > 2 and buffer.nbytes >= SCATTER_BYTES:
+        yield from scatter_allgather_broadcast(group, buffer, root, tag)
+    else:
+        yield from tree_broadcast(group, buffer, root, tag)
+
+
+def tree_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
+    """Binomial tree: in round k, the 2**k ranks that have the data send it to the next 2**k."""
+    place = (group.rank - root) % group.size
+    reach = 1
+    while reach < group.size:
+        reach *= 2
+    transfers = []
+    while reach > 1:
+        half = reach // 2
+        if place % reach == half:
+            yield [group.irecv(buffer, (group.rank - half) % group.size, tag)]
+        elif place % reach == 0 and place + half < group.size:
+            transfers.append(group.isend(buffer, (group.rank + half) % group.size, tag))
+        reach = half
+    yield transfers
+
+
+def scatter_allgather_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
+    """The root sends every rank one chunk, then all ranks gather the chunks from each other."""
+    chunks = [buffer[start:stop] for start, stop in partition(buffer.size, group.size, buffer.itemsize)]
+    own = chunks[group.rank]
+    if group.rank == root:
+        yield [group.isend(chunks[peer], peer, tag) for peer in group.peers() if chunks[peer].size]
+    elif own.size:
+        yield [group.irecv(own, root, tag)]
+    yield from allgather(group, own, chunks, tag + 1)

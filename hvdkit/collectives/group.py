@@ -1,0 +1,60 @@
+"""Some ranks of a transport, numbered from zero: what an algorithm sees of the world."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.transports.base import CACHE_LINE, Bytes, Transfer, Transport
+
+Array = npt.NDArray[Any]
+T = TypeVar("T")
+# An algorithm yields the transfers it cannot go on without, and returns its result.
+Steps = Generator[list[Transfer], None, T]
+
+
+class Group:
+    """The ranks ``members`` of a transport (ascending, this rank among them); ``rank`` is the place in ``members``.
+
+    Counts the payload bytes that this rank sends, so that an algorithm's traffic can be held against its formula.
+    """
+
+    def __init__(self, transport: Transport, members: Sequence[int]) -> None:
+        self.transport = transport
+        self.members = list(members)
+        self.rank = self.members.index(transport.rank)
+        self.size = len(self.members)
+        self.bytes_sent = 0
+
+    def peers(self) -> list[int]:
+        """Everyone else, each rank beginning with the one after itself so that no rank is sent to by all at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def isend(self, array: Array, peer: int, tag: int) -> Transfer:
+        self.bytes_sent += array.nbytes
+        return self.transport.isend(as_bytes(array), self.members[peer], tag)
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Transfer:
+        return self.transport.irecv(as_bytes(array), self.members[peer], tag)
+
+
+def as_bytes(array: Array) -> Bytes:
+    """The memory of a flat contiguous array as bytes, without a copy."""
+    return array.view(np.uint8)
+
+
+def partition(count: int, parts: int, itemsize: int) -> list[tuple[int, int]]:
+    """Cut ``count`` elements into ``parts`` runs (start, stop) that start on cache lines. Late runs may be empty."""
+    line = max(1, CACHE_LINE // itemsize)
+    lines = -(-count // line)
+    each, longer = divmod(lines, parts)
+    bounds = []
+    start = 0
+    for part in range(parts):
+        stop = min(count, start + (each + (part < longer)) * line)
+        bounds.append((start, stop))
+        start = stop
+    return bounds

@@ -1,0 +1,212 @@
+"""Every setting: its default, its unit, the environment names that set it, and why one would change it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+MEBIBYTE = 1024 * 1024
+
+
+def _boolean(text: str) -> bool:
+    if text.strip().lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.strip().lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 0 or 1")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("expected seconds, zero or more")
+    return value
+
+
+def _positive_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value == 0:
+        raise ValueError("expected more than zero seconds")
+    return value
+
+
+def _milliseconds(text: str) -> float:
+    return _seconds(text)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("expected a whole number above zero")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("expected a whole number, zero or more")
+    return value
+
+
+def _transport(text: str) -> str:
+    if text not in ("auto", "mpi", "torch", "solo"):
+        raise ValueError("expected auto, mpi, torch or solo")
+    return text
+
+
+def _setting(default: Any, parse: Callable[[str], Any], names: str, unit: str, about: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "names": names.split(), "unit": unit, "about": about})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The run-time options of one process. Where a setting has several names, the first that is set wins."""
+
+    transport: str = _setting(
+        "auto",
+        _transport,
+        "HVDKIT_TRANSPORT",
+        "auto, mpi, torch, solo",
+        "what carries the bytes; `auto` follows the launcher and the device",
+    )
+    timeout_seconds: float = _setting(
+        60.0,
+        _positive_seconds,
+        "HVDKIT_TIMEOUT_SECONDS",
+        "s",
+        "how long a rank may give no sign of life before the ranks that wait for it raise an error",
+    )
+    start_timeout_seconds: float = _setting(
+        30.0,
+        _positive_seconds,
+        "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT",
+        "s",
+        "how long `hvd.init()` waits for all ranks; raise it on clusters that start slowly",
+    )
+    fusion_threshold: int = _setting(
+        8 * MEBIBYTE,
+        _not_negative,
+        "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
+        "bytes",
+        "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone",
+    )
+    cycle_time_ms: float = _setting(
+        1.0,
+        _milliseconds,
+        "HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME",
+        "ms",
+        "longest pause between two looks at a polling transport while something is pending",
+    )
+    spin_microseconds: int = _setting(
+        200,
+        _not_negative,
+        "HVDKIT_SPIN_MICROSECONDS",
+        "us",
+        "how long a waiting thread polls without pause; 0 leaves the core to the computation at once",
+    )
+    idle_poll_ms: float = _setting(
+        10.0,
+        _milliseconds,
+        "HVDKIT_IDLE_POLL_MS",
+        "ms",
+        "pause between two looks at a polling transport while nothing is pending",
+    )
+    max_buckets_in_flight: int = _setting(
+        4,
+        _positive,
+        "HVDKIT_MAX_BUCKETS_IN_FLIGHT",
+        "buckets",
+        "how many buckets of a plan are on the wire at once; each takes scratch memory of its own size",
+    )
+    cache_capacity: int = _setting(
+        1024,
+        _not_negative,
+        "HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY",
+        "signatures",
+        "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off",
+    )
+    stall_check_disable: bool = _setting(
+        False,
+        _boolean,
+        "HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE",
+        "0 or 1",
+        "1 silences the warnings about ranks that fall behind",
+    )
+    stall_check_seconds: float = _setting(
+        60.0,
+        _seconds,
+        "HVDKIT_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "s",
+        "after how long a tensor that some ranks have not submitted is warned about; 0 never warns",
+    )
+    stall_shutdown_seconds: float = _setting(
+        0.0,
+        _seconds,
+        "HVDKIT_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "s",
+        "after how long such a tensor becomes an error on the ranks that wait; 0 never",
+    )
+    timeline: str = _setting(
+        "",
+        str,
+        "HVDKIT_TIMELINE HOROVOD_TIMELINE",
+        "path",
+        "rank 0 writes a Chrome trace here; `DYNAMIC` waits for `hvd.start_timeline()`",
+    )
+    timeline_mark_cycles: bool = _setting(
+        False,
+        _boolean,
+        "HVDKIT_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES",
+        "0 or 1",
+        "1 marks every round of the engine in the timeline",
+    )
+    dynamic_process_sets: bool = _setting(
+        False,
+        _boolean,
+        "HVDKIT_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS",
+        "0 or 1",
+        "1 allows `hvd.add_process_set()` and `hvd.remove_process_set()` after `hvd.init()`",
+    )
+    log_level: str = _setting(
+        "warning",
+        lambda text: text.lower(),
+        "HVDKIT_LOG_LEVEL HOROVOD_LOG_LEVEL",
+        "debug, info, warning, error",
+        "what the `hvdkit` logger lets through",
+    )
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings that the environment asks for. Raises ValueError that names the variable and what is allowed."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for setting in fields(Settings):
+        for name in setting.metadata["names"]:
+            if name in environ:
+                try:
+                    values[setting.name] = setting.metadata["parse"](environ[name])
+                except ValueError as error:
+                    raise ValueError(
+                        f"environment variable {name}: {error}, got {environ[name]!r}\n"
+                        f"HINT: {name} sets {setting.metadata['about']} (unit: {setting.metadata['unit']}, "
+                        f"default: {setting.default})."
+                    ) from None
+                break
+    return Settings(**values)
+
+
+def markdown_table() -> str:
+    """The settings as the table that README shows."""
+    lines = ["| variable | default | unit | what it does |", "|---|---|---|---|"]
+    for setting in fields(Settings):
+        assert setting.default is not MISSING
+        names = "<br>".join(f"`{name}`" for name in setting.metadata["names"])
+        default = str(int(setting.default) if isinstance(setting.default, bool) else setting.default) or "(none)"
+        lines.append(f"| {names} | {default} | {setting.metadata['unit']} | {setting.metadata['about']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

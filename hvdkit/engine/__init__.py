@@ -1,0 +1,1 @@
+"""Requests, negotiation, fusion plans and the thread that drives them."""

@@ -1,0 +1,309 @@
+"""Decides, on rank 0, which named operations run and in which order: a state machine of messages in, messages out.
+
+It has no clock and no connection of its own, so that every decision can be tested without a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from hvdkit.engine.requests import KINDS, Key, Request, Signature, mismatch
+
+Message = list[Any]
+
+
+@dataclass
+class Entry:
+    """One operation that not all of its ranks have asked for yet."""
+
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+    warned: bool = False
+
+
+@dataclass(frozen=True)
+class Stall:
+    """An operation that some ranks wait for and others have not submitted."""
+
+    key: Key
+    submitted: list[int]
+    missing: list[int]
+    seconds: float
+
+
+@dataclass
+class Blocked:
+    """What a rank's only thread has been waiting for, as it told us: a named operation, or a plan's lane."""
+
+    key: Key | None
+    lane: int | None
+    waits_for: list[int]
+    what: str
+    label: str | None
+
+
+class Coordinator:
+    """Collects requests; ``take_outgoing`` gives (rank, message) pairs to deliver, in order."""
+
+    def __init__(self, size: int, fusion_threshold: int) -> None:
+        self._threshold = fusion_threshold
+        self.members: dict[int, list[int]] = {0: list(range(size))}
+        self._pending: dict[Key, Entry] = {}
+        self._failed: dict[Key, tuple[str, set[int]]] = {}  # message, and the ranks that are still to be told
+        self._ready: list[tuple[Key, Entry]] = []
+        self._signatures: dict[tuple[int, int], Signature] = {}
+        self._joined: list[int] = []
+        self._departed: dict[int, str] = {}
+        self._blocked: dict[int, Blocked] = {}
+        self._outgoing: list[tuple[int, Message]] = []
+        self._sequence = 0
+        self._lanes = 0
+        self._process_sets = 0
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def receive(self, rank: int, message: Message, now: float) -> None:
+        """Take one message of a rank. Raises ValueError for one that no engine sends."""
+        kind = message[0]
+        if kind == "signature":
+            self._signatures[rank, message[1]] = message[2]
+        elif kind == "request":
+            signature = message[1] if isinstance(message[1], dict) else self._signatures.get((rank, message[1]))
+            if signature is None or signature.get("kind") not in KINDS:
+                raise ValueError(f"rank {rank} sent a request with an unknown signature {message[1]!r}")
+            self._request(
+                rank, Key(signature["ps"], signature["kind"], message[2]), Request(signature, message[3]), now
+            )
+        elif kind == "join":
+            self._join(rank)
+        elif kind == "blocked":
+            self._block(rank, message)
+        else:
+            raise ValueError(f"rank {rank} sent an unknown message {kind!r}")
+
+    def add_static_process_sets(self, sets: Iterable[list[int]]) -> None:
+        """The process sets that every rank passed to init, numbered from 1."""
+        for ranks in sets:
+            self._process_sets += 1
+            self.members[self._process_sets] = list(ranks)
+
+    def depart(self, rank: int, reason: str) -> None:
+        """A rank has left the job: what waits for it fails."""
+        self._departed[rank] = reason
+        for key, entry in list(self._pending.items()):
+            if rank in self._missing(key, entry):
+                self._fail([key], self._departed_text(key, rank))
+
+    def give_up(self, key: Key, message: str) -> None:
+        """Fail an operation that has stalled for too long, if it is still pending."""
+        if key in self._pending:
+            self._fail([key], message)
+
+    # -- what goes out ------------------------------------------------------------------------------------------------
+
+    def take_outgoing(self) -> list[tuple[int, Message]]:
+        """Messages to deliver now. Ready allreduces that match are batched up to the fusion threshold."""
+        while self._ready:
+            batch = [self._ready.pop(0)]
+            key, entry = batch[0]
+            nbytes = _fusible_bytes(entry)
+            while nbytes is not None and self._ready:
+                more = _fusible_bytes(self._ready[0][1])
+                same = self._ready[0][0].process_set == key.process_set and _fusion_class(entry) == _fusion_class(
+                    self._ready[0][1]
+                )
+                if more is None or not same or nbytes + more > self._threshold:
+                    break
+                nbytes += more
+                batch.append(self._ready.pop(0))
+            self._run(batch)
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def stalled(self, now: float, seconds: float) -> list[Stall]:
+        """Operations pending for longer than ``seconds``."""
+        return [
+            Stall(key, sorted(entry.requests), self._missing(key, entry), now - entry.since)
+            for key, entry in self._pending.items()
+            if now - entry.since > seconds
+        ]
+
+    def new_stalls(self, now: float, seconds: float) -> list[Stall]:
+        """Like ``stalled``, each operation only once."""
+        found = [stall for stall in self.stalled(now, seconds) if not self._pending[stall.key].warned]
+        for stall in found:
+            self._pending[stall.key].warned = True
+        return found
+
+    def awaited_ranks(self) -> set[int]:
+        """The ranks that some pending operation waits for."""
+        return {rank for key, entry in self._pending.items() for rank in self._missing(key, entry)}
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
+        failed = self._failed.get(key)
+        if failed is not None and rank in failed[1]:
+            self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, failed[0]]))
+            failed[1].discard(rank)
+            if not failed[1]:
+                del self._failed[key]
+            return
+        entry = self._pending.setdefault(key, Entry(now))
+        entry.requests[rank] = request
+        if key.process_set not in self.members:
+            self._fail([key], f"{key}: there is no such process set; it was removed.")
+            return
+        gone = [member for member in self._missing(key, entry) if member in self._departed]
+        if gone:
+            self._fail([key], self._departed_text(key, gone[0]))
+            return
+        self._check_complete(key)
+
+    def _missing(self, key: Key, entry: Entry) -> list[int]:
+        """Members that have neither asked nor joined."""
+        members = self.members.get(key.process_set, [])
+        return [rank for rank in members if rank not in entry.requests and not self._is_joined(key, rank)]
+
+    def _is_joined(self, key: Key, rank: int) -> bool:
+        return key.process_set == 0 and rank in self._joined
+
+    def _check_complete(self, key: Key) -> None:
+        entry = self._pending[key]
+        if self._missing(key, entry):
+            return
+        absent = [rank for rank in self.members[key.process_set] if rank not in entry.requests]
+        problem = mismatch(key, entry.requests)
+        if problem is None and absent and key.kind not in ("allreduce", "barrier"):
+            problem = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
+        if problem is not None:
+            self._fail([key], problem)
+            return
+        del self._pending[key]
+        self._ready.append((key, entry))
+
+    def _fail(self, keys: list[Key], message: str) -> None:
+        """Tell every rank that asked, and every rank that will still ask."""
+        for key in keys:
+            entry = self._pending.pop(key)
+            for rank in sorted(entry.requests):
+                self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, message]))
+            late = {rank for rank in self.members.get(key.process_set, []) if rank not in entry.requests}
+            late -= set(self._departed)
+            if late:
+                self._failed[key] = (message, late)
+
+    def _departed_text(self, key: Key, rank: int) -> str:
+        return (
+            f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}.\n"
+            f"HINT: make the same calls on every rank, use hvd.join() for uneven data, see what rank {rank} printed."
+        )
+
+    def _join(self, rank: int) -> None:
+        self._joined.append(rank)
+        everyone = self.members[0]
+        if len(self._joined) == len(everyone):
+            last = self._joined[-1]
+            self._joined = []
+            self._outgoing += [(member, ["join_done", last]) for member in everyone]
+            return
+        self._outgoing += [(member, ["joined", rank]) for member in everyone]
+        for key in [key for key in self._pending if key.process_set == 0]:
+            self._check_complete(key)
+
+    def _run(self, batch: list[tuple[Key, Entry]]) -> None:
+        """One message to every member: run these now, under this sequence number."""
+        self._sequence += 1
+        first_key = batch[0][0]
+        names = [[key.name, self._extra(key, entry)] for key, entry in batch]
+        members = list(self.members[first_key.process_set])
+        for key, entry in batch:
+            if key.kind == "remove_process_set":
+                self.members.pop(next(iter(entry.requests.values())).signature["id"], None)
+        for rank in members:
+            # A rank that has joined never sent the signatures; it needs them to contribute zeros.
+            absent = any(rank not in entry.requests for _, entry in batch)
+            shapes = [next(iter(entry.requests.values())).signature for _, entry in batch] if absent else None
+            self._outgoing.append((rank, ["run", self._sequence, first_key.process_set, first_key.kind, names, shapes]))
+
+    def _extra(self, key: Key, entry: Entry) -> Any:
+        """What members need to know of each other, or what the coordinator assigns."""
+        ranks = self.members[key.process_set]
+        if key.kind in ("allgather", "alltoall"):
+            return [entry.requests[rank].detail for rank in ranks]
+        if key.kind == "plan":
+            self._lanes += 1
+            return self._lanes
+        if key.kind == "add_process_set":
+            asked = next(iter(entry.requests.values())).signature["ranks"]
+            if asked in self.members.values():
+                return None
+            self._process_sets += 1
+            self.members[self._process_sets] = list(asked)
+            return self._process_sets
+        if key.kind == "remove_process_set":
+            return next(iter(entry.requests.values())).signature["id"] in self.members
+        return None
+
+    # -- dead-locks ---------------------------------------------------------------------------------------------------
+
+    def _block(self, rank: int, message: Message) -> None:
+        """A rank tells that its only thread waits (or, with None, that it goes on)."""
+        if message[1] is None:
+            self._blocked.pop(rank, None)
+            return
+        key = Key(*message[1]) if isinstance(message[1], list) else None
+        lane = message[1] if isinstance(message[1], int) else None
+        self._blocked[rank] = Blocked(key, lane, message[2], message[3], message[4])
+        for other, theirs in list(self._blocked.items()):
+            ours = self._blocked.get(rank)
+            if other != rank and ours is not None and self._dead_locked(rank, ours, other, theirs):
+                self._break_dead_lock(rank, ours, other, theirs)
+
+    def _waits_for(self, blocked: Blocked) -> list[int]:
+        if blocked.key is None:
+            return blocked.waits_for
+        entry = self._pending.get(blocked.key)
+        return [] if entry is None else self._missing(blocked.key, entry)
+
+    def _dead_locked(self, rank: int, ours: Blocked, other: int, theirs: Blocked) -> bool:
+        """Each waits for the other in different operations that were meant to be the same, or one of them in a plan."""
+        if (ours.key, ours.lane) == (theirs.key, theirs.lane):
+            return False
+        if ours.key is not None and theirs.key is not None and ours.label != theirs.label:
+            return False  # different names: a script may well submit the other one later, from elsewhere
+        return other in self._waits_for(ours) and rank in self._waits_for(theirs)
+
+    def _break_dead_lock(self, rank: int, ours: Blocked, other: int, theirs: Blocked) -> None:
+        (low, low_blocked), (high, high_blocked) = sorted([(rank, ours), (other, theirs)], key=lambda pair: pair[0])
+        text = (
+            f"Mismatched operations: rank {low} waits in {low_blocked.what}, rank {high} waits in {high_blocked.what}; "
+            "each waits for the other.\nHINT: let every rank make the same calls with the same process set."
+        )
+        for who, blocked in ((rank, ours), (other, theirs)):
+            if blocked.lane is not None:
+                stuck = [member for member, more in self._blocked.items() if more.lane == blocked.lane]
+                self._outgoing += [(member, ["lane_error", blocked.lane, text]) for member in stuck]
+                for member in stuck:
+                    self._blocked.pop(member)
+            elif blocked.key in self._pending:
+                self._fail([blocked.key], text)
+            self._blocked.pop(who, None)
+
+
+def _fusible_bytes(entry: Entry) -> int | None:
+    """Bytes of an allreduce that may share a batch, else None."""
+    signature = next(iter(entry.requests.values())).signature
+    if signature["kind"] != "allreduce" or len(set(signature["dtype"])) != 1:
+        return None
+    # 8 bytes is the widest element; an estimate is enough to bound a batch.
+    return 8 * sum(int(prod(shape)) for shape in signature["shape"])
+
+
+def _fusion_class(entry: Entry) -> tuple[Any, ...]:
+    signature = next(iter(entry.requests.values())).signature
+    fields = ("op", "prescale", "postscale", "device")
+    return (signature["dtype"][0], *(signature.get(name) for name in fields))

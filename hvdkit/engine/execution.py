@@ -1,0 +1,158 @@
+"""How a negotiated operation is carried out: the arrays of one or more requests, as the steps of a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.collectives.adasum import adasum
+from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.broadcast import broadcast
+from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
+from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.compression import CODECS
+from hvdkit.engine.handle import Handle
+from hvdkit.engine.requests import Key, Signature
+from hvdkit.kernels import ReduceOp
+
+TAGS_PER_OPERATION = 8
+
+
+@dataclass
+class Submission:
+    """What this rank has announced under a key: its own arrays and the handle that waits."""
+
+    key: Key
+    signature: Signature
+    arrays: list[Array]
+    detail: Any
+    handle: Handle
+
+
+def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, float]:
+    """AVERAGE is SUM with a scale."""
+    return (ReduceOp.SUM, postscale / size) if op == ReduceOp.AVERAGE else (op, postscale)
+
+
+def zeros_for(signature: Signature) -> list[Array]:
+    """What a rank that has joined contributes."""
+    return [
+        np.zeros(shape, dtype=kernels.DTYPES[name])
+        for shape, name in zip(signature["shape"], signature["dtype"], strict=True)
+    ]
+
+
+def execute(
+    group: Group, kind: str, submissions: Sequence[Submission], extras: Sequence[Any], root: int, tag: int
+) -> Steps[list[Any]]:
+    """Run one batch; returns a result for each submission. Only allreduces come in batches of several."""
+    if kind == "allreduce":
+        yield from _allreduce(group, submissions, tag)
+        return [submission.arrays for submission in submissions]
+    (submission,) = submissions
+    if kind == "broadcast":
+        for array in submission.arrays:
+            yield from broadcast(group, array.reshape(-1), root, tag)
+        return [submission.arrays]
+    if kind == "allgather":
+        return [(yield from _allgather(group, submission.arrays, extras[0], tag))]
+    if kind == "alltoall":
+        return [(yield from _alltoall(group, submission.arrays[0], extras[0], tag))]
+    if kind == "reducescatter":
+        return [(yield from _reducescatter(group, submission, tag))]
+    # Everyone has asked, which is all that a barrier, a plan or a change of process sets waits for.
+    return [extras[0]]
+
+
+def _allreduce(group: Group, submissions: Sequence[Submission], tag: int) -> Steps[None]:
+    signature = submissions[0].signature
+    op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
+    by_dtype: dict[Any, list[Array]] = {}
+    for submission in submissions:
+        for array in submission.arrays:
+            by_dtype.setdefault(array.dtype, []).append(array)
+    for arrays in by_dtype.values():
+        if signature["prescale"] != 1.0:
+            for array in arrays:
+                kernels.scale_into(array.reshape(-1), array.reshape(-1), signature["prescale"])
+        if len(arrays) == 1:
+            yield from _reduce_flat(group, arrays[0].reshape(-1), [arrays[0].size], op, scale, tag)
+        else:
+            yield from _reduce_fused(group, arrays, op, scale, tag)
+
+
+def _reduce_flat(
+    group: Group, flat: Array, lengths: Sequence[int], op: ReduceOp, scale: float, tag: int
+) -> Steps[None]:
+    if op == ReduceOp.ADASUM:
+        yield from adasum(group, flat, lengths, scale, tag)
+    elif flat.size:
+        yield from allreduce(group, flat, op, scale, CODECS["none"], tag)
+
+
+def _reduce_fused(group: Group, arrays: Sequence[Array], op: ReduceOp, scale: float, tag: int) -> Steps[None]:
+    lengths = [array.size for array in arrays]
+    scratch = SCRATCH.take(sum(array.nbytes for array in arrays))
+    fused = scratch[: sum(array.nbytes for array in arrays)].view(arrays[0].dtype)
+    ends = list(accumulate(lengths))
+    for array, end in zip(arrays, ends, strict=True):
+        fused[end - array.size : end] = array.reshape(-1)
+    yield from _reduce_flat(group, fused, lengths, op, scale, tag)
+    for array, end in zip(arrays, ends, strict=True):
+        array.reshape(-1)[...] = fused[end - array.size : end]
+    SCRATCH.give_back(scratch)
+
+
+def _allgather(group: Group, arrays: Sequence[Array], rows_of_ranks: Any, tag: int) -> Steps[list[Array]]:
+    """``rows_of_ranks[p][i]`` is the first dimension of rank p's array i."""
+    results = []
+    for index, array in enumerate(arrays):
+        rows = [int(rank_rows[index]) for rank_rows in rows_of_ranks]
+        out = np.empty((sum(rows), *array.shape[1:]), dtype=array.dtype)
+        ends = list(accumulate(rows))
+        segments = [out[end - count : end].reshape(-1) for end, count in zip(ends, rows, strict=True)]
+        yield from allgather(group, array.reshape(-1), segments, tag)
+        results.append(out)
+    return results
+
+
+def _alltoall(group: Group, array: Array, details: Any, tag: int) -> Steps[tuple[Array, list[int]]]:
+    """``details[p]`` is (first dimension, splits or None) of rank p."""
+    splits = [splits or [rows // group.size] * group.size for rows, splits in details]
+    received = [int(rank_splits[group.rank]) for rank_splits in splits]
+    out = np.empty((sum(received), *array.shape[1:]), dtype=array.dtype)
+    yield from alltoall(group, _rows(array, splits[group.rank]), _rows(out, received), tag)
+    return out, received
+
+
+def _rows(array: Array, counts: Sequence[int]) -> list[Array]:
+    return [array[end - count : end].reshape(-1) for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def scatter_rows(rows: int, size: int) -> list[int]:
+    """Rows of each rank after a reduce-scatter: the first ``rows % size`` ranks hold one more (as Horovod does it)."""
+    each, longer = divmod(rows, size)
+    return [each + (rank < longer) for rank in range(size)]
+
+
+def _reducescatter(group: Group, submission: Submission, tag: int) -> Steps[list[Array]]:
+    signature = submission.signature
+    op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
+    results = []
+    for array in submission.arrays:
+        flat = array.reshape(-1)
+        if signature["prescale"] != 1.0:
+            kernels.scale_into(flat, flat, signature["prescale"])
+        rows = scatter_rows(array.shape[0], group.size)
+        width = prod(array.shape[1:])
+        bounds = [((end - count) * width, end * width) for end, count in zip(accumulate(rows), rows, strict=True)]
+        own = yield from reduce_scatter(group, flat, bounds, op, scale, tag)
+        results.append(own.reshape(rows[group.rank], *array.shape[1:]).copy())
+    return results

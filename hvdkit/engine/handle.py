@@ -1,0 +1,42 @@
+"""The promise of one operation's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Handle:
+    """Returned by every asynchronous operation. The engine finishes it once, with a result or an error."""
+
+    __slots__ = ("_drive", "_error", "_finished", "_result", "label", "what")
+
+    def __init__(self, what: str, label: str | None, drive: Callable[[Handle], None]) -> None:
+        self.what = what  # for messages: "allreduce 'loss'"
+        self.label = label  # the name that the user gave, None for an automatic one
+        self._drive = drive
+        self._finished = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """True when ``wait`` returns at once."""
+        return self._finished
+
+    def wait(self) -> Any:
+        """The result. Raises HorovodInternalError where the operation failed."""
+        if not self._finished:
+            self._drive(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def finish(self, result: Any) -> None:
+        if not self._finished:
+            self._result = result
+            self._finished = True
+
+    def fail(self, error: BaseException) -> None:
+        if not self._finished:
+            self._error = error
+            self._finished = True

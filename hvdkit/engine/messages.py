@@ -1,0 +1,41 @@
+"""Control messages as bytes: JSON arrays whose first element says what they are. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Message = list[Any]
+
+# By first element: how many elements the message has.
+SHAPES = {
+    # to the coordinator
+    "signature": 3,  # id, signature
+    "request": 4,  # signature id or signature, name, detail
+    "join": 1,
+    "blocked": 5,  # key, lane id or null; ranks waited for; in words; label
+    # from the coordinator
+    "run": 6,  # sequence, process set, kind, [[name, extra], ...], signatures or null
+    "error": 5,  # process set, kind, name, text
+    "lane_error": 3,  # lane id, text
+    "joined": 2,  # rank
+    "join_done": 2,  # last rank
+    # from anyone
+    "lane": 3,  # lane id, sequence: a rank that has joined takes part up to here
+    "ping": 1,
+    "pong": 1,
+    "bye": 2,  # reason
+    "lost": 3,  # rank, text: a rank was found lost
+}
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def decode(payload: bytes) -> Message:
+    """The message. Raises ValueError for bytes that no engine of this version sends."""
+    message = json.loads(payload)
+    if not isinstance(message, list) or not message or SHAPES.get(message[0]) != len(message):
+        raise ValueError(f"not a control message: {payload[:80]!r}")
+    return message

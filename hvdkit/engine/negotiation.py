@@ -1,0 +1,118 @@
+"""This rank's side of the negotiation: announces requests with few bytes, and acts on what others tell."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from hvdkit.engine.coordinator import Coordinator
+from hvdkit.engine.messages import Message, decode, encode
+from hvdkit.engine.requests import Key
+from hvdkit.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from hvdkit.engine.core import Engine
+    from hvdkit.engine.execution import Submission
+
+logger = logging.getLogger("hvdkit")
+
+# These are asked for once; remembering them would only push out signatures that come again.
+NEVER_CACHED = ("plan", "add_process_set", "remove_process_set")
+
+
+class Negotiation:
+    """Messages out and in. On rank 0 it also holds the coordinator, whom its own messages reach without a detour."""
+
+    def __init__(self, engine: Engine, static_process_sets: Sequence[list[int]]) -> None:
+        self._engine = engine
+        self._rank = engine.topology.rank
+        self._cached: dict[str, int] = {}
+        self.departed: dict[int, str] = {}
+        self.coordinator: Coordinator | None = None
+        if self._rank == 0:
+            self.coordinator = Coordinator(engine.transport.size, engine.settings.fusion_threshold)
+            self.coordinator.add_static_process_sets(static_process_sets)
+
+    def announce(self, submission: Submission) -> None:
+        """Ask the coordinator to run what was submitted."""
+        signature = submission.signature
+        name, detail = submission.key.name, submission.detail
+        if signature["kind"] in NEVER_CACHED or self._rank == 0:
+            self.send_to_coordinator(["request", signature, name, detail])
+            return
+        text = json.dumps(signature)
+        number = self._cached.get(text)
+        if number is None:
+            if len(self._cached) >= self._engine.settings.cache_capacity:
+                self.send_to_coordinator(["request", signature, name, detail])
+                return
+            number = self._cached[text] = len(self._cached)
+            self.send_to_coordinator(["signature", number, signature])
+        self.send_to_coordinator(["request", number, name, detail])
+
+    def send_to_coordinator(self, message: Message) -> None:
+        if self.coordinator is not None:
+            self.coordinator.receive(0, message, monotonic())
+        else:
+            self.send(0, message)
+
+    def send(self, rank: int, message: Message) -> None:
+        if rank == self._rank:
+            self._take(rank, message)
+        elif rank not in self.departed:
+            self._engine.transport.send_control(rank, encode(message))
+
+    def tell_everyone(self, message: Message) -> None:
+        """Send to all other ranks, as far as they can be reached."""
+        for rank in range(self._engine.transport.size):
+            if rank != self._rank:
+                try:
+                    self.send(rank, message)
+                except PeerLostError as error:
+                    logger.info("could not tell rank %d: %s", rank, error)
+
+    def exchange(self) -> bool:
+        """Take what has come in, deliver what the coordinator decided. True if there was anything."""
+        moved = False
+        for rank, payload in self._engine.transport.poll_control():
+            moved = True
+            self._engine.watch.heard(rank)
+            try:
+                self._take(rank, decode(payload))
+            except ValueError as error:
+                logger.error("rank %d sent what is no control message, ignored: %s", rank, error)
+        if self.coordinator is not None:
+            for rank, message in self.coordinator.take_outgoing():
+                moved = True
+                self.send(rank, message)
+        return moved
+
+    def _take(self, sender: int, message: Message) -> None:
+        engine, kind = self._engine, message[0]
+        if kind == "run":
+            engine.run(message)
+        elif kind == "error":
+            engine.reject(Key(*message[1:4]), message[4])
+        elif kind == "joined":
+            engine.joined(message[1])
+        elif kind == "join_done":
+            engine.join_done(message[1])
+        elif kind == "lane":
+            engine.take_part(message[1], message[2])
+        elif kind == "lane_error":
+            engine.lane_failed(message[1], message[2])
+        elif kind == "ping":
+            self.send(sender, ["pong"])
+        elif kind == "bye":
+            self.departed[sender] = message[1]
+            if self.coordinator is not None:
+                self.coordinator.depart(sender, message[1])
+        elif kind == "lost":
+            engine.fail(PeerLostError(message[2]))
+        elif kind != "pong":
+            if self.coordinator is None:
+                raise ValueError(f"{kind!r} is for the coordinator")
+            self.coordinator.receive(sender, message, monotonic())

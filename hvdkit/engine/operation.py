@@ -1,0 +1,50 @@
+"""An algorithm in flight: its generator, and the transfers it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import Any
+
+from hvdkit.transports.base import Transfer, Transport
+
+
+class Operation:
+    """Drives one generator of a collective forward; ``advance`` never blocks."""
+
+    __slots__ = ("_on_done", "_pending", "_steps", "_transport", "since", "what")
+
+    def __init__(
+        self,
+        what: str,
+        steps: Generator[list[Transfer], None, Any],
+        transport: Transport,
+        on_done: Callable[[Any], None],
+    ) -> None:
+        self.what = what
+        self.since = monotonic()
+        self._steps = steps
+        self._transport = transport
+        self._on_done = on_done
+        self._pending: list[Transfer] = []
+
+    def advance(self) -> bool | None:
+        """Go as far as possible. True: finished; False: went on; None: nothing has come in. Raises what went wrong."""
+        moved: bool | None = None
+        while True:
+            while self._pending:
+                if not self._pending[-1].done():
+                    return moved
+                self._pending.pop()
+            moved = False
+            try:
+                self._pending = next(self._steps)
+            except StopIteration as stop:
+                self._on_done(stop.value)
+                return True
+            if self._pending:
+                self._transport.watch(list(self._pending))
+
+    def awaited_peers(self) -> set[int]:
+        """The ranks whose transfers are not done."""
+        return {transfer.peer for transfer in self._pending if not transfer.done()}

@@ -1,0 +1,108 @@
+"""How the tensors of a plan are laid out in fusion buffers: pure functions of what all ranks have agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hvdkit.transports.base import CACHE_LINE
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Slots that travel together, all of one dtype, each beginning on a cache line."""
+
+    dtype: np.dtype[Any]
+    slots: tuple[int, ...]
+    offsets: tuple[int, ...]  # in elements, one for each slot
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+def lay_out(
+    slots: Sequence[Slot], order: Sequence[int], threshold: int, groups: Sequence[Sequence[int]] = ()
+) -> list[Bucket]:
+    """Buckets of at most ``threshold`` bytes, in the order in which they are complete if slots get ready in ``order``.
+
+    A slot larger than the threshold has a bucket of its own; the slots of a group share one bucket whatever its size.
+    Threshold 0 gives every slot (or group) its own bucket.
+    """
+    buckets: list[Bucket] = []
+    filling: dict[np.dtype[Any], tuple[list[int], int]] = {}  # by dtype: slots and bytes so far
+    for unit in _units(order, groups):
+        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        for slot in unit:
+            by_dtype.setdefault(slots[slot].dtype, []).append(slot)
+        for dtype, members in by_dtype.items():
+            nbytes = sum(_padded(slots[slot]) * dtype.itemsize for slot in members)
+            held, held_bytes = filling.pop(dtype, ([], 0))
+            if held and held_bytes + nbytes > threshold:
+                buckets.append(_bucket(slots, held, dtype))
+                held, held_bytes = [], 0
+            filling[dtype] = (held + members, held_bytes + nbytes)
+            if held_bytes + nbytes >= threshold:
+                buckets.append(_bucket(slots, filling.pop(dtype)[0], dtype))
+    buckets += [_bucket(slots, held, dtype) for dtype, (held, _) in filling.items()]
+    position = {slot: place for place, slot in enumerate(order)}
+    return sorted(buckets, key=lambda bucket: max(position[slot] for slot in bucket.slots))
+
+
+def _units(order: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Slots that stay together, each unit at the place where its last slot gets ready."""
+    group_of = {slot: number for number, group in enumerate(groups) for slot in group}
+    left = [len(group) for group in groups]
+    units: list[list[int]] = []
+    for slot in order:
+        number = group_of.get(slot)
+        if number is None:
+            units.append([slot])
+            continue
+        left[number] -= 1
+        if left[number] == 0:
+            units.append(list(groups[number]))
+    return units
+
+
+def _padded(slot: Slot) -> int:
+    line = max(1, CACHE_LINE // slot.dtype.itemsize)
+    return -(-slot.elements // line) * line
+
+
+def _bucket(slots: Sequence[Slot], members: Sequence[int], dtype: np.dtype[Any]) -> Bucket:
+    offsets = []
+    end = 0
+    for slot in members:
+        offsets.append(end)
+        end += _padded(slots[slot])
+    return Bucket(dtype, tuple(members), tuple(offsets), end)
+
+
+def first_order(count: int) -> list[int]:
+    """Before anything was observed: the backward pass reaches the last registered tensor first."""
+    return list(range(count - 1, -1, -1))
+
+
+def observed_order(ready: Sequence[int], count: int) -> list[int]:
+    """The order in which slots got ready, those never seen (no gradient in that step) last."""
+    seen = set(ready)
+    return [*ready, *(slot for slot in first_order(count) if slot not in seen)]

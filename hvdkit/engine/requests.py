@@ -1,0 +1,120 @@
+"""What a rank asks for: the signature that must match on all ranks, and how it is told to people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit.kernels import ReduceOp
+
+# A signature travels as a JSON object with these fields; absent ones do not apply to the kind of operation.
+Signature = dict[str, Any]
+
+KINDS = (
+    "allreduce",
+    "allgather",
+    "broadcast",
+    "alltoall",
+    "reducescatter",
+    "barrier",
+    "plan",
+    "add_process_set",
+    "remove_process_set",
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What identifies an operation on all ranks: the same name may be used by other kinds and process sets at once."""
+
+    process_set: int
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} '{self.name}'" + (f" in process set {self.process_set}" if self.process_set else "")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rank's request. ``detail`` holds what may differ between ranks: first dimensions, splits."""
+
+    signature: Signature
+    detail: Any = None
+
+
+def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
+    """What is wrong between the requests of all ranks for one key, each rank's value named; None where they agree."""
+    ranks = sorted(requests)
+    first = requests[ranks[0]].signature
+    for field, title in (
+        ("dtype", "data types"),
+        ("shape", "shapes"),
+        ("op", "reduce operations"),
+        ("root", "root ranks"),
+        ("prescale", "prescale factors"),
+        ("postscale", "postscale factors"),
+        ("device", "devices"),
+        ("codec", "compressions"),
+        ("groups", "groups"),
+        ("ranks", "process sets"),
+        ("id", "process set ids"),
+    ):
+        values = {rank: requests[rank].signature.get(field) for rank in ranks}
+        if any(value != values[ranks[0]] for value in values.values()):
+            return f"Mismatched {title} for {key}: {_told(values, field)}."
+    if first["kind"] == "plan":
+        return _plan_mismatch(key, {rank: requests[rank].signature["slots"] for rank in ranks})
+    return _detail_mismatch(key, first, {rank: requests[rank].detail for rank in ranks})
+
+
+def _told(values: dict[int, Any], field: str) -> str:
+    """Ranks with the same value together: 'rank 0, 2: [4]; rank 1: [5]'."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        if field == "op" and value is not None:
+            text = ReduceOp(value).name
+        elif isinstance(value, list) and len(value) == 1:
+            text = str(value[0])
+        else:
+            text = str(value)
+        by_value.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))} sent {text}" for text, ranks in by_value.items())
+
+
+def _plan_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
+    counts = {rank: len(listed) for rank, listed in slots.items()}
+    for place in range(max(counts.values(), default=0)):
+        here = {rank: listed[place] if place < len(listed) else None for rank, listed in slots.items()}
+        if any(value != here[min(here)] for value in here.values()):
+            told = "; ".join(
+                f"rank {rank} has {'no such parameter' if value is None else _slot_told(value)}"
+                for rank, value in here.items()
+            )
+            return (
+                f"Mismatched parameters for {key}, parameter number {place}: {told}.\n"
+                "HINT: build the same model and freeze the same parameters on every rank."
+            )
+    return None
+
+
+def _slot_told(slot: Sequence[Any]) -> str:
+    name, shape, dtype = slot
+    return f"'{name}' {dtype}{list(shape)}"
+
+
+def _detail_mismatch(key: Key, signature: Signature, details: dict[int, Any]) -> str | None:
+    if signature["kind"] == "alltoall":
+        for rank, (rows, splits) in details.items():
+            if splits is None and rows % len(details):
+                return (
+                    f"Mismatched splits for {key}: rank {rank} sent no splits, and its first dimension {rows} "
+                    f"cannot be divided by {len(details)} ranks."
+                )
+            if splits is not None and (len(splits) != len(details) or sum(splits) > rows):
+                return (
+                    f"Mismatched splits for {key}: rank {rank} sent splits {splits} for a first dimension of {rows} "
+                    f"and {len(details)} ranks."
+                )
+    return None

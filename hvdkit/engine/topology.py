@@ -1,0 +1,62 @@
+"""Ranks by node: who shares a host with whom, from what launchers and hosts say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place among all ranks, among those of its node, and among those with its local rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+    hosts: tuple[str, ...]  # the host of each rank
+
+    def told(self, rank: int) -> str:
+        """A rank with its host, for messages."""
+        return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"
+
+
+def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
+    """The topology from what each rank told: its host, and where the launcher says so its local and cross ranks.
+
+    The launcher's word wins over host names: containers may share a name, and namespaces do.
+    """
+    size = len(told)
+    nodes = _nodes(told)
+    node = next(members for members in nodes if rank in members)
+    mine = told[rank]
+    local_rank = mine["local_rank"] if mine["local_rank"] is not None else node.index(rank)
+    local_size = mine["local_size"] if mine["local_size"] is not None else len(node)
+    # Nodes that have a rank with my local rank, and my node's place among them.
+    column = [members for members in nodes if local_rank < len(members)]
+    cross_rank = mine["cross_rank"] if mine["cross_rank"] is not None else column.index(node)
+    cross_size = mine["cross_size"] if mine["cross_size"] is not None else len(column)
+    homogeneous = len({len(members) for members in nodes}) == 1
+    hosts = tuple(str(one["host"]) for one in told)
+    return Topology(rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts)
+
+
+def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Ranks of each node. Local ranks that a launcher gave tell nodes apart even where host names do not."""
+    nodes: list[list[int]] = []
+    by_host: dict[str, list[list[int]]] = {}
+    launcher_says = all(one["local_rank"] is not None for one in told)
+    for rank, one in enumerate(told):
+        candidates = by_host.setdefault(str(one["host"]), [])
+        # The first node of this host that still waits for this local rank; without local ranks, the host's only node.
+        home = next((members for members in candidates if not launcher_says or len(members) == one["local_rank"]), None)
+        if home is None:
+            home = []
+            candidates.append(home)
+            nodes.append(home)
+        home.append(rank)
+    return nodes

@@ -1,0 +1,179 @@
+"""Looks, ten times a second, at what takes long: dead-locks, stalls, ranks that are lost or have left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from hvdkit.engine.liveness import Liveness
+from hvdkit.errors import PeerLostError, StallError
+
+if TYPE_CHECKING:
+    from hvdkit.engine.core import Engine
+    from hvdkit.engine.handle import Handle
+    from hvdkit.engine.lane import Lane
+
+logger = logging.getLogger("hvdkit")
+
+LOOK_SECONDS = 0.1
+# How long a wait lasts before the coordinator is told of it, so that it can see a dead-lock.
+BLOCKED_SECONDS = 0.3
+# What a rank sent before it left may still be on its way.
+DEPARTED_SECONDS = 1.0
+
+
+@dataclass
+class Waiting:
+    """A training thread that waits for a handle or a lane."""
+
+    handle: Handle | None
+    lane: Lane | None
+    since: float = field(default_factory=monotonic)
+    told: bool = False
+    warned: bool = False
+
+
+class Watch:
+    """The engine's eye on time; ``look`` is called from every round."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._liveness = Liveness(engine.settings.timeout_seconds)
+        self._waiting: dict[int, Waiting] = {}
+        self._threads: set[int] = set()
+        self._next_look = 0.0
+
+    def seen_thread(self) -> None:
+        """Several threads that submit make it impossible to say that a rank is blocked as a whole."""
+        self._threads.add(threading.get_ident())
+
+    def heard(self, rank: int) -> None:
+        self._liveness.heard(rank, monotonic())
+
+    @contextmanager
+    def waiting(self, handle: Handle | None, lane: Lane | None) -> Iterator[None]:
+        """The calling thread waits inside this block."""
+        me = threading.get_ident()
+        self._threads.add(me)
+        waiting = self._waiting[me] = Waiting(handle, lane)
+        try:
+            yield
+        finally:
+            self._waiting.pop(me, None)
+            if waiting.told and self._engine.error is None:
+                self._engine.later(["blocked", None, [], "", None])
+
+    def look(self, now: float) -> None:
+        """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""
+        if now < self._next_look or self._engine.transport.size == 1:
+            return
+        self._next_look = now + LOOK_SECONDS
+        self._tell_blocked(now)
+        self._look_for_stalls(now)
+        self._look_for_departed(now)
+        self._look_for_lost(now)
+
+    def _tell_blocked(self, now: float) -> None:
+        if len(self._threads) != 1:
+            return
+        for waiting in list(self._waiting.values()):
+            if waiting.told or now - waiting.since < BLOCKED_SECONDS:
+                continue
+            waiting.told = True
+            engine = self._engine
+            if waiting.lane is not None:
+                lane = waiting.lane
+                message = ["blocked", lane.lane_id, sorted(self._awaited_on_lanes()), lane.waiting_for(), lane.name]
+            else:
+                assert waiting.handle is not None
+                key = next((k for k, s in engine.submissions.items() if s.handle is waiting.handle), None)
+                if key is None:
+                    continue  # it runs; what it waits for is data
+                place = [key.process_set, key.kind, key.name]
+                message = ["blocked", place, [], waiting.handle.what, waiting.handle.label]
+            engine.negotiation.send_to_coordinator(message)
+
+    def _awaited_on_lanes(self) -> set[int]:
+        return {peer for operation in self._engine.operations for peer in operation.awaited_peers()}
+
+    def _look_for_stalls(self, now: float) -> None:
+        settings = self._engine.settings
+        warn_after, fail_after = settings.stall_check_seconds, settings.stall_shutdown_seconds
+        coordinator = self._engine.negotiation.coordinator
+        warns = warn_after > 0 and not settings.stall_check_disable
+        if coordinator is not None and warns:
+            for stall in coordinator.new_stalls(now, warn_after):
+                logger.warning(
+                    "%s was submitted by ranks %s, but not by ranks %s for %.0f seconds. They may be behind, or will "
+                    "never submit it because they take another path through the script.",
+                    stall.key, stall.submitted, stall.missing, stall.seconds,
+                )  # fmt: skip
+        if coordinator is not None and fail_after > 0:
+            for stall in coordinator.stalled(now, fail_after):
+                coordinator.give_up(
+                    stall.key,
+                    f"{stall.key} stalled: ranks {stall.missing} did not submit it within {fail_after:g} s "
+                    f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.",
+                )
+        for waiting in list(self._waiting.values()):
+            lane = waiting.lane
+            if lane is None or lane.idle():
+                continue
+            ranks = sorted(self._awaited_on_lanes())
+            if warns and not waiting.warned and now - waiting.since > warn_after:
+                waiting.warned = True
+                logger.warning(
+                    "%s waits for ranks %s in %s for %.0f seconds.",
+                    self._engine.told(), ranks, lane.waiting_for(), now - waiting.since,
+                )  # fmt: skip
+            if fail_after > 0 and now - waiting.since > fail_after:
+                lane.fail(
+                    StallError(
+                        f"{lane.waiting_for()} stalled on {self._engine.told()}: ranks {ranks} did not send their part "
+                        f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)."
+                    )
+                )
+
+    def _look_for_departed(self, now: float) -> None:
+        departed = self._engine.negotiation.departed
+        if not departed:
+            return
+        for operation in self._engine.operations:
+            gone = operation.awaited_peers().intersection(departed)
+            if gone and now - operation.since > DEPARTED_SECONDS:
+                rank = min(gone)
+                raise PeerLostError(
+                    f"{operation.what} on {self._engine.told()} waits for {self._engine.topology.told(rank)}, "
+                    f"which has left the job: {departed[rank]}."
+                )
+        if 0 in departed and self._engine.submissions:
+            what = next(iter(self._engine.submissions.values())).handle.what
+            raise PeerLostError(
+                f"{what} on {self._engine.told()} waits for {self._engine.topology.told(0)}, which has left the job: "
+                f"{departed[0]}.\nHINT: let every rank make the same calls and call hvd.shutdown() together."
+            )
+
+    def _look_for_lost(self, now: float) -> None:
+        engine = self._engine
+        awaited = self._awaited_on_lanes()
+        if engine.submissions:
+            awaited.add(0)
+        if engine.negotiation.coordinator is not None:
+            awaited |= engine.negotiation.coordinator.awaited_ranks()
+        awaited -= {engine.topology.rank, *engine.negotiation.departed}
+        to_ask, lost = self._liveness.check(awaited, now)
+        for rank in to_ask:
+            engine.negotiation.send(rank, ["ping"])
+        if lost:
+            text = (
+                f"{engine.topology.told(lost[0])} gave {engine.told()} no sign of life for "
+                f"{engine.settings.timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS).\n"
+                "HINT: see whether it was killed, stopped, or cut off from the network."
+            )
+            engine.negotiation.tell_everyone(["lost", lost[0], text])
+            raise PeerLostError(text)

@@ -1,0 +1,163 @@
+"""torch.distributed carries the bytes: a Gloo process group of our own, a thread waiting for each batch."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from hvdkit.environments.base import World
+from hvdkit.errors import PeerLostError, TransportUnavailableError
+from hvdkit.transports.base import Bytes, Transfer, Transport
+from hvdkit.transports.rendezvous import open_store
+from hvdkit.transports.waiters import Waiters
+
+# Gloo breaks every connection when one of its own waits times out; deadlines are the engine's, per peer.
+NEVER = timedelta(days=3650)
+CONTROL_TAG = 1 << 26  # above every tag of a collective
+FRAME_BYTES = 2048
+# A frame of a control message: bytes of it in this frame, and whether it is the last one of its message.
+FRAME_HEADER = struct.Struct("<HB")
+FRAME_PAYLOAD = FRAME_BYTES - FRAME_HEADER.size
+
+
+class TorchTransfer:
+    """One send or receive of the process group. A waiter thread finishes it; see ``TorchTransport.watch``."""
+
+    __slots__ = ("_buffer", "_error", "_finished", "peer", "work")
+
+    def __init__(self, work: Any, buffer: Any, peer: int) -> None:
+        self.work = work
+        self.peer = peer
+        self._buffer = buffer  # Gloo reads or writes it until the work is done
+        self._finished = False
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until done, on a waiter thread. An error is kept for ``done()``."""
+        try:
+            self.work.wait()
+        except Exception as error:  # kept, and raised by done() where the engine names tensor and rank
+            self._error = error
+        self._finished = True
+
+    def done(self) -> bool:
+        if self._finished and self._error is not None:
+            reason = str(self._error).splitlines()[0]
+            raise PeerLostError(f"the connection to rank {self.peer} broke: {reason}") from self._error
+        return self._finished
+
+
+class TorchTransport(Transport):
+    """Ranks that meet at a store and talk through ProcessGroupGloo. Construction is collective."""
+
+    name = "torch"
+    polling = False
+
+    def __init__(self, world: World, generation: int, start_timeout_seconds: float) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        store = open_store(world, generation, start_timeout_seconds)
+        _meet(store, world, start_timeout_seconds)
+        self._store = store
+        gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
+        self._group = gloo(PrefixStore("gloo", store), world.rank, world.size, NEVER)
+        self._waker: Callable[[], None] = lambda: None
+        self._waiters = Waiters("hvdkit-wait")
+        self._inbox: deque[tuple[int, bytes]] = deque()
+        self._partial: dict[int, bytearray] = {}
+        self._closing = False
+        self._receiver = threading.Thread(target=self._receive_control, name="hvdkit-control", daemon=True)
+        self._receiver.start()
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
+        return TorchTransfer(self._group.send([torch.from_numpy(buffer)], peer, tag), buffer, peer)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
+        return TorchTransfer(self._group.recv([torch.from_numpy(buffer)], peer, tag), buffer, peer)
+
+    def watch(self, transfers: Sequence[Transfer]) -> None:
+        """Finish these transfers on one waiter thread, then wake the engine."""
+
+        def wait_for_all() -> None:
+            for transfer in transfers:
+                assert isinstance(transfer, TorchTransfer)
+                transfer.wait()
+            self._waker()
+
+        self._waiters.run(wait_for_all)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        for start in range(0, max(len(payload), 1), FRAME_PAYLOAD):
+            part = payload[start : start + FRAME_PAYLOAD]
+            last = start + FRAME_PAYLOAD >= len(payload)
+            frame = np.frombuffer(bytearray(FRAME_HEADER.pack(len(part), last) + part), dtype=np.uint8)
+            try:
+                transfer = self.isend(frame, peer, CONTROL_TAG)
+            except RuntimeError as error:
+                raise PeerLostError(f"the connection to rank {peer} broke: {str(error).splitlines()[0]}") from error
+            self._waiters.run(transfer.wait)  # keeps the frame alive; a lost peer shows in what is awaited from it
+
+    def poll_control(self) -> list[tuple[int, bytes]]:
+        arrived = []
+        while self._inbox:
+            arrived.append(self._inbox.popleft())
+        return arrived
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+
+    def _receive_control(self) -> None:
+        """Wait for frames from anyone, put messages together, wake the engine. Ends when the group is broken."""
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        raw = frame.numpy()
+        while not self._closing:
+            work = self._group.recv_anysource([frame], CONTROL_TAG)
+            try:
+                work.wait()
+            except RuntimeError:
+                return  # every peer is gone or this group was closed: what waits for a peer reports it by name
+            source = work._source_rank()
+            length, last = FRAME_HEADER.unpack_from(raw.data)
+            message = self._partial.setdefault(source, bytearray())
+            message += raw[FRAME_HEADER.size : FRAME_HEADER.size + length].tobytes()
+            if last:
+                self._inbox.append((source, bytes(self._partial.pop(source))))
+                self._waker()
+
+    def close(self, graceful: bool) -> None:
+        """Stop the waiting threads. The receiver stays in its last wait; the process's exit ends it."""
+        self._closing = True
+        self._waker = lambda: None
+        self._waiters.close()
+
+    def abort(self, code: int) -> None:
+        """Peers notice the broken connections when this process ends; there is no job-wide end to call for."""
+
+
+def _meet(store: Any, world: World, timeout_seconds: float) -> None:
+    """Wait at the store until every rank is there, so that connecting cannot wait for a rank that never started."""
+    store.set(f"here/{world.rank}", b"1")
+    everyone = [f"here/{rank}" for rank in range(world.size)]
+    try:
+        store.wait(everyone, timedelta(seconds=timeout_seconds))
+    except (RuntimeError, dist.DistError) as error:
+        missing = []
+        for rank, key in enumerate(everyone):
+            try:
+                if not store.check([key]):
+                    missing.append(rank)
+            except (RuntimeError, dist.DistError):
+                missing.append(rank)
+        raise TransportUnavailableError(
+            f"rank {world.rank} waited {timeout_seconds:g} s for all {world.size} ranks; missing: {missing}\n"
+            "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
+        ) from error
