@@ -10,7 +10,14 @@ class DuplicateNameError(HorovodInternalError, ValueError):
 
 
 class PeerLostError(HorovodInternalError):
-    """A rank that others wait for has died, was cut off, or gave no sign of life before the deadline."""
+    """A rank that others wait for has died, was cut off, or gave no sign of life before the deadline.
+
+    ``rank`` is the lost rank where it is known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class StallError(HorovodInternalError):

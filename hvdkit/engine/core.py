@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Array, Group
 from hvdkit.config import Settings
@@ -21,12 +21,14 @@ from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.requests import Key, Signature
 from hvdkit.engine.statistics import CommunicationStatistics, Statistics
-from hvdkit.engine.timeline import Timeline
 from hvdkit.engine.topology import Topology
 from hvdkit.engine.watch import Watch
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
+
+if TYPE_CHECKING:
+    from hvdkit.engine.timeline import Timeline
 
 logger = logging.getLogger("hvdkit")
 
@@ -246,6 +248,8 @@ class Engine:
         """Begin recording on rank 0, in place of what was being recorded."""
         self.stop_timeline()
         if self.topology.rank == 0:
+            from hvdkit.engine.timeline import Timeline
+
             self.timeline = Timeline(path, self.topology.rank, mark_cycles)
 
     def stop_timeline(self) -> None:
@@ -294,6 +298,7 @@ class Engine:
             moved = True
         try:
             moved |= self.negotiation.exchange()
+            self.negotiation.look_for_broken()
             for lane in list(self.lanes.values()):
                 while lane.startable():
                     self._start_on(lane, lane.start())
@@ -318,7 +323,9 @@ class Engine:
         try:
             moved = operation.advance()
         except PeerLostError as error:
-            raise PeerLostError(f"{operation.what} failed on {self.told()}: {error}") from error
+            reason = self.negotiation.departed.get(-1 if error.rank is None else error.rank)
+            how = f"{self.topology.told(error.rank or 0)} has left the job: {reason}" if reason else str(error)
+            raise PeerLostError(f"{operation.what} failed on {self.told()}: {how}", error.rank) from error
         except Exception as error:
             logger.exception("%s failed on %s", operation.what, self.told())
             self.operations.remove(operation)

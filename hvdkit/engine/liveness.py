@@ -27,7 +27,7 @@ class Liveness:
             self._asked.pop(rank, None)
         to_ask, lost = [], []
         for rank in sorted(awaited):
-            silent_since = max(self._waited_since.setdefault(rank, now), self._heard.get(rank, now))
+            silent_since = max(self._waited_since.setdefault(rank, now), self._heard.get(rank, 0.0))
             if now - silent_since >= self._timeout:
                 lost.append(rank)
             elif now - max(silent_since, self._asked.get(rank, silent_since)) >= self._interval:

@@ -35,7 +35,10 @@ def encode(message: Message) -> bytes:
 
 def decode(payload: bytes) -> Message:
     """The message. Raises ValueError for bytes that no engine of this version sends."""
-    message = json.loads(payload)
+    try:
+        message = json.loads(payload)
+    except RecursionError:
+        raise ValueError("a control message nested too deeply") from None
     if not isinstance(message, list) or not message or SHAPES.get(message[0]) != len(message):
         raise ValueError(f"not a control message: {payload[:80]!r}")
     return message

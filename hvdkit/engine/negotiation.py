@@ -90,6 +90,16 @@ class Negotiation:
                 self.send(rank, message)
         return moved
 
+    def look_for_broken(self) -> None:
+        """Raise PeerLostError where a connection broke to a rank that did not say goodbye."""
+        for rank, how in self._engine.transport.lost_peers().items():
+            if rank not in self.departed and self._engine.error is None:
+                raise PeerLostError(
+                    f"{self._engine.topology.told(rank)} is lost, its connection to {self._engine.told()} broke: {how}\n"
+                    "HINT: see what that rank printed last, and whether it was killed.",
+                    rank,
+                )
+
     def _take(self, sender: int, message: Message) -> None:
         engine, kind = self._engine, message[0]
         if kind == "run":

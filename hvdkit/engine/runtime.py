@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ logger = logging.getLogger("hvdkit")
 
 # How long shutdown waits for the others to shut down too.
 GOODBYE_SECONDS = 5.0
+# A rank that failed only makes sure that the others have heard. One that ends because another failed leaves that one
+# the time to end the job with its own exit code.
+FAILED_GOODBYE_SECONDS = 0.3
+AFTER_ANOTHER_SECONDS = 2.0
 STARTUP_TAG = 0
 
 _engine: Engine | None = None
@@ -93,7 +97,7 @@ def shutdown() -> None:
     if _engine is None:
         return
     engine, _engine, _dynamic = _engine, None, False
-    reason = _exit_reason or "it called hvd.shutdown()"
+    reason = _exit_reason or "it called hvd.shutdown() or ended"
     graceful = False
     if engine.transport.size > 1:
         graceful = _say_goodbye(engine, reason)
@@ -196,7 +200,8 @@ def _static_ranks(process_sets: Sequence[Any], size: int) -> list[list[int]]:
 
 def _say_goodbye(engine: Engine, reason: str) -> bool:
     """Tell the others and wait a little for theirs. True if all ranks shut down now."""
-    negotiation, deadline = engine.negotiation, monotonic() + GOODBYE_SECONDS
+    negotiation = engine.negotiation
+    deadline = monotonic() + (FAILED_GOODBYE_SECONDS if _exit_code else GOODBYE_SECONDS)
     told = [False]
 
     def tell() -> None:
@@ -247,13 +252,16 @@ def _at_exit() -> None:
     """Leave in order. A rank that failed tells the others and, under MPI, ends the job with its exit code."""
     if _engine is None:
         return
-    transport, code = _engine.transport, _exit_code
+    transport, code, departed = _engine.transport, _exit_code, _engine.negotiation.departed
     if code == 0:
         shutdown()
         return
     _flush(sys.stdout)
     _flush(sys.stderr)
+    another_failed = bool(departed)
     shutdown()
+    if another_failed:
+        sleep(AFTER_ANOTHER_SECONDS)
     transport.abort(code)
 
 

@@ -153,9 +153,12 @@ class Watch:
                 )
         if 0 in departed and self._engine.submissions:
             what = next(iter(self._engine.submissions.values())).handle.what
+            first, reason = next(iter(departed.items()))  # the others often leave because this one did
             raise PeerLostError(
-                f"{what} on {self._engine.told()} waits for {self._engine.topology.told(0)}, which has left the job: "
-                f"{departed[0]}.\nHINT: let every rank make the same calls and call hvd.shutdown() together."
+                f"{what} on {self._engine.told()} cannot go on without rank 0, which has left the job; the first to leave "
+                f"was {self._engine.topology.told(first)}: {reason}.\n"
+                "HINT: let every rank make the same calls and call hvd.shutdown() together.",
+                first,
             )
 
     def _look_for_lost(self, now: float) -> None:

@@ -11,9 +11,9 @@ from typing import Protocol
 class Rendezvous:
     """Where the ``torch`` transport meets.
 
-    kind: ``"tcp"``: rank 0 opens a TCPStore at host:port. ``"agent"``: a launcher already serves that TCPStore and every
-    rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, the others are
-    clients. ``"http"``: a key-value server of ``horovodrun`` at which rank 0 publishes its TCPStore.
+    kind: ``"tcp"``: rank 0 opens a TCPStore at host:port. ``"agent"``: a launcher already serves that TCPStore and
+    every rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, the others
+    are clients. ``"http"``: a key-value server of ``horovodrun`` at which rank 0 publishes its TCPStore.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class World:
 
 
 class Environment(Protocol):
-    """One launcher: ``detect`` returns its World, None where it is not the launcher, or raises on a half-set environment."""
+    """One launcher: ``detect`` returns its World, None where it is not the launcher, or raises if it is half set."""
 
     name: str
 

@@ -60,6 +60,10 @@ class Transport(ABC):
     def poll_control(self) -> list[tuple[int, bytes]]:
         """The control messages that have come in since the last call, as (sender, payload)."""
 
+    def lost_peers(self) -> dict[int, str]:
+        """The peers whose connection is known to have broken, and how. Empty where the engine below cannot tell."""
+        return {}
+
     def watch(self, transfers: Sequence[Transfer]) -> None:
         """Call the waker when all of these are done. A polling transport has nothing to do."""
 

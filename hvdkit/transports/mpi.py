@@ -33,7 +33,7 @@ class MpiTransfer:
                     return False
                 self._requests.pop()
         except Exception as error:
-            raise PeerLostError(f"MPI lost the connection to rank {self.peer}: {error}") from error
+            raise PeerLostError(f"MPI lost the connection to rank {self.peer}: {error}", self.peer) from error
         return True
 
 

@@ -28,6 +28,10 @@ class SubsetTransport(Transport):
         transfer.peer = peer
         return transfer
 
+    def lost_peers(self) -> dict[int, str]:
+        lost = self._inner.lost_peers()
+        return {peer: lost[rank] for peer, rank in enumerate(self._members) if rank in lost}
+
     def watch(self, transfers: Sequence[Transfer]) -> None:
         self._inner.watch(transfers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 from collections import deque
@@ -19,6 +20,8 @@ from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport
 from hvdkit.transports.rendezvous import open_store
 from hvdkit.transports.waiters import Waiters
+
+logger = logging.getLogger("hvdkit")
 
 # Gloo breaks every connection when one of its own waits times out; deadlines are the engine's, per peer.
 NEVER = timedelta(days=3650)
@@ -52,7 +55,7 @@ class TorchTransfer:
     def done(self) -> bool:
         if self._finished and self._error is not None:
             reason = str(self._error).splitlines()[0]
-            raise PeerLostError(f"the connection to rank {self.peer} broke: {reason}") from self._error
+            raise PeerLostError(f"the connection to rank {self.peer} broke: {reason}", self.peer) from self._error
         return self._finished
 
 
@@ -73,10 +76,14 @@ class TorchTransport(Transport):
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
         self._inbox: deque[tuple[int, bytes]] = deque()
-        self._partial: dict[int, bytearray] = {}
+        self._lost: dict[int, str] = {}
         self._closing = False
-        self._receiver = threading.Thread(target=self._receive_control, name="hvdkit-control", daemon=True)
-        self._receiver.start()
+        self._receivers = [
+            threading.Thread(target=self._receive_control, args=(peer,), name=f"hvdkit-control-{peer}", daemon=True)
+            for peer in self._peers()
+        ]
+        for receiver in self._receivers:
+            receiver.start()
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
         return TorchTransfer(self._group.send([torch.from_numpy(buffer)], peer, tag), buffer, peer)
@@ -103,7 +110,9 @@ class TorchTransport(Transport):
             try:
                 transfer = self.isend(frame, peer, CONTROL_TAG)
             except RuntimeError as error:
-                raise PeerLostError(f"the connection to rank {peer} broke: {str(error).splitlines()[0]}") from error
+                raise PeerLostError(
+                    f"the connection to rank {peer} broke: {str(error).splitlines()[0]}", peer
+                ) from error
             self._waiters.run(transfer.wait)  # keeps the frame alive; a lost peer shows in what is awaited from it
 
     def poll_control(self) -> list[tuple[int, bytes]]:
@@ -115,29 +124,50 @@ class TorchTransport(Transport):
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
 
-    def _receive_control(self) -> None:
-        """Wait for frames from anyone, put messages together, wake the engine. Ends when the group is broken."""
+    def lost_peers(self) -> dict[int, str]:
+        return dict(self._lost)
+
+    def _receive_control(self, peer: int) -> None:
+        """Wait for a peer's frames, put messages together, wake the engine. Ends when the connection does."""
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         raw = frame.numpy()
-        while not self._closing:
-            work = self._group.recv_anysource([frame], CONTROL_TAG)
+        message = bytearray()
+        while True:
             try:
-                work.wait()
-            except RuntimeError:
-                return  # every peer is gone or this group was closed: what waits for a peer reports it by name
-            source = work._source_rank()
+                self._group.recv([frame], peer, CONTROL_TAG).wait()
+            except RuntimeError as error:
+                # A thread of its own for each peer, since this is also how a dead peer is noticed at once.
+                if not self._closing:
+                    self._lost[peer] = str(error).splitlines()[0]
+                    self._waker()
+                return
             length, last = FRAME_HEADER.unpack_from(raw.data)
-            message = self._partial.setdefault(source, bytearray())
             message += raw[FRAME_HEADER.size : FRAME_HEADER.size + length].tobytes()
             if last:
-                self._inbox.append((source, bytes(self._partial.pop(source))))
+                self._inbox.append((peer, bytes(message)))
+                message.clear()
                 self._waker()
 
     def close(self, graceful: bool) -> None:
-        """Stop the waiting threads. The receiver stays in its last wait; the process's exit ends it."""
+        """Break the connections, so that every thread of ours ends before the process does."""
         self._closing = True
         self._waker = lambda: None
-        self._waiters.close()
+        for receiver, peer in zip(self._receivers, self._peers(), strict=True):
+            if receiver.is_alive():
+                self._break_connection(peer)
+            receiver.join(timeout=1.0)
+        self._waiters.close(timeout_seconds=1.0)
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def _break_connection(self, peer: int) -> None:
+        """Gloo has no call for it, but it closes a connection on which a wait has timed out."""
+        try:
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._group.recv([nothing], peer, CONTROL_TAG + 1).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
 
     def abort(self, code: int) -> None:
         """Peers notice the broken connections when this process ends; there is no job-wide end to call for."""

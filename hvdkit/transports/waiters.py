@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from time import monotonic
 
 
 class Waiters:
@@ -15,7 +16,7 @@ class Waiters:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
-        self._started = 0
+        self._threads: list[threading.Thread] = []
 
     def run(self, job: Callable[[], None]) -> None:
         """Run ``job``, which must not raise, on a thread that is idle, else on a new one."""
@@ -23,14 +24,18 @@ class Waiters:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                self._started += 1
-                threading.Thread(target=self._serve, name=f"{self._name}-{self._started}", daemon=True).start()
+                name = f"{self._name}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+                self._threads[-1].start()
         self._jobs.put(job)
 
-    def close(self) -> None:
-        """Let every thread end after its present job."""
-        for _ in range(self._started):
+    def close(self, timeout_seconds: float) -> None:
+        """Let every thread end after its present job, and wait for that up to the timeout."""
+        for _ in self._threads:
             self._jobs.put(None)
+        deadline = monotonic() + timeout_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - monotonic()))
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:

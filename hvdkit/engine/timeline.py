@@ -1,0 +1,194 @@
+"""A Chrome trace of what the engine does: one row per tensor or bucket, valid JSON on the disk after every flush.
+
+Open it in chrome://tracing or Perfetto. The format is "Trace Event Format" (Google, 2016). Times are microseconds of
+``time.perf_counter``, which the processes of one machine share, so that traces of several ranks can be laid together.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+_log = logging.getLogger(__name__)
+
+FLUSH_EVENTS = 4096
+FLUSH_SECONDS = 0.5
+
+_OPENING = b"["
+_CLOSING = b"\n]\n"
+
+
+class _Event(NamedTuple):
+    phase: str  # B begin, E end, X span, i instant
+    row: str | None
+    name: str
+    start: float  # seconds
+    duration: float
+    args: dict[str, Any] | None
+
+
+class Timeline:
+    """Records events in memory; whoever records writes them out, at most every half second or by number.
+
+    Any thread may call any method. A file that cannot be written costs one warning and ends the recording: no method
+    raises for it. Events recorded since the last flush are lost when the process is killed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int, mark_cycles: bool = False) -> None:
+        self.path = os.fspath(path)
+        self.mark_cycles = mark_cycles
+        self._rank = rank
+        # Appended to without a lock; emptied by who holds it.
+        self._events: deque[_Event] = deque()
+        self._flushing = threading.Lock()
+        self._rows: dict[str, int] = {}
+        self._process = os.getpid()
+        self._file: int | None = None
+        self._end = 0  # where the closing bracket is, and the next event goes
+        self._next_flush = time.perf_counter() + FLUSH_SECONDS
+        try:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._end = os.pwrite(self._file, _OPENING + _CLOSING, 0) - len(_CLOSING)
+            self._write([_metadata("process_name", rank, 0, name=f"rank {rank}")])
+            self._write([_metadata("process_sort_index", rank, 0, sort_index=rank)])
+        except OSError as error:
+            self._give_up(error)
+        atexit.register(self.close)
+
+    @property
+    def recording(self) -> bool:
+        """False once the timeline was closed or its file could not be written."""
+        return self._file is not None
+
+    def begin(self, row: str, activity: str, **args: Any) -> None:
+        """An activity starts now; activities of a row nest."""
+        self._record("B", row, activity, time.perf_counter(), 0.0, args)
+
+    def end(self, row: str) -> None:
+        """The innermost activity of the row ends now."""
+        self._record("E", row, "", time.perf_counter(), 0.0, None)
+
+    def span(self, row: str, activity: str, start_seconds: float, end_seconds: float, **args: Any) -> None:
+        """An activity that is over; times as ``time.perf_counter`` gave them."""
+        self._record("X", row, activity, start_seconds, end_seconds - start_seconds, args)
+
+    def instant(self, name: str, **args: Any) -> None:
+        """A mark over all rows, now."""
+        self._record("i", None, name, time.perf_counter(), 0.0, args)
+
+    def mark_cycle(self) -> None:
+        """Marks one round of the engine, if ``mark_cycles``."""
+        if self.mark_cycles:
+            self.instant("CYCLE_START")
+
+    def flush(self) -> None:
+        """Writes what was recorded."""
+        if os.getpid() != self._process:
+            return  # a forked child: the lock may be held by a thread that only the parent has
+        with self._flushing:
+            self._drain()
+
+    def close(self) -> None:
+        """Writes the rest and ends the recording; a second call does nothing."""
+        if os.getpid() != self._process:
+            return
+        with self._flushing:
+            self._drain()
+            self._close_file()
+        atexit.unregister(self.close)
+
+    def _record(
+        self, phase: str, row: str | None, name: str, start: float, duration: float, args: dict[str, Any] | None
+    ) -> None:
+        if self._file is None:
+            return
+        self._events.append(_Event(phase, row, name, start, duration, args))
+        due = len(self._events) >= FLUSH_EVENTS or time.perf_counter() >= self._next_flush
+        # Where somebody else is at it, do not wait for the disk.
+        if due and self._flushing.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._flushing.release()
+
+    def _drain(self) -> None:
+        self._next_flush = time.perf_counter() + FLUSH_SECONDS
+        # As many as there are now: other threads go on appending.
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        # A forked child holds the same file, and a copy of events that the parent will write.
+        if self._file is None or not events or os.getpid() != self._process:
+            return
+        lines: list[str] = []
+        for event in events:
+            if event.row is not None and event.row not in self._rows:
+                self._rows[event.row] = row = len(self._rows) + 1
+                lines.append(_metadata("thread_name", self._rank, row, name=event.row))
+                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=row))
+            lines.append(self._line(event))
+        try:
+            self._write(lines)
+        except OSError as error:
+            self._give_up(error)
+
+    def _line(self, event: _Event) -> str:
+        row = 0 if event.row is None else self._rows[event.row]
+        line = f'{{"ph":"{event.phase}","pid":{self._rank},"tid":{row},"ts":{event.start * 1e6:.3f}'
+        if event.phase != "E":
+            line += f',"name":{json.dumps(event.name)}'
+        if event.phase == "X":
+            line += f',"dur":{event.duration * 1e6:.3f}'
+        elif event.phase == "i":
+            line += ',"s":"p"'
+        return line + (f',"args":{_args_json(event.args)}}}' if event.args else "}")
+
+    def _write(self, lines: list[str]) -> None:
+        """Replaces the closing bracket by events and a closing bracket, in one write."""
+        assert self._file is not None
+        separator = ",\n" if self._end > len(_OPENING) else "\n"
+        payload = (separator + ",\n".join(lines)).encode() + _CLOSING
+        try:
+            written = os.pwrite(self._file, payload, self._end)
+            # A disk that is almost full takes a part; asking again tells the reason.
+            while written < len(payload):
+                written += os.pwrite(self._file, payload[written:], self._end + written)
+        except OSError:
+            self._restore_closing()
+            raise
+        self._end += len(payload) - len(_CLOSING)
+
+    def _restore_closing(self) -> None:
+        """Gives back the room of a part that was written, and puts the bracket where it was."""
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, self._end)
+            os.pwrite(self._file, _CLOSING, self._end)
+        except OSError as error:
+            _log.debug("timeline %s: the closing bracket could not be restored: %s", self.path, error)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("timeline %s cannot be written, recording is off: %s", self.path, error.strerror or error)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        self._events.clear()
+        if file is not None:
+            os.close(file)
+
+
+def _metadata(kind: str, process: int, row: int, **args: Any) -> str:
+    return json.dumps({"ph": "M", "name": kind, "pid": process, "tid": row, "args": args}, separators=(",", ":"))
+
+
+def _args_json(args: dict[str, Any]) -> str:
+    """JSON of anything: what JSON cannot hold, NaN among it, as text."""
+    try:
+        return json.dumps(args, allow_nan=False, default=str)
+    except (ValueError, TypeError):
+        return json.dumps({name: repr(value) for name, value in args.items()})

@@ -1,0 +1,72 @@
+"""Tasks that Slurm's ``srun`` started: SLURM_PROCID and its like, inside a job step.
+
+A batch script carries most of these variables too, but it is not a task of a step, nor is a shell that srun opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvdkit.environments.base import Rendezvous, World
+from hvdkit.environments.hostlist import expand_counts, expand_hosts
+from hvdkit.environments.variables import Names, integer, job_identifier, master_rendezvous, read_place
+
+name = "srun"
+
+_HINT = "start the command with srun inside the allocation, or with hvdkitrun, or unset the SLURM_ variables"
+_INTERACTIVE_JOB_NAMES = ("bash", "interactive")
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from the top
+_FIRST_PORT, _PORTS = 20000, 12000  # below the ports that Linux hands out itself (32768 and up)
+
+
+def has_pmi(environ: Mapping[str, str]) -> bool:
+    """Whether srun also serves PMI or PMIx, so that MPI starts in this task."""
+    return "PMI_RANK" in environ or "PMIX_RANK" in environ
+
+
+def detect(environ: Mapping[str, str]) -> World | None:
+    """The World that Slurm describes, None if this process is no task of a step."""
+    if not _is_task_of_a_step(environ):
+        return None
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    names = Names(
+        rank="SLURM_PROCID",
+        size=size_name,
+        local_rank="SLURM_LOCALID",
+        cross_rank="SLURM_NODEID",
+        cross_size="SLURM_STEP_NUM_NODES",
+    )
+    place = read_place(name, environ, names, _HINT)
+    if place is None:
+        return None
+    mpi = has_pmi(environ)
+    rendezvous = master_rendezvous(environ)
+    if rendezvous is None and not mpi:
+        rendezvous = _first_host(environ)
+    fields = {**vars(place), "local_size": _tasks_on_this_node(environ)}
+    return World(launcher=name, **fields, rendezvous=rendezvous, mpi=mpi, job=job_identifier(environ))
+
+
+def _is_task_of_a_step(environ: Mapping[str, str]) -> bool:
+    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in _INTERACTIVE_JOB_NAMES:
+        return False
+    return integer(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+
+
+def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
+    text, node = environ.get("SLURM_STEP_TASKS_PER_NODE"), environ.get("SLURM_NODEID")
+    if not text or not node:
+        return None
+    counts, index = expand_counts(text), integer(environ, "SLURM_NODEID")
+    return counts[index] if index < len(counts) else None
+
+
+def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
+    """Rank 0's host, and a port that every task works out alike and another step does not."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        return None
+    job = integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
+    step = integer(environ, "SLURM_STEP_ID")
+    # 31 keeps the steps of neighbouring jobs apart: both numbers grow by one.
+    return Rendezvous("tcp", expand_hosts(nodes)[0], _FIRST_PORT + (job * 31 + step) % _PORTS)

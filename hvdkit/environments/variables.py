@@ -1,0 +1,125 @@
+"""Reading a launcher's variables: all of them or none, whole numbers in range, and an error that names what is there.
+
+A set of variables that contradicts itself stops the process here. Guessing would start a job in which ranks wait for
+each other without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hvdkit.environments.base import Rendezvous
+from hvdkit.errors import EnvironmentConflictError
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names under which one launcher tells a process its place; None where it has no such variable."""
+
+    rank: str
+    size: str
+    local_rank: str | None = None
+    local_size: str | None = None
+    cross_rank: str | None = None
+    cross_size: str | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The numbers read under ``Names``, checked against each other."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    cross_rank: int | None
+    cross_size: int | None
+
+
+def show(environ: Mapping[str, str], names: Iterable[str]) -> str:
+    """``A=1 B=2`` of those names that are set."""
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ) or "none of them"
+
+
+def half_set(launcher: str, environ: Mapping[str, str], names: Iterable[str], hint: str) -> EnvironmentConflictError:
+    """The error for variables of which only some are set."""
+    names = list(names)
+    missing = " ".join(name for name in names if name not in environ)
+    return EnvironmentConflictError(
+        f"the environment of {launcher} is half set: found {show(environ, names)}, missing {missing}\nHINT: {hint}"
+    )
+
+
+def integer(environ: Mapping[str, str], name: str) -> int:
+    """The whole number, zero or larger, that the variable holds."""
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise EnvironmentConflictError(
+            f"{name}={environ[name]!r} is not a whole number of zero or more\n"
+            f"HINT: unset {name}, or start the process with the launcher that sets it"
+        )
+    return int(text)
+
+
+def _pair(environ: Mapping[str, str], index_name: str | None, count_name: str | None) -> tuple[int | None, int | None]:
+    """An index and the count it must stay below; either may be missing."""
+    index = integer(environ, index_name) if index_name and index_name in environ else None
+    count = integer(environ, count_name) if count_name and count_name in environ else None
+    if count is not None and count < 1:
+        raise EnvironmentConflictError(f"{count_name}={count} must be at least 1\nHINT: unset it, or correct it")
+    if index is not None and count is not None and index >= count:
+        raise EnvironmentConflictError(
+            f"{index_name}={index} must be smaller than {count_name}={count}\n"
+            "HINT: ranks count from 0; check whether the two variables come from different launchers"
+        )
+    return index, count
+
+
+def read_place(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> Place | None:
+    """The place in the job, or None if this launcher set neither rank nor size.
+
+    A size of 1 without a rank is what a leftover in a container image or a shell looks like, and means nothing.
+    """
+    if names.rank not in environ:
+        if names.size not in environ or integer(environ, names.size) <= 1:
+            return None
+        raise half_set(launcher, environ, (names.rank, names.size), hint)
+    if names.size not in environ:
+        raise half_set(launcher, environ, (names.rank, names.size), hint)
+    rank, size = _pair(environ, names.rank, names.size)
+    assert rank is not None
+    assert size is not None
+    local_rank, local_size = _pair(environ, names.local_rank, names.local_size)
+    if local_size is not None and local_size > size:
+        raise EnvironmentConflictError(
+            f"{names.local_size}={local_size} is larger than {names.size}={size}\n"
+            "HINT: check whether the two variables come from different launchers"
+        )
+    cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
+    return Place(rank, size, local_rank, local_size, cross_rank, cross_size)
+
+
+def port(environ: Mapping[str, str], name: str) -> int:
+    """The TCP port that the variable holds."""
+    value = integer(environ, name)
+    if not 0 < value < 65536:
+        raise EnvironmentConflictError(f"{name}={value} is not a TCP port\nHINT: choose one from 1024 to 65535")
+    return value
+
+
+def master_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
+    """Where MASTER_ADDR and MASTER_PORT point, if both are set; one of them alone is a leftover and means nothing."""
+    if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
+        return None
+    return Rendezvous("tcp", environ["MASTER_ADDR"], port(environ, "MASTER_PORT"))
+
+
+def job_identifier(environ: Mapping[str, str]) -> str:
+    """A text that all ranks of this job share and the next job does not, as far as a launcher says one."""
+    for name in ("HVDKIT_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"):
+        if environ.get(name):
+            return environ[name]
+    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
+        return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    return "0"

@@ -1,0 +1,7 @@
+"""``python -m hvdkit.launch`` is ``hvdkitrun``."""
+
+import sys
+
+from hvdkit.launch.main import main
+
+sys.exit(main())

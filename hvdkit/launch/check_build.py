@@ -1,0 +1,69 @@
+"""``hvdkitrun --check-build``: which frameworks, transports and kernels this installation can use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Iterable
+
+import hvdkit
+from hvdkit.launch.mpi import find_mpirun
+
+_PACKAGES = {"PyTorch": "torch", "TensorFlow": "tensorflow", "mpi4py": "mpi4py", "NumPy": "numpy"}
+
+
+def is_installed(module: str) -> bool:
+    """Whether the module can be found; it is not imported, which for a framework takes seconds."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
+
+
+def version_of(module: str) -> str:
+    """The installed version, or a word that says there is none."""
+    if not is_installed(module):
+        return "not installed"
+    for distribution in importlib.metadata.packages_distributions().get(module, [module]):
+        return importlib.metadata.version(distribution)
+    return "unknown version"
+
+
+def kernels_backend() -> str:
+    """``native`` or ``numpy``."""
+    return str(importlib.import_module("hvdkit.kernels").backend())
+
+
+def _rows(title: str, rows: Iterable[tuple[bool, str]]) -> list[str]:
+    return ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for there, name in rows)]
+
+
+def report() -> str:
+    """The table, in the manner of ``horovodrun --check-build``."""
+    torch = is_installed("torch")
+    mpirun = find_mpirun()
+    native = kernels_backend() == "native"
+    versions = [f"{name} {version_of(module)}" for name, module in _PACKAGES.items()]
+    return "\n".join(
+        [
+            f"hvdkit v{hvdkit.__version__}, Python {platform.python_version()}, {', '.join(versions)}",
+            *_rows(
+                "Available Frameworks",
+                [
+                    (torch and is_installed("hvdkit.torch"), "PyTorch"),
+                    (is_installed("tensorflow") and is_installed("hvdkit.tensorflow"), "TensorFlow"),
+                ],
+            ),
+            *_rows(
+                "Available Controllers",
+                [(mpirun.path is not None, f"MPI ({mpirun.path or mpirun.reason})"), (torch, "Gloo")],
+            ),
+            *_rows(
+                "Available Tensor Operations",
+                [(is_installed("mpi4py"), "MPI"), (torch, "Gloo"), (False, "NCCL")],
+            ),
+            *_rows("Kernels", [(native, "native (C++)"), (not native, "numpy")]),
+        ]
+    )

@@ -1,0 +1,125 @@
+"""The launcher without MPI: one worker a rank, and a place for the ranks to meet that no other program can take."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+
+from hvdkit.launch.errors import LaunchError, UsageError
+from hvdkit.launch.hosts import Slot
+from hvdkit.launch.job_environment import for_other_hosts, slot_environment
+from hvdkit.launch.output import Output
+from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.supervise import Child
+
+LOOPBACK = "127.0.0.1"
+_PORTS = (20000, 32767)  # below the ports that Linux hands out itself
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where rank 0 listens; ``socket`` is open already if rank 0 runs on this machine."""
+
+    address: str
+    port: int
+    socket: socket.socket | None = None
+
+
+@contextmanager
+def meeting_point(slots: list[Slot], remote: set[str], interfaces: list[str], ssh_port: int) -> Iterator[MeetingPoint]:
+    """Choose where the ranks meet, holding the port open for rank 0 if that is possible from here."""
+    first = slots[0].host
+    if first in remote:
+        # Nothing can be opened over there beforehand; a port taken by another program shows when rank 0 starts.
+        yield MeetingPoint(first, random.SystemRandom().randint(*_PORTS))
+        return
+    others = [slot.host for slot in slots if slot.host in remote]
+    address = own_address(others[0], interfaces, ssh_port) if others else LOOPBACK
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((address, 0))
+        listener.listen(len(slots))
+        yield MeetingPoint(address, listener.getsockname()[1], listener)
+
+
+def own_address(other: str, interfaces: list[str], port: int) -> str:
+    """The address of this machine under which another host sees it: the interface's, else the one that leads there."""
+    if interfaces:
+        return interface_address(interfaces[0])
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(other, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing; it only asks the kernel for the route
+            return str(probe.getsockname()[0])
+    except OSError as error:  # ssh may know the host by its own configuration only
+        raise LaunchError(
+            f"cannot find the address under which host {other} sees this machine: {error}\n"
+            "HINT: name the network interface that leads there with --network-interfaces"
+        ) from error
+
+
+def interface_address(interface: str) -> str:
+    """The first IPv4 address of a network interface, else its first IPv6 one."""
+    known = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in known.get(interface, []):
+            if entry.family == family:
+                return str(entry.address)
+    raise UsageError(
+        f"there is no network interface {interface!r} with an address here\n"
+        f"HINT: choose from {', '.join(sorted(known))}, or leave --network-interfaces away"
+    )
+
+
+def rank_environment(slot: Slot, point: MeetingPoint, interfaces: list[str], one_host: bool) -> dict[str, str]:
+    """What a rank is told beyond the job's environment."""
+    environment = {
+        **slot_environment(slot),
+        "HVDKIT_TRANSPORT": "torch",
+        "HVDKIT_RENDEZVOUS_ADDR": point.address,
+        "HVDKIT_RENDEZVOUS_PORT": str(point.port),
+    }
+    if slot.rank == 0 and point.socket is not None:
+        environment["HVDKIT_RENDEZVOUS_FD"] = str(point.socket.fileno())
+    if interfaces:
+        environment["GLOO_SOCKET_IFNAME"] = ",".join(interfaces)
+    elif one_host and "lo" in psutil.net_if_addrs():
+        # Left to itself, Gloo looks up the host's name, which may lead out of the machine or nowhere.
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+def children(
+    command: list[str],
+    slots: list[Slot],
+    environment: Mapping[str, str],
+    point: MeetingPoint,
+    remote: set[str],
+    interfaces: list[str],
+    ssh: Ssh,
+    output: Output,
+) -> list[Child]:
+    """A worker for every rank, in rank order."""
+    result = []
+    for slot in slots:
+        away = slot.host in remote
+        own = rank_environment(slot, point, interfaces, one_host=not remote)
+        if "GLOO_SOCKET_IFNAME" in environment and not interfaces:
+            own.pop("GLOO_SOCKET_IFNAME", None)  # the caller knows better
+        listener = point.socket if slot.rank == 0 else None
+        result.append(
+            Child(
+                command=command,
+                environment={**(for_other_hosts(environment) if away else environment), **own},
+                receive=partial(output.write, slot.rank),
+                remote=ssh.worker(slot.host) if away else [],
+                pass_fds=() if listener is None else (listener.fileno(),),
+            )
+        )
+    return result

@@ -1,0 +1,107 @@
+"""From ``-H h1:2,h2:2`` or a host file to who runs where: a list of slots in rank order."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hvdkit.launch.errors import UsageError
+
+_NAME = r"(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])"  # a leading dash would be an option of ssh
+_HOST = re.compile(rf"(?P<name>{_NAME}):(?P<slots>\d+)", re.ASCII)
+_FILE_LINE = re.compile(rf"(?P<name>{_NAME})(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<colon>\d+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and the number of ranks that may run on it."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One rank's place. Cross rank: its number among the ranks with the same local rank, one a host."""
+
+    host: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """The hosts of ``h1:2,h2:2``."""
+    hosts = []
+    for piece in text.split(","):
+        match = _HOST.fullmatch(piece.strip())
+        if match is None or int(match["slots"]) < 1:
+            raise UsageError(
+                f"cannot read {piece.strip()!r} in the host list {text!r}\n"
+                "HINT: write each host as name:slots, joined by commas, as in -H host1:2,host2:4"
+            )
+        hosts.append(Host(_bare(match["name"]), int(match["slots"])))
+    return _without_doubles(hosts, text)
+
+
+def parse_hostfile(text: str, path: str) -> list[Host]:
+    """The hosts of a file with a line ``name slots=N`` for each; ``#`` starts a comment, no slots means one."""
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        match = _FILE_LINE.fullmatch(line)
+        slots = int(match["slots"] or match["colon"] or 1) if match else 0
+        if match is None or slots < 1:
+            raise UsageError(
+                f"cannot read line {number} of the host file {path}: {line!r}\n"
+                "HINT: write each host on its own line as: host1 slots=2"
+            )
+        hosts.append(Host(_bare(match["name"]), slots))
+    if not hosts:
+        raise UsageError(f"the host file {path} names no host\nHINT: write a line such as: host1 slots=2")
+    return _without_doubles(hosts, path)
+
+
+def _bare(name: str) -> str:
+    """An IPv6 address without the brackets that keep its colons from the slots."""
+    return name.strip("[]")
+
+
+def _without_doubles(hosts: list[Host], where: str) -> list[Host]:
+    names = [host.name for host in hosts]
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise UsageError(
+            f"{', '.join(doubles)} stands more than once in {where!r}\nHINT: name each host once, with all its slots"
+        )
+    return hosts
+
+
+def assign_slots(hosts: list[Host], size: int) -> list[Slot]:
+    """Ranks 0 to size - 1, each host filled before the next."""
+    available = sum(host.slots for host in hosts)
+    if size > available:
+        raise UsageError(
+            f"-np {size} asks for more processes than there are slots ({available}) on "
+            f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)}\n"
+            f"HINT: lower -np to {available}, or raise the slots after the colon; more slots than cores are allowed"
+        )
+    used: list[tuple[str, int]] = []
+    remaining = size
+    for host in hosts:
+        count = min(host.slots, remaining)
+        if count:
+            used.append((host.name, count))
+        remaining -= count
+    slots: list[Slot] = []
+    for index, (name, count) in enumerate(used):
+        for local_rank in range(count):
+            cross_size = sum(other > local_rank for _, other in used)
+            cross_rank = sum(other > local_rank for _, other in used[:index])
+            slots.append(Slot(name, len(slots), size, local_rank, count, cross_rank, cross_size))
+    return slots

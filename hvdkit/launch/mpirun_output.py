@@ -1,0 +1,98 @@
+"""What mpirun prints, taken apart: the bytes of each rank and stream, and mpirun's own words about how the job ended.
+
+``mpirun --output tag:raw`` writes ``[1,0]<stdout>: `` in front of every piece that a rank wrote, as it comes, so that
+a progress bar shows at once. Its own reports stand between two lines of dashes, without a tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_TAG = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr|stddiag)>: ")
+_PARTIAL_TAG = re.compile(rb"\[(\d+(,(\d+(\](<([a-z]*(>:?)?)?)?)?)?)?)?\Z")
+_DASHES = rb"-{60,76}"
+_REPORT = re.compile(_DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
+_PARTIAL_REPORT = re.compile(rb"(?:-{1,76}|" + _DASHES + rb"\n[^\n]*)\Z")
+_REPORT_END = re.compile(rb"\n" + _DASHES + rb"\n")
+
+
+class MpirunStream:
+    """One of mpirun's two streams. ``write(rank, stream, data)`` gets what ranks wrote."""
+
+    def __init__(self, write: Callable[[int, str, bytes], None]) -> None:
+        self._write = write
+        self._source: tuple[int, str] | None = None
+        self._buffer = b""
+        self._in_report = False
+        self.own_words = b""
+
+    def feed(self, data: bytes) -> None:
+        """More bytes from mpirun; a piece that may be the start of a tag waits for the rest."""
+        self._buffer += data
+        while self._step():
+            pass
+
+    def close(self) -> None:
+        """No more bytes will come."""
+        self._hand_on(self._buffer)
+        self._buffer = b""
+
+    def _step(self) -> bool:
+        """Take one piece off the buffer; whether more may follow."""
+        buffer = self._buffer
+        if self._in_report:
+            end = _REPORT_END.search(buffer)
+            if end is None:
+                return False
+            self.own_words += buffer[: end.end()]
+            self._buffer, self._in_report, self._source = buffer[end.end() :], False, None
+            return True
+        tag, report = _TAG.search(buffer), _REPORT.search(buffer)
+        if report is not None and (tag is None or report.start() < tag.start()):
+            self._hand_on(buffer[: report.start()])
+            self._buffer, self._in_report = buffer[report.start() :], True
+            return True
+        if tag is not None:
+            self._hand_on(buffer[: tag.start()])
+            stream = "stdout" if tag[2] == b"stdout" else "stderr"
+            self._source, self._buffer = (int(tag[1]), stream), buffer[tag.end() :]
+            return True
+        partial = _PARTIAL_TAG.search(buffer) or _PARTIAL_REPORT.search(buffer)
+        keep = len(buffer) if partial is None else partial.start()
+        self._hand_on(buffer[:keep])
+        self._buffer = buffer[keep:]
+        return False
+
+    def _hand_on(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._source is None or self._in_report:
+            self.own_words += data
+        else:
+            self._write(*self._source, data)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed, as mpirun tells it. ``code`` is negative for a signal."""
+
+    rank: int
+    code: int
+    host: str | None = None
+    how: str = "exited"  # "exited", "aborted" or "left without MPI_Finalize"
+
+
+def find_failure(own_words: bytes, status: int) -> Failure | None:
+    """Read mpirun's report; ``status`` is its exit status. None if it does not speak of a rank."""
+    text = " ".join(own_words.decode(errors="replace").split())
+    if match := re.search(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)", text):
+        return Failure(int(match[1]), int(match[2]))
+    if match := re.search(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)", text):
+        return Failure(int(match[1]), -int(match[3]), match[2])
+    if match := re.search(r'process rank (\d+) with PID \d+ on node (\S+) calling "abort"', text):
+        return Failure(int(match[1]), status, match[2], "aborted")
+    if match := re.search(r"process rank (\d+) with PID \d+ on node (\S+) exiting improperly", text):
+        return Failure(int(match[1]), status, match[2], "left without MPI_Finalize")
+    return None

@@ -1,0 +1,168 @@
+"""The command line of ``hvdkitrun``: horovodrun's flags, and the HOROVOD_ variables that they set."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import hvdkit
+from hvdkit.launch.errors import UsageError
+from hvdkit.launch.hosts import Host, parse_hostfile, parse_hosts
+
+DEFAULT_START_TIMEOUT = 30.0
+_LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller asked for. ``controller``: ``"mpi"``, ``"gloo"`` or None for whichever is there."""
+
+    command: list[str]
+    size: int
+    hosts: list[Host]
+    controller: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    interfaces: list[str] = field(default_factory=list)
+    mpi_args: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    output_folder: Path | None = None
+    timestamps: bool = False
+    start_timeout: float = DEFAULT_START_TIMEOUT
+    verbose: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(
+            f"{message}\nHINT: hvdkitrun --help lists all flags; hvdkitrun -np 4 python train.py is a start"
+        )
+
+
+def _at_least(lowest: float, kind: Callable[[str], float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not value >= lowest:
+            raise argparse.ArgumentTypeError(f"{text} is smaller than {lowest}")
+        return value
+
+    # argparse puts this name into its message about text that is no number.
+    parse.__name__ = "whole number" if kind is int else "number"
+    return parse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags, in groups as ``--help`` shows them."""
+    parser = _Parser(
+        prog="hvdkitrun", usage="hvdkitrun -np N [flags] command ...", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("-v", "--version", action="version", version=hvdkit.__version__)
+    parser.add_argument("-np", "--num-proc", dest="size", type=_at_least(1, int), help="number of processes")
+    parser.add_argument("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
+    parser.add_argument("--verbose", action="store_true", help="print hosts and command lines")
+    parser.add_argument("--start-timeout", type=_at_least(0, float), help="seconds to reach all hosts (30)")
+    parser.add_argument("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
+    parser.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", dest="timestamps")
+    parser.add_argument(
+        "--network-interfaces", "--network-interface", action="append", dest="interfaces", metavar="I1,I2", default=[]
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what every process runs")
+
+    group = parser.add_argument_group("hosts")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("-H", "--hosts", help="host1:2,host2:4: names and how many processes fit (localhost:NP)")
+    which.add_argument("-hostfile", "--hostfile", help="a file with a line 'host1 slots=2' for each host")
+    group.add_argument("-p", "--ssh-port", type=_at_least(1, int))
+    group.add_argument("-i", "--ssh-identity-file")
+
+    group = parser.add_argument_group("what carries the bytes")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("--mpi", action="store_const", const="mpi", dest="controller", help="start with mpirun")
+    which.add_argument("--gloo", action="store_const", const="gloo", dest="controller", help="no MPI; uses Gloo")
+    group.add_argument("--mpi-args", default="", help="more arguments for mpirun, as one word")
+
+    group = parser.add_argument_group("settings, handed to every process")
+    group.add_argument("--fusion-threshold-mb", type=_at_least(0, int))
+    group.add_argument("--cycle-time-ms", type=_at_least(0, float))
+    group.add_argument("--cache-capacity", type=_at_least(0, int))
+    group.add_argument("--timeline-filename")
+    group.add_argument("--timeline-mark-cycles", action="store_true")
+    group.add_argument("--no-stall-check", action="store_true")
+    group.add_argument("--stall-check-warning-time-seconds", type=_at_least(0, int))
+    group.add_argument("--stall-check-shutdown-time-seconds", type=_at_least(0, int))
+    group.add_argument("--log-level", choices=_LOG_LEVELS)
+    return parser
+
+
+def settings_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """The variables that the settings' flags stand for, under the names and in the units of Horovod."""
+    fusion_mb = arguments.fusion_threshold_mb
+    values = {
+        "HOROVOD_FUSION_THRESHOLD": None if fusion_mb is None else fusion_mb * 1024 * 1024,
+        "HOROVOD_CYCLE_TIME": arguments.cycle_time_ms,
+        "HOROVOD_CACHE_CAPACITY": arguments.cache_capacity,
+        "HOROVOD_TIMELINE": arguments.timeline_filename,
+        "HOROVOD_TIMELINE_MARK_CYCLES": 1 if arguments.timeline_mark_cycles else None,
+        "HOROVOD_STALL_CHECK_DISABLE": 1 if arguments.no_stall_check else None,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": arguments.stall_check_warning_time_seconds,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": arguments.stall_check_shutdown_time_seconds,
+        "HOROVOD_LOG_LEVEL": arguments.log_level,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def parse(argv: Sequence[str]) -> Options | None:
+    """The options, or None if ``--check-build`` asks for its table instead."""
+    arguments = build_parser().parse_args(argv)
+    if arguments.check_build:
+        return None
+    if arguments.size is None:
+        raise UsageError("how many processes? -np is missing\nHINT: hvdkitrun -np 4 python train.py starts four")
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise UsageError("what shall the processes run? The command is missing\nHINT: hvdkitrun -np 4 python train.py")
+    return Options(
+        command=command,
+        size=arguments.size,
+        hosts=_hosts(arguments),
+        controller=arguments.controller,
+        ssh_port=arguments.ssh_port,
+        ssh_identity_file=arguments.ssh_identity_file,
+        interfaces=[name for piece in arguments.interfaces for name in piece.split(",") if name],
+        mpi_args=arguments.mpi_args,
+        settings=settings_environment(arguments),
+        output_folder=None if arguments.output_filename is None else Path(arguments.output_filename),
+        timestamps=arguments.timestamps,
+        start_timeout=_start_timeout(arguments.start_timeout),
+        verbose=arguments.verbose,
+    )
+
+
+def _hosts(arguments: argparse.Namespace) -> list[Host]:
+    if arguments.hosts is not None:
+        return parse_hosts(arguments.hosts)
+    if arguments.hostfile is not None:
+        try:
+            text = Path(arguments.hostfile).read_text()
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the host file: {error}\nHINT: give --hostfile a file with lines such as: host1 slots=2"
+            ) from error
+        return parse_hostfile(text, arguments.hostfile)
+    return [Host("localhost", arguments.size)]
+
+
+def _start_timeout(flag: float | None) -> float:
+    text = os.environ.get("HOROVOD_START_TIMEOUT")
+    if flag is not None or not text:
+        return DEFAULT_START_TIMEOUT if flag is None else flag
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(
+            f"HOROVOD_START_TIMEOUT={text!r} is not a number of seconds\nHINT: unset it, or give --start-timeout"
+        ) from None

@@ -1,0 +1,92 @@
+"""Every line that a rank prints, with its rank in front: ``[1]<stdout>: text``; and, if asked, in files of its own."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from hvdkit.launch.errors import LaunchError
+
+STREAMS = ("stdout", "stderr")
+_LONGEST = 1 << 20  # bytes of a line without an end that are kept waiting
+# A carriage return alone ends a state of a progress bar; followed by a line feed, it is one line's end.
+_END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into lines with their ends, wherever the stream was cut before."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that are now complete."""
+        data = self._rest + data
+        lines, start = [], 0
+        # What was kept back has no end in it, save perhaps a carriage return as its last byte.
+        for match in _END.finditer(data, max(0, len(self._rest) - 1)):
+            lines.append(data[start : match.end()])
+            start = match.end()
+        if len(data) - start > _LONGEST:
+            lines.append(data[start:] + b"\n")
+            start = len(data)
+        self._rest = data[start:]
+        return lines
+
+    def flush(self) -> list[bytes]:
+        """What is left of a line whose end never came, ended."""
+        rest, self._rest = self._rest, b""
+        return [rest.rstrip(b"\r") + b"\n"] if rest else []
+
+
+class Output:
+    """Where the ranks' output goes: this process's streams, line by line, and files, byte by byte."""
+
+    def __init__(self, size: int, folder: Path | None = None, timestamps: bool = False) -> None:
+        self._clock: Callable[[], str] | None = time.ctime if timestamps else None
+        self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
+        self._files = {} if folder is None else _open_files(size, folder)
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        """Bytes that a rank wrote; complete lines are printed at once."""
+        if (rank, stream) in self._files:
+            self._files[rank, stream].write(data)
+        self._print(rank, stream, self._splitters[rank, stream].feed(data))
+
+    def close(self) -> None:
+        """Print unfinished lines and close the files."""
+        for (rank, stream), splitter in self._splitters.items():
+            self._print(rank, stream, splitter.flush())
+        for file in self._files.values():
+            file.close()
+
+    def _print(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        # A bar that begins with a carriage return leaves an empty line in front of it.
+        lines = [line for line in lines if line != b"\r"]
+        if not lines:
+            return
+        prefix = f"{self._clock() if self._clock else ''}[{rank}]<{stream}>: ".encode()
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        target.buffer.write(b"".join(prefix + line for line in lines))
+        target.buffer.flush()
+
+
+def _open_files(size: int, folder: Path) -> dict[tuple[int, str], BinaryIO]:
+    """``folder/rank.N/stdout`` and ``stderr``, N with leading zeros so that names sort as ranks do."""
+    width = len(str(size - 1))
+    files: dict[tuple[int, str], BinaryIO] = {}
+    try:
+        for rank in range(size):
+            rank_folder = folder / f"rank.{rank:0{width}}"
+            rank_folder.mkdir(parents=True, exist_ok=True)
+            for stream in STREAMS:
+                files[rank, stream] = (rank_folder / stream).open("wb", buffering=0)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write the output files: {error}\nHINT: give --output-filename a folder that can be written"
+        ) from error
+    return files

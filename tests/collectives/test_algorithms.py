@@ -1,0 +1,180 @@
+"""Every algorithm gives every rank the right bits and sends as many bytes as its formula says, on 1 to 16 ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.collectives.adasum import adasum, combine
+from hvdkit.collectives.allreduce import choose_allreduce, gather_allreduce, two_phase_allreduce
+from hvdkit.collectives.broadcast import scatter_allgather_broadcast, tree_broadcast
+from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
+from hvdkit.collectives.group import Group, partition
+from hvdkit.compression import CODECS
+from hvdkit.kernels import ReduceOp
+from tests.collectives.loopback import run_everywhere
+
+SIZES = [2, 3, 4, 5, 8, 16]
+NONE = CODECS["none"]
+
+
+def random_inputs(size: int, elements: int, dtype: str = "float32") -> list[np.ndarray]:
+    generator = np.random.default_rng(size * 1000 + elements)
+    return [generator.standard_normal(elements).astype(dtype) for _ in range(size)]
+
+
+def in_rank_order(inputs: list[np.ndarray]) -> np.ndarray:
+    total = inputs[0].copy()
+    for one in inputs[1:]:
+        total += one
+    return total
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("elements", [1, 15, 16, 17, 1000, 12345])
+@pytest.mark.parametrize("algorithm", [gather_allreduce, two_phase_allreduce])
+def test_allreduce_gives_all_ranks_the_sum_in_rank_order_to_the_bit(algorithm, elements, size):
+    inputs = random_inputs(size, elements)
+    expected = in_rank_order(inputs)
+    buffers = [one.copy() for one in inputs]
+    run_everywhere(size, lambda group: algorithm(group, buffers[group.rank], ReduceOp.SUM, 1.0, NONE, 0))
+    for buffer in buffers:
+        np.testing.assert_array_equal(buffer, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_two_phase_sends_2_n_p_minus_1_over_p_bytes_a_rank(size):
+    elements = 16 * size * 10
+    buffers = random_inputs(size, elements)
+    results = run_everywhere(
+        size, lambda group: two_phase_allreduce(group, buffers[group.rank], ReduceOp.SUM, 1.0, NONE, 0)
+    )
+    assert {sent for _, sent in results} == {2 * 4 * elements * (size - 1) // size}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gather_sends_n_p_minus_1_bytes_a_rank(size):
+    buffers = random_inputs(size, 100)
+    results = run_everywhere(
+        size, lambda group: gather_allreduce(group, buffers[group.rank], ReduceOp.SUM, 1.0, NONE, 0)
+    )
+    assert {sent for _, sent in results} == {4 * 100 * (size - 1)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_fp16_codec_halves_the_bytes_and_sums_in_fp32(size):
+    # 6e4 is near fp16's largest value: a sum in fp16 would overflow before the average brings it back.
+    elements = 16 * size
+    buffers = [np.full(elements, 6e4, dtype=np.float32) for _ in range(size)]
+    results = run_everywhere(
+        size, lambda group: two_phase_allreduce(group, buffers[group.rank], ReduceOp.SUM, 1.0 / size, CODECS["fp16"], 0)
+    )
+    assert {sent for _, sent in results} == {2 * 2 * elements * (size - 1) // size}
+    for buffer in buffers:
+        np.testing.assert_allclose(buffer, np.float32(np.float16(6e4)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("elements", [7, 4096])
+def test_the_fp16_codec_gives_the_same_bits_on_all_ranks_by_both_algorithms(size, elements):
+    outcomes = []
+    for algorithm in (gather_allreduce, two_phase_allreduce):
+        buffers = random_inputs(size, elements)
+        run_everywhere(size, lambda g, b=buffers, a=algorithm: a(g, b[g.rank], ReduceOp.SUM, 0.5, CODECS["fp16"], 0))
+        outcomes += buffers
+    for outcome in outcomes:
+        np.testing.assert_array_equal(outcome, outcomes[0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("algorithm", [tree_broadcast, scatter_allgather_broadcast])
+def test_broadcast_reaches_every_rank_from_every_root(algorithm, size):
+    for root in range(size):
+        inputs = random_inputs(size, 333)
+        expected = inputs[root].copy()
+        run_everywhere(size, lambda group, i=inputs, r=root: algorithm(group, i[group.rank], r, 0))
+        for buffer in inputs:
+            np.testing.assert_array_equal(buffer, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_allgather_and_alltoall_move_every_part_to_its_place(size):
+    lengths = [rank % 3 for rank in range(size)]  # some ranks have nothing
+
+    def gather(group: Group):
+        own = np.full(lengths[group.rank], group.rank, dtype=np.int64)
+        segments = [np.empty(length, dtype=np.int64) for length in lengths]
+        yield from allgather(group, own, segments, 0)
+        return np.concatenate(segments).tolist()
+
+    expected = [rank for rank in range(size) for _ in range(lengths[rank])]
+    assert all(result == expected for result, _ in run_everywhere(size, gather))
+
+    def everyone(group: Group):
+        outgoing = [np.full(lengths[peer], 100 * group.rank + peer) for peer in range(size)]
+        incoming = [np.empty(lengths[group.rank], dtype=np.int64) for _ in range(size)]
+        yield from alltoall(group, outgoing, incoming, 0)
+        return [part.tolist() for part in incoming]
+
+    for rank, (result, _) in enumerate(run_everywhere(size, everyone)):
+        assert result == [[100 * peer + rank] * lengths[rank] for peer in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_scatter_leaves_each_rank_its_run_of_the_sum(size):
+    inputs = random_inputs(size, 40)
+    expected = in_rank_order(inputs) * np.float32(0.5)
+    bounds = partition(40, size, 4)
+    results = run_everywhere(
+        size, lambda group: reduce_scatter(group, inputs[group.rank].copy(), bounds, ReduceOp.SUM, 0.5, 0)
+    )
+    for (start, stop), (own, _) in zip(bounds, results, strict=True):
+        np.testing.assert_array_equal(own, expected[start:stop])
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_adasum_combines_pairs_and_pairs_of_pairs_for_each_tensor(size):
+    inputs = random_inputs(size, 30)
+    lengths = [10, 20]
+
+    def tree(parts: list[np.ndarray]) -> np.ndarray:
+        while len(parts) > 1:
+            parts = [combine(low, high).astype(np.float32) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    expected = np.concatenate([tree([one[:10] for one in inputs]), tree([one[10:] for one in inputs])])
+    buffers = [one.copy() for one in inputs]
+    results = run_everywhere(size, lambda group: adasum(group, buffers[group.rank], lengths, 1.0, 0))
+    for buffer in buffers:
+        np.testing.assert_array_equal(buffer, expected)
+    assert {sent for _, sent in results} == {4 * 30 * int(math.log2(size))}
+
+
+def test_adasum_adds_orthogonal_gradients_and_averages_equal_ones():
+    one, other = np.array([1.0, 0.0]), np.array([0.0, 2.0])
+    np.testing.assert_allclose(combine(one, other), [1.0, 2.0])
+    np.testing.assert_allclose(combine(one, one), one)
+    np.testing.assert_allclose(combine(np.zeros(2), other), other)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 17), st.sampled_from([1, 2, 4, 8]))
+@settings(deadline=None)
+def test_partition_covers_every_element_once_and_starts_on_cache_lines(count, parts, itemsize):
+    bounds = partition(count, parts, itemsize)
+    assert len(bounds) == parts
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == count
+    for (_, stop), (start, _) in zip(bounds, bounds[1:], strict=False):
+        assert stop == start
+        assert start * itemsize % 64 == 0 or start == count
+
+
+def test_the_choice_of_algorithm_says_why():
+    assert choose_allreduce(4096, 2)[0] == "gather"
+    name, reason = choose_allreduce(1 << 20, 2)
+    assert name == "two_phase"
+    assert "1048576 bytes" in reason

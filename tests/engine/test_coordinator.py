@@ -1,0 +1,224 @@
+"""The coordinator's decisions, as messages in and messages out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hvdkit.engine.coordinator import Coordinator
+from hvdkit.engine.requests import Key
+
+
+def allreduce(shape=(4,), dtype="float32", op=1, process_set=0, device="cpu"):
+    return {
+        "kind": "allreduce", "ps": process_set, "dtype": [dtype], "shape": [list(shape)], "op": op,
+        "prescale": 1.0, "postscale": 1.0, "device": device,
+    }  # fmt: skip
+
+
+def request(signature, name="x", detail=None):
+    return ["request", signature, name, detail]
+
+
+def sent_to(outgoing, rank):
+    return [message for target, message in outgoing if target == rank]
+
+
+def test_an_operation_runs_on_all_ranks_once_all_have_asked():
+    coordinator = Coordinator(3, 1 << 20)
+    for rank in (2, 0):
+        coordinator.receive(rank, request(allreduce()), 0.0)
+        assert coordinator.take_outgoing() == []
+    coordinator.receive(1, request(allreduce()), 0.0)
+    outgoing = coordinator.take_outgoing()
+    assert [rank for rank, _ in outgoing] == [0, 1, 2]
+    assert all(message == ["run", 1, 0, "allreduce", [["x", None]], None] for _, message in outgoing)
+
+
+def test_all_ranks_get_the_same_order_whatever_order_they_asked_in():
+    coordinator = Coordinator(4, 0)
+    names = [f"t{number}" for number in range(50)]
+    asked = [(rank, name) for rank in range(4) for name in names]
+    random.Random(0).shuffle(asked)
+    ran = {rank: [] for rank in range(4)}
+    for rank, name in asked:
+        coordinator.receive(rank, request(allreduce(), name), 0.0)
+        for target, message in coordinator.take_outgoing():
+            ran[target] += [told[0] for told in message[4]]
+    assert sorted(ran[0]) == sorted(names)
+    assert ran[0] == ran[1] == ran[2] == ran[3]
+
+
+def test_a_signature_travels_once():
+    coordinator = Coordinator(2, 1 << 20)
+    for rank in range(2):
+        coordinator.receive(rank, ["signature", 7, allreduce()], 0.0)
+    for name in ("a", "b"):
+        for rank in range(2):
+            coordinator.receive(rank, request(7, name), 0.0)
+        assert sent_to(coordinator.take_outgoing(), 0)[0][4] == [[name, None]]
+    with pytest.raises(ValueError, match="unknown signature"):
+        coordinator.receive(0, request(8, "c"), 0.0)
+
+
+def test_ready_allreduces_that_match_are_batched_up_to_the_threshold():
+    coordinator = Coordinator(2, 8 * 4 * 2)
+    for rank in range(2):
+        for name in ("a", "b", "c"):
+            coordinator.receive(rank, request(allreduce(), name), 0.0)
+        coordinator.receive(rank, request(allreduce(dtype="float64"), "d"), 0.0)
+    batches = [[name for name, _ in message[4]] for message in sent_to(coordinator.take_outgoing(), 1)]
+    assert batches == [["a", "b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (allreduce(shape=(5,)), "shapes for allreduce 'x': rank 0, 1 sent [4]; rank 2 sent [5]"),
+        (allreduce(dtype="int32"), "data types for allreduce 'x': rank 0, 1 sent float32; rank 2 sent int32"),
+        (allreduce(op=3), "reduce operations for allreduce 'x': rank 0, 1 sent SUM; rank 2 sent MIN"),
+        (allreduce(device="cuda"), "devices for allreduce 'x': rank 0, 1 sent cpu; rank 2 sent cuda"),
+    ],
+)
+def test_a_mismatch_is_told_to_every_rank_with_what_each_sent(other, told):
+    coordinator = Coordinator(3, 1 << 20)
+    for rank, signature in enumerate((allreduce(), allreduce(), other)):
+        coordinator.receive(rank, request(signature), 0.0)
+    outgoing = coordinator.take_outgoing()
+    assert [rank for rank, _ in outgoing] == [0, 1, 2]
+    for _, message in outgoing:
+        assert message[:4] == ["error", 0, "allreduce", "x"]
+        assert told in message[4]
+    # and the name can be used again
+    for rank in range(3):
+        coordinator.receive(rank, request(allreduce()), 1.0)
+    assert len(coordinator.take_outgoing()) == 3
+
+
+def test_a_rank_that_has_joined_is_counted_in_and_gets_the_signature():
+    coordinator = Coordinator(3, 1 << 20)
+    coordinator.receive(1, ["join"], 0.0)
+    assert all(message == ["joined", 1] for _, message in coordinator.take_outgoing())
+    for rank in (0, 2):
+        coordinator.receive(rank, request(allreduce()), 0.0)
+    outgoing = coordinator.take_outgoing()
+    assert sent_to(outgoing, 0)[0][5] is None
+    assert sent_to(outgoing, 1)[0][5] == [allreduce()]
+    coordinator.receive(2, ["join"], 0.0)
+    coordinator.receive(0, ["join"], 0.0)
+    done = [message for _, message in coordinator.take_outgoing() if message[0] == "join_done"]
+    assert done == [["join_done", 0]] * 3
+
+
+def test_a_gather_is_refused_while_a_rank_has_joined():
+    coordinator = Coordinator(2, 0)
+    coordinator.receive(1, ["join"], 0.0)
+    coordinator.take_outgoing()
+    gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
+    coordinator.receive(0, request(gather, "g", [3]), 0.0)
+    ((rank, message),) = coordinator.take_outgoing()
+    assert rank == 0
+    assert "not supported with Join" in message[4]
+
+
+def test_each_rank_learns_the_first_dimensions_of_all():
+    coordinator = Coordinator(2, 0)
+    gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*", 2]], "device": "cpu"}
+    for rank, rows in ((0, 3), (1, 5)):
+        coordinator.receive(rank, request(gather, "g", [rows]), 0.0)
+    assert sent_to(coordinator.take_outgoing(), 1)[0][4] == [["g", [[3], [5]]]]
+
+
+def test_process_sets_run_among_their_members_and_are_numbered():
+    coordinator = Coordinator(4, 0)
+    for rank in range(4):
+        coordinator.receive(rank, request({"kind": "add_process_set", "ps": 0, "ranks": [1, 3]}, "p"), 0.0)
+    assert sent_to(coordinator.take_outgoing(), 2)[0][4] == [["p", 1]]
+    for rank in range(4):
+        coordinator.receive(rank, request({"kind": "add_process_set", "ps": 0, "ranks": [1, 3]}, "q"), 0.0)
+    assert sent_to(coordinator.take_outgoing(), 0)[0][4] == [["q", None]], "a duplicate has no new number"
+    for rank in (1, 3):
+        coordinator.receive(rank, request(allreduce(process_set=1)), 0.0)
+    assert [rank for rank, _ in coordinator.take_outgoing()] == [1, 3]
+
+
+def test_the_same_name_in_two_process_sets_is_two_operations():
+    coordinator = Coordinator(4, 0)
+    coordinator.add_static_process_sets([[0, 1], [2, 3]])
+    for rank in range(4):
+        coordinator.receive(rank, request(allreduce(process_set=1 + rank // 2)), 0.0)
+    assert sorted(rank for rank, _ in coordinator.take_outgoing()) == [0, 1, 2, 3]
+
+
+def blocked(process_set, kind="allreduce", name="x"):
+    return ["blocked", [process_set, kind, name], [], f"{kind} '{name}' in process set {process_set}", name]
+
+
+def test_ranks_that_wait_for_each_other_in_different_process_sets_get_an_error():
+    coordinator = Coordinator(3, 0)
+    coordinator.add_static_process_sets([[0, 1]])
+    coordinator.receive(0, request(allreduce()), 0.0)
+    coordinator.receive(1, request(allreduce(process_set=1)), 0.0)
+    coordinator.receive(0, blocked(0), 0.3)
+    assert coordinator.take_outgoing() == []
+    coordinator.receive(1, blocked(1), 0.4)
+    outgoing = coordinator.take_outgoing()
+    assert {rank for rank, _ in outgoing} == {0, 1}
+    assert all("rank 0 waits in" in message[4] and "rank 1 waits in" in message[4] for _, message in outgoing)
+    coordinator.receive(2, request(allreduce()), 0.5)
+    assert [rank for rank, _ in coordinator.take_outgoing()] == [2], "a rank that comes late is told too"
+
+
+def test_ranks_that_wait_for_each_other_in_different_operations_of_one_name_get_an_error():
+    coordinator = Coordinator(2, 0)
+    broadcast = {"kind": "broadcast", "ps": 0, "dtype": ["float32"], "shape": [[4]], "root": 0, "device": "cpu"}
+    coordinator.receive(0, request(allreduce()), 0.0)
+    coordinator.receive(1, request(broadcast), 0.0)
+    coordinator.receive(0, blocked(0), 0.3)
+    coordinator.receive(1, blocked(0, "broadcast"), 0.3)
+    assert {rank for rank, _ in coordinator.take_outgoing()} == {0, 1}
+
+
+def test_a_rank_that_goes_on_is_not_in_a_dead_lock():
+    coordinator = Coordinator(2, 0)
+    coordinator.add_static_process_sets([[0, 1]])
+    coordinator.receive(0, request(allreduce()), 0.0)
+    coordinator.receive(1, request(allreduce(process_set=1)), 0.0)
+    coordinator.receive(0, blocked(0), 0.3)
+    coordinator.receive(0, ["blocked", None, [], "", None], 0.35)
+    coordinator.receive(1, blocked(1), 0.4)
+    assert coordinator.take_outgoing() == []
+
+
+def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
+    coordinator = Coordinator(3, 0)
+    coordinator.receive(0, request(allreduce()), 0.0)
+    coordinator.depart(2, "it called hvd.shutdown()")
+    coordinator.receive(1, request(allreduce()), 0.1)
+    outgoing = coordinator.take_outgoing()
+    assert [rank for rank, _ in outgoing] == [0, 1]
+    assert all("rank 2, which has left the job: it called hvd.shutdown()" in message[4] for _, message in outgoing)
+
+
+def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():
+    coordinator = Coordinator(3, 0)
+    coordinator.receive(1, request(allreduce()), 10.0)
+    assert coordinator.new_stalls(60.0, 60.0) == []
+    (stall,) = coordinator.new_stalls(71.0, 60.0)
+    assert (stall.key, stall.submitted, stall.missing) == (Key(0, "allreduce", "x"), [1], [0, 2])
+    assert coordinator.new_stalls(72.0, 60.0) == []
+    coordinator.give_up(stall.key, "too late")
+    assert coordinator.take_outgoing() == [(1, ["error", 0, "allreduce", "x", "too late"])]
+
+
+def test_plans_are_compared_parameter_by_parameter():
+    coordinator = Coordinator(2, 0)
+
+    def plan(*slots):
+        return {"kind": "plan", "ps": 0, "slots": [list(slot) for slot in slots], "op": 0}
+
+    coordinator.receive(0, request(plan(("w", [2], "float32"), ("b", [3], "float32")), "opt"), 0.0)
+    coordinator.receive(1, request(plan(("w", [2], "float32"), ("b", [4], "float32")), "opt"), 0.0)
+    for _, message in coordinator.take_outgoing():
+        assert "parameter number 1: rank 0 has 'b' float32[3]; rank 1 has 'b' float32[4]" in message[4]

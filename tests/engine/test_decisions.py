@@ -1,0 +1,103 @@
+"""Pure decisions of the engine: layout of plans, who is lost, who shares a node, what a control message is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.engine.liveness import Liveness
+from hvdkit.engine.messages import decode, encode
+from hvdkit.engine.plan import Slot, first_order, lay_out, observed_order
+from hvdkit.engine.topology import topology_of
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]
+slot_lists = st.lists(
+    st.builds(
+        lambda size, dtype: Slot("p", (size,), dtype), st.integers(0, 5000), st.sampled_from(DTYPES)
+    ),
+    min_size=1, max_size=40,
+)  # fmt: skip
+
+
+@given(slot_lists, st.integers(0, 20_000), st.randoms())
+@settings(deadline=None)
+def test_every_slot_lies_in_one_bucket_of_its_dtype_aligned_and_apart_from_the_others(slots, threshold, shuffler):
+    order = first_order(len(slots))
+    shuffler.shuffle(order)
+    buckets = lay_out(slots, order, threshold)
+    assert sorted(slot for bucket in buckets for slot in bucket.slots) == list(range(len(slots)))
+    for bucket in buckets:
+        assert len(bucket.slots) == 1 or bucket.nbytes <= threshold
+        end = 0
+        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+            assert slots[slot].dtype == bucket.dtype
+            assert offset >= end
+            assert offset * bucket.dtype.itemsize % 64 == 0
+            end = offset + slots[slot].elements
+        assert end <= bucket.elements
+
+
+@given(slot_lists, st.integers(0, 20_000))
+@settings(deadline=None)
+def test_buckets_stand_in_the_order_in_which_they_are_complete(slots, threshold):
+    order = observed_order([1] if len(slots) > 1 else [], len(slots))
+    place = {slot: position for position, slot in enumerate(order)}
+    complete = [max(place[slot] for slot in bucket.slots) for bucket in lay_out(slots, order, threshold)]
+    assert complete == sorted(complete)
+
+
+def test_the_slots_of_a_group_share_a_bucket_whatever_its_size():
+    slots = [Slot(str(number), (100,), np.dtype(np.float32)) for number in range(6)]
+    buckets = lay_out(slots, first_order(6), 448, [[0, 3, 5]])
+    assert any(set(bucket.slots) >= {0, 3, 5} for bucket in buckets)
+
+
+def test_the_first_order_is_the_reverse_of_registration_and_unseen_slots_come_last():
+    assert first_order(3) == [2, 1, 0]
+    assert observed_order([1, 3], 4) == [1, 3, 2, 0]
+
+
+def test_a_silent_rank_is_asked_and_then_lost_and_any_message_is_a_sign_of_life():
+    liveness = Liveness(20.0)
+    assert liveness.check([1, 2], 0.0) == ([], [])
+    assert liveness.check([1, 2], 5.0) == ([1, 2], [])
+    assert liveness.check([1, 2], 6.0) == ([], []), "not asked again at once"
+    liveness.heard(1, 7.0)
+    assert liveness.check([1, 2], 10.0) == ([2], [])
+    assert liveness.check([1, 2], 20.0)[1] == [2]
+    assert liveness.check([], 21.0) == ([], [])
+    assert liveness.check([2], 100.0) == ([], []), "waiting anew begins anew"
+
+
+def told(host, local_rank=None, local_size=None, cross_rank=None, cross_size=None):
+    return {
+        "host": host, "local_rank": local_rank, "local_size": local_size,
+        "cross_rank": cross_rank, "cross_size": cross_size,
+    }  # fmt: skip
+
+
+def test_ranks_are_grouped_by_host_where_the_launcher_does_not_say():
+    topology = topology_of(2, [told("a"), told("b"), told("a")])
+    assert (topology.local_rank, topology.local_size) == (1, 2)
+    assert (topology.cross_rank, topology.cross_size) == (0, 1)
+    assert not topology.is_homogeneous
+    assert topology_of(1, [told("a"), told("b"), told("a")]).cross_rank == 1
+
+
+def test_the_launchers_word_wins_over_host_names():
+    # Two nodes whose containers have the same name, two ranks each.
+    ranks = [told("box", 0, 2), told("box", 1, 2), told("box", 0, 2), told("box", 1, 2)]
+    topology = topology_of(3, ranks)
+    assert (topology.local_rank, topology.local_size) == (1, 2)
+    assert (topology.cross_rank, topology.cross_size) == (1, 2)
+    assert topology.is_homogeneous
+
+
+def test_control_messages_survive_the_wire_and_nothing_else_is_taken():
+    message = ["request", 3, "näme", [[1, 2], None]]
+    assert decode(encode(message)) == message
+    for garbage in (b"", b"{}", b"[]", b'["request"]', b'["unknown", 1]', b"\x80\x04K\x01.", b"[" * 10_000):
+        with pytest.raises(ValueError):
+            decode(garbage)

@@ -1,0 +1,98 @@
+"""A rank that dies, stops, leaves or falls behind: the others learn which one it was, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.ranks import run_ranks, start_ranks
+
+WORKER = [sys.executable, "-m", "tests.faults.worker"]
+channels = pytest.mark.parametrize("channel", ["named", "planned"])
+
+
+def noticed(output: str) -> dict[int, str]:
+    """By rank, the error with which it learnt of the fault."""
+    return {int(rank): text for rank, text in re.findall(r"RANK (\d) NOTICED [\d.]+ (.*)", output)}
+
+
+@channels
+@pytest.mark.parametrize("scenario", ["raises", "exits"])
+def test_a_rank_that_fails_ends_an_mpi_job(scenario, channel):
+    status, output = run_ranks([*WORKER, scenario, channel], 3, "mpi", timeout=60)
+    assert status != 0
+    assert "WENT ON" not in output
+    if scenario == "raises":
+        assert "this rank cannot go on" in output
+    else:
+        assert status == 3, output
+
+
+@channels
+@pytest.mark.parametrize("scenario", ["raises", "exits", "killed", "leaves"])
+def test_the_others_learn_which_rank_is_gone(scenario, channel):
+    _, output = run_ranks([*WORKER, scenario, channel], 3, "torch", timeout=60)
+    errors = noticed(output)
+    assert sorted(errors) == [0, 2], output
+    assert all("rank 1" in text for text in errors.values()), output
+    if scenario == "raises":
+        assert any("this rank cannot go on" in text for text in errors.values()), output
+
+
+@channels
+def test_a_killed_rank_ends_an_mpi_job(channel):
+    status, output = run_ranks([*WORKER, "killed", channel], 3, "mpi", timeout=60)
+    assert status != 0
+    assert "WENT ON" not in output
+
+
+@channels
+def test_a_stopped_rank_is_lost_after_the_timeout(channel, transport):
+    processes = start_ranks([*WORKER, "stopped", channel], 3, transport, HVDKIT_TIMEOUT_SECONDS="4")
+    outputs: list[str] = []
+    try:
+        deadline = time.monotonic() + 60
+        if transport == "torch":
+            outputs = [processes[rank].communicate(timeout=deadline - time.monotonic())[0] for rank in (0, 2)]
+        else:
+            outputs = [processes[0].communicate(timeout=deadline - time.monotonic())[0]]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                outputs.append(process.communicate()[0])
+    text = "\n".join(outputs)
+    stopped = re.search(r"stopping (\d+)", text)
+    if stopped and os.path.exists(f"/proc/{stopped[1]}"):
+        os.kill(int(stopped[1]), signal.SIGKILL)
+    errors = noticed(text)
+    assert errors, text
+    assert all("rank 1" in error and "HVDKIT_TIMEOUT_SECONDS" in error for error in errors.values()), text
+    if transport == "torch":
+        assert sorted(errors) == [0, 2], text
+
+
+@channels
+def test_a_late_rank_is_waited_for_and_warned_about(channel, transport):
+    settings = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HVDKIT_TIMEOUT_SECONDS": "3"}
+    status, output = run_ranks([*WORKER, "late", channel], 3, transport, timeout=60, **settings)
+    assert status == 0, output
+    assert output.count("WENT ON") == 3
+    warning = re.search(r".*(not by ranks \[1\]|waits for ranks \[1).*", output)
+    assert warning, output
+    assert "grad" in warning[0] if channel == "named" else "weight" in warning[0]
+
+
+@channels
+def test_a_rank_that_is_too_late_becomes_an_error(channel, transport):
+    settings = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    status, output = run_ranks([*WORKER, "late", channel], 2, transport, timeout=60, **settings)
+    assert status != 0
+    assert 0 in noticed(output), output
+    assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in noticed(output)[0]

@@ -1,0 +1,61 @@
+"""What one rank does in a fault test: rank 1 misbehaves as told, the others print how they learnt of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import hvdkit.torch as hvd
+
+
+def misbehave(scenario: str) -> None:
+    """What rank 1 does while the others wait for it."""
+    if scenario == "raises":
+        raise RuntimeError("this rank cannot go on")
+    if scenario == "exits":
+        sys.exit(3)
+    if scenario == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if scenario == "stopped":
+        print(f"stopping {os.getpid()}", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if scenario == "leaves":
+        hvd.shutdown()
+        time.sleep(2)
+        sys.exit(0)
+    if scenario == "late":
+        time.sleep(4)
+
+
+def wait_for_rank_1(channel: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    if channel == "named":
+        hvd.allreduce(torch.ones(1000), name="grad")
+    else:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+
+def main(scenario: str, channel: str) -> None:
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    wait_for_rank_1(channel, optimizer, model)  # a good round first
+    optimizer.zero_grad()
+    if hvd.rank() == 1:
+        misbehave(scenario)
+    started = time.monotonic()
+    try:
+        wait_for_rank_1(channel, optimizer, model)
+    except hvd.HorovodInternalError as error:
+        print(f"RANK {hvd.rank()} NOTICED {time.monotonic() - started:.1f} {error}".replace("\n", " | "), flush=True)
+        sys.exit(7)
+    print(f"RANK {hvd.rank()} WENT ON", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,114 @@
+"""Start ``hvdkitrun`` as a user does, and find what it left behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from tests.ranks import ROOT, rank_environment
+
+# Far longer than anything here takes; a test that needs it has failed.
+PATIENCE_SECONDS = 60
+
+
+@dataclass
+class Result:
+    """How a call of hvdkitrun ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def last_words(self) -> str:
+        return self.stderr.strip().splitlines()[-1]
+
+
+def argv(flags: list[str], code: str, *arguments: str) -> list[str]:
+    """hvdkitrun with flags, running a piece of Python."""
+    return [sys.executable, "-m", "hvdkit.launch", *flags, sys.executable, "-c", code, *arguments]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    # Open MPI puts its session folders there; the path to a socket in them must be short.
+    return rank_environment(TMPDIR="/tmp", **extra)  # noqa: S108
+
+
+def call(flags: list[str], code: str = "pass", *arguments: str, **extra: str) -> Result:
+    """Run hvdkitrun to its end."""
+    done = subprocess.run(
+        argv(flags, code, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+        cwd=ROOT,
+        env=environment(**extra),
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def call_bare(*arguments: str, **extra: str) -> Result:
+    """Run hvdkitrun with exactly these arguments."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdkit.launch", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+        cwd=ROOT,
+        env=environment(**extra),
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def marker() -> str:
+    """An argument that no other process has."""
+    return f"marker-{secrets.token_hex(8)}"
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All living processes with this argument, but not launchers, whose argument it also is."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = process.info["cmdline"] or []
+        launcher = "hvdkit.launch" in line or any(os.path.basename(word) in ("mpirun", "prterun") for word in line[:1])
+        if mark in line and not launcher and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that must happen soon."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def running(flags: list[str], code: str, *arguments: str, **extra: str):
+    """A launcher that is at work; killed at the end if it still is."""
+    process = subprocess.Popen(
+        argv(flags, code, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(**extra),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

@@ -1,0 +1,161 @@
+"""The command lines and environments that the launcher makes, without starting anything."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hvdkit.launch import gloo, mpi
+from hvdkit.launch.errors import UsageError
+from hvdkit.launch.hosts import Host, assign_slots
+from hvdkit.launch.job_environment import for_other_hosts, job_environment
+from hvdkit.launch.options import parse
+from hvdkit.launch.ssh import Ssh, is_local
+
+SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
+
+
+def mpirun_argv(**changes):
+    arguments = {
+        "mpirun": "/bin/mpirun",
+        "command": ["python", "a b.py"],
+        "slots": SLOTS,
+        "environment": {"HVDKIT_JOB": "1", "PATH": "/bin", "BASH_FUNC_x%%": "() {", "SSH_TTY": "x"},
+        "interfaces": [],
+        "ssh": Ssh(),
+        "mpi_args": [],
+    }
+    return mpi.mpirun_argv(**{**arguments, **changes})
+
+
+def after(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_mpirun_gets_hosts_room_for_more_ranks_than_cores_and_the_variables_by_name():
+    argv = mpirun_argv()
+    assert after(argv, "-H") == "a:2,b:1"
+    assert after(argv, "-np") == "3"
+    assert "OVERSUBSCRIBE" in after(argv, "--map-by")
+    assert [argv[index + 1] for index, word in enumerate(argv) if word == "-x"] == ["HVDKIT_JOB", "PATH"]
+    assert argv[-2:] == ["python", "a b.py"]
+
+
+def test_mpirun_runs_as_root_only_when_root_asks(monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert "--allow-run-as-root" in mpirun_argv()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "--allow-run-as-root" not in mpirun_argv()
+
+
+def test_mpirun_gets_interfaces_ssh_port_and_the_callers_own_arguments():
+    argv = mpirun_argv(interfaces=["eth0", "eth1"], ssh=Ssh(2222, "/key"), mpi_args=mpi.split_mpi_args("--mca x 'y z'"))
+    assert after(argv, "btl_tcp_if_include") == "eth0,eth1"
+    assert after(argv, "oob_tcp_if_include") == "eth0,eth1"
+    assert after(argv, "plm_ssh_args") == "-p 2222 -i /key"
+    assert after(argv, "x") == "y z"
+
+
+def test_flags_become_horovods_variables():
+    flags = (
+        "-np 2 --fusion-threshold-mb 64 --cycle-time-ms 3.5 --cache-capacity 9 --timeline-filename t.json "
+        "--timeline-mark-cycles --stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 6 "
+        "--log-level DEBUG python train.py"
+    )
+    assert parse(flags.split()).settings == {
+        "HOROVOD_FUSION_THRESHOLD": str(64 * 1024 * 1024),
+        "HOROVOD_CYCLE_TIME": "3.5",
+        "HOROVOD_CACHE_CAPACITY": "9",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6",
+        "HOROVOD_LOG_LEVEL": "DEBUG",
+    }
+
+
+def test_flags_not_given_set_nothing():
+    assert parse(["-np", "2", "python"]).settings == {}
+
+
+def test_interfaces_may_be_repeated_or_joined():
+    flags = ["-np", "2", "--network-interface", "a", "--network-interfaces", "b,c", "python"]
+    assert parse(flags).interfaces == ["a", "b", "c"]
+
+
+def test_a_word_after_two_dashes_is_the_command():
+    assert parse(["-np", "2", "--", "python", "-x"]).command == ["python", "-x"]
+
+
+def test_the_start_timeout_has_horovods_variable(monkeypatch):
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "7")
+    assert parse(["-np", "2", "python"]).start_timeout == 7
+    assert parse(["-np", "2", "--start-timeout", "3", "python"]).start_timeout == 3
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(UsageError, match="HOROVOD_START_TIMEOUT"):
+        parse(["-np", "2", "python"])
+
+
+def test_the_place_that_another_launcher_gave_is_not_inherited():
+    caller = {"RANK": "1", "HOROVOD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0", "HVDKIT_SIZE": "3"}
+    kept = {"HOROVOD_FUSION_THRESHOLD": "1", "HVDKIT_TIMEOUT_SECONDS": "9", "MY_RANK": "1"}
+    environment = job_environment({**caller, **kept}, {"HOROVOD_FUSION_THRESHOLD": "2"}, job="j")
+    assert not caller.keys() & environment.keys()
+    assert environment == {
+        "HOROVOD_FUSION_THRESHOLD": "2",
+        "HVDKIT_TIMEOUT_SECONDS": "9",
+        "MY_RANK": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HVDKIT_JOB": "j",
+    }
+
+
+def test_what_belongs_to_this_machine_stays_here():
+    environment = {"HOME": "/root", "SSH_AUTH_SOCK": "s", "PATH": "p", "PYTHONPATH": "q", "CUDA_VISIBLE_DEVICES": "0"}
+    assert for_other_hosts(environment) == {"PATH": "p", "PYTHONPATH": "q"}
+
+
+def test_ssh_quotes_every_word_and_asks_nothing():
+    argv = Ssh(port=22, identity_file="/k").argv("h", ["echo", "a b", "$HOME; rm"])
+    assert argv[0] == "ssh"
+    assert "BatchMode=yes" in argv
+    assert after(argv, "-p") == "22"
+    assert after(argv, "-i") == "/k"
+    assert argv[-2] == "h"
+    assert shlex.split(argv[-1]) == ["echo", "a b", "$HOME; rm"]
+
+
+def test_this_machine_is_known_by_all_its_names():
+    assert is_local("localhost")
+    assert is_local("127.0.0.1")
+    assert not is_local("host.invalid")
+    assert not is_local("192.0.2.1")  # reserved for documentation
+
+
+def test_ranks_on_this_machine_alone_meet_on_its_loopback():
+    slots = assign_slots([Host("localhost", 2)], 2)
+    with gloo.meeting_point(slots, set(), [], 22) as point:
+        assert point.socket.getsockname() == (gloo.LOOPBACK, point.port)
+        first = gloo.rank_environment(slots[0], point, [], one_host=True)
+        second = gloo.rank_environment(slots[1], point, [], one_host=True)
+    assert "HVDKIT_RENDEZVOUS_FD" in first
+    assert "HVDKIT_RENDEZVOUS_FD" not in second
+    assert gloo.rank_environment(slots[1], point, ["e0", "e1"], one_host=True)["GLOO_SOCKET_IFNAME"] == "e0,e1"
+
+
+def test_ranks_meet_where_rank_0_runs():
+    with gloo.meeting_point(SLOTS, {"a", "b"}, [], 22) as point:
+        assert (point.address, point.socket) == ("a", None)
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(UsageError, match="no-such"):
+        gloo.interface_address("no-such")
+
+
+def test_the_worker_needs_nothing_but_the_standard_library():
+    source = Path(mpi.__file__).with_name("worker.py").read_text()
+    assert "import hvdkit" not in source
+    assert "from hvdkit" not in source

@@ -1,0 +1,146 @@
+"""However a job ends, it ends as a whole: the first failure's status comes back, and no process stays."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.launch.launching import PATIENCE_SECONDS, call, marked, marker, running, wait_until
+
+RANK = "import os, sys, time, signal; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+SLEEP = "time.sleep(600)"
+# A rank with a process of its own, both deaf to SIGTERM.
+STUBBORN = f"""{RANK}
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", deaf, sys.argv[1]])
+"""
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_status(controller):
+    mark = marker()
+    result = call([controller, "-np", "3"], f"{RANK}\nif rank == '1': time.sleep(0.2); sys.exit(3)\n{SLEEP}", mark)
+    assert result.status == 3
+    assert "rank 1 on " in result.last_words
+    assert "exited with code 3" in result.last_words
+    assert marked(mark) == []
+
+
+def test_a_rank_that_is_killed_ends_the_job_with_its_signal(controller):
+    mark = marker()
+    result = call([controller, "-np", "2"], f"{RANK}\nif rank == '0': os.kill(os.getpid(), 9)\n{SLEEP}", mark)
+    assert result.status == 128 + 9
+    assert "rank 0 on " in result.last_words
+    assert "was killed by signal SIGKILL (9)" in result.last_words
+    assert marked(mark) == []
+
+
+def test_a_rank_that_raises_shows_its_traceback_and_ends_the_job(controller):
+    result = call([controller, "-np", "2"], f"{RANK}\nif rank == '1': raise KeyError('lost')\n{SLEEP}")
+    assert result.status == 1
+    assert "[1]<stderr>: KeyError: 'lost'" in result.stderr
+    assert "exited with code 1" in result.last_words
+
+
+def test_ranks_deaf_to_sigterm_and_their_children_end_too(controller):
+    mark = marker()
+    result = call([controller, "-np", "2"], f"{STUBBORN}\nif rank == '1': sys.exit(4)\n{SLEEP}", mark)
+    assert result.status == 4
+    assert marked(mark) == []
+
+
+def test_processes_that_left_the_ranks_group_end_with_a_failed_job(controller):
+    mark = marker()
+    code = f"""{RANK}
+import subprocess
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]], start_new_session=True)
+sys.exit(5)
+"""
+    result = call([controller, "-np", "1"], code, mark)
+    assert result.status == 5
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda x: str(x)
+)
+def test_a_signal_to_the_launcher_leaves_no_process(controller, number, status):
+    mark = marker()
+    with running([controller, "-np", "2"], f"{STUBBORN}\n{SLEEP}", mark) as launcher:
+        wait_until(lambda: len(marked(mark)) >= 4, "both ranks and their children run")
+        launcher.send_signal(number)
+        assert launcher.wait(PATIENCE_SECONDS) == status
+        assert marked(mark) == []
+
+
+def test_a_killed_launcher_leaves_no_process(controller):
+    mark = marker()
+    with running([controller, "-np", "2"], f"{RANK}\n{SLEEP}", mark) as launcher:
+        wait_until(lambda: len(marked(mark)) >= 2, "both ranks run")
+        launcher.kill()
+        launcher.wait(PATIENCE_SECONDS)
+        wait_until(lambda: marked(mark) == [], "the ranks of a killed launcher end")
+
+
+def test_a_killed_launcher_leaves_no_process_that_is_deaf_and_left_its_ranks_group(controller):
+    mark = marker()
+    code = f"""{RANK}
+import subprocess
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", deaf, sys.argv[1]], start_new_session=True)
+{SLEEP}"""
+    with running([controller, "-np", "2"], code, mark) as launcher:
+        wait_until(lambda: len(marked(mark)) >= 4, "both ranks and their children run")
+        launcher.kill()
+        launcher.wait(PATIENCE_SECONDS)
+        wait_until(lambda: marked(mark) == [], "all that a killed launcher started ends")
+
+
+def test_a_killed_worker_ends_the_job():
+    mark = marker()
+    with running(["--gloo", "-np", "2"], f"{RANK}\n{SLEEP}", mark) as launcher:
+        wait_until(lambda: len(marked(mark)) >= 2, "both ranks run")
+        marked(mark)[0].parent().kill()
+        assert launcher.wait(PATIENCE_SECONDS) == 128 + 9
+        assert marked(mark) == []
+
+
+def test_ranks_that_end_well_leave_no_process_in_their_group():
+    # mpirun instead waits for whatever still holds a rank's standard output.
+    mark = marker()
+    with running(["--gloo", "-np", "1"], STUBBORN, mark) as launcher:
+        assert launcher.wait(PATIENCE_SECONDS) == 0
+        assert marked(mark) == []
+
+
+def test_what_left_the_ranks_group_on_purpose_outlives_a_job_that_ends_well():
+    mark = marker()
+    code = f"""{RANK}
+import subprocess
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]], start_new_session=True)
+"""
+    result = call(["--gloo", "-np", "1"], code, mark)
+    survivors = marked(mark)
+    for process in survivors:
+        process.kill()
+    assert (result.status, len(survivors)) == (0, 1)
+
+
+def test_a_rank_that_leaves_mpi_without_a_word_is_named():
+    pytest.importorskip("mpi4py")
+    code = f"{RANK}\nfrom mpi4py import MPI\nif rank == '1': os._exit(0)\n{SLEEP}"
+    result = call(["--mpi", "-np", "2"], code)
+    assert result.status != 0
+    assert "rank 1 on " in result.last_words
+    assert "without MPI_Finalize" in result.last_words
+
+
+def test_a_rank_that_aborts_mpi_is_named():
+    pytest.importorskip("mpi4py")
+    code = f"{RANK}\nfrom mpi4py import MPI\nif rank == '1': MPI.COMM_WORLD.Abort(7)\n{SLEEP}"
+    result = call(["--mpi", "-np", "2"], code)
+    assert result.status == 7
+    assert "rank 1 on " in result.last_words
+    assert "MPI_Abort" in result.last_words

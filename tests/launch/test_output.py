@@ -1,0 +1,82 @@
+"""However the bytes are cut on their way, each rank's lines come out whole and under its own name."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdkit.launch.mpirun_output import Failure, MpirunStream, find_failure
+from hvdkit.launch.output import LineSplitter
+
+DASHES = b"-" * 74 + b"\n"
+EXITED = (
+    DASHES
+    + b"prterun detected that one or more processes exited with non-zero status,\n"
+    + b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    + b"   Process name: [prterun-host-1234@1,1]\n   Exit code:    3\n"
+    + DASHES
+)
+KILLED = DASHES + b"prterun noticed that process rank 2 with PID 55 on node h1 exited on\nsignal 9 (Killed).\n" + DASHES
+ABORTED = (
+    DASHES
+    + b"prterun has exited due to process rank 1 with PID 0 on node h1 calling\n"
+    + b'"abort". This may have caused other processes ...\n'
+    + DASHES
+)
+LEFT = (
+    DASHES + b"prterun has exited due to process rank 1 with PID 5 on node h1 exiting\nimproperly. There are\n" + DASHES
+)
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xc3\xa4"])), st.lists(st.integers(0, 60)))
+def test_lines_do_not_depend_on_where_the_stream_was_cut(parts, places):
+    data = b"".join(parts)
+    whole, pieces = LineSplitter(), LineSplitter()
+    expected = whole.feed(data) + whole.flush()
+    found = [line for piece in cut(data, places) for line in pieces.feed(piece)] + pieces.flush()
+    assert found == expected
+    assert b"".join(found).rstrip(b"\r\n") == data.rstrip(b"\r\n")
+    assert all(line.endswith((b"\n", b"\r")) for line in found)
+
+
+def test_a_line_without_an_end_does_not_grow_for_ever():
+    splitter = LineSplitter()
+    lines = [line for _ in range(300) for line in splitter.feed(b"x" * 8192)]
+    assert lines
+    assert len(b"".join(lines)) > 300 * 8192 - (2 << 20)
+
+
+@given(st.lists(st.integers(0, 900)))
+def test_mpiruns_tags_are_taken_apart_wherever_the_stream_was_cut(places):
+    data = (
+        b"[1,0]<stderr>: one\ntwo\n[1,1]<stderr>: \rbar 1[1,0]<stderr>: [3,4] three[1,1]<stderr>: \rbar 2"
+        + EXITED
+        + b"[1,12]<stderr>: -----\n[1,0]<stderr>:  [1,"
+    )
+    ranks: dict[int, bytes] = {}
+
+    def write(rank, stream, text):
+        assert stream == "stderr"
+        ranks[rank] = ranks.get(rank, b"") + text
+
+    stream = MpirunStream(write)
+    for piece in cut(data, places):
+        stream.feed(piece)
+    stream.close()
+    assert ranks == {0: b"one\ntwo\n[3,4] three [1,", 1: b"\rbar 1\rbar 2", 12: b"-----\n"}
+    assert stream.own_words == EXITED
+
+
+def test_mpiruns_reports_name_the_first_rank_that_failed():
+    assert find_failure(EXITED, 3) == Failure(1, 3)
+    assert find_failure(KILLED, 137) == Failure(2, -9, "h1")
+    assert find_failure(ABORTED, 7) == Failure(1, 7, "h1", "aborted")
+    assert find_failure(LEFT, 1) == Failure(1, 1, "h1", "left without MPI_Finalize")
+    assert find_failure(b"something else went wrong", 1) is None

@@ -1,0 +1,83 @@
+"""A command line that cannot be meant is refused with what to do about it, before anything starts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.launch.launching import call, call_bare
+
+PYTHON = [sys.executable, "-c", "pass"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "-np"),
+        (["python", "train.py"], "-np"),
+        (["-np", "2"], "command"),
+        (["-np", "0", *PYTHON], "0 is smaller than 1"),
+        (["-np", "two", *PYTHON], "whole number"),
+        (["-np", "3", "-H", "localhost:2", *PYTHON], "more processes than there are slots (2)"),
+        (["-np", "2", "-H", "localhost", *PYTHON], "'localhost'"),
+        (["-np", "2", "-H", "localhost:2,,", *PYTHON], "''"),
+        (["-np", "2", "-H", "-oProxyCommand=x:2", *PYTHON], "-H"),
+        (["-np", "2", "--hosts=-oProxyCommand=x:2", *PYTHON], "-oProxyCommand=x:2"),
+        (["-np", "2", "-H", "localhost:x", *PYTHON], "'localhost:x'"),
+        (["-np", "2", "--hostfile", "/does/not/exist", *PYTHON], "/does/not/exist"),
+        (["-np", "2", "--mpi", "--gloo", *PYTHON], "--gloo"),
+        (["-np", "2", "--no-such-flag", *PYTHON], "--no-such-flag"),
+        (["-np", "2", "--mpi", "--mpi-args", "'open", *PYTHON], "--mpi-args"),
+        (["-np", "2", "--gloo", "-H", "localhost:1,host.invalid:1", "--start-timeout", "x", *PYTHON], "number"),
+    ],
+)
+def test_usage_errors_end_with_status_2_and_a_hint(arguments, words):
+    result = call_bare(*arguments)
+    assert result.status == 2
+    assert words in result.stderr
+    assert "HINT: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_program_that_is_not_there_is_told_once(controller):
+    result = call_bare(controller, "-np", "3", "no-such-program")
+    assert result.status == 127
+    assert result.stderr.count("no-such-program") == 1
+
+
+def test_version_and_help():
+    import hvdkit
+
+    assert call_bare("--version").stdout.strip() == hvdkit.__version__
+    assert "--fusion-threshold-mb" in call_bare("--help").stdout
+
+
+@pytest.mark.timeout(90)
+def test_a_host_that_cannot_be_reached_is_named(controller):
+    flags = [controller, "-np", "2", "-H", "localhost:1,host.invalid:1", "--start-timeout", "20"]
+    result = call(flags)
+    assert result.status == 1
+    assert "cannot reach host host.invalid by ssh: " in result.stderr
+    assert "HINT: " in result.stderr
+
+
+def test_a_port_without_ssh_behind_it_is_named(controller, tmp_path):
+    # Another address of this machine would be local; an ssh that reports a refusal stands in for a remote one.
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "ssh: connect to host $8 port 1: Connection refused" >&2\nexit 255\n')
+    ssh.chmod(0o755)
+    result = call([controller, "-np", "2", "-H", "remote.invalid:2", "-p", "1"], PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert result.status == 1
+    assert "cannot reach host remote.invalid by ssh: ssh: connect to host" in result.stderr
+    assert "`ssh -o BatchMode=yes -p 1 remote.invalid true`" in result.stderr
+
+
+def test_a_host_that_does_not_answer_in_time_is_named(tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 100\n")
+    ssh.chmod(0o755)
+    flags = ["--gloo", "-np", "2", "-H", "remote.invalid:2", "--start-timeout", "1"]
+    result = call(flags, PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert result.status == 1
+    assert "cannot reach host remote.invalid by ssh: no answer within 1 s" in result.stderr
