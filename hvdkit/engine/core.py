@@ -16,6 +16,7 @@ from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, execute, zer
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.lane import Lane, Reduction
 from hvdkit.engine.messages import Message
+from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
@@ -36,7 +37,7 @@ logger = logging.getLogger("hvdkit")
 NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
 
 
-class Engine:
+class Engine(NamedOperations):
     """All collective communication of this process. Arrays are numpy arrays, C-contiguous."""
 
     def __init__(
@@ -73,96 +74,7 @@ class Engine:
             transport.set_waker(self.driver.wake)
             self.driver.start()
 
-    # -- named operations ---------------------------------------------------------------------------------------------
-
-    def allreduce(
-        self,
-        arrays: Sequence[Array],
-        *,
-        name: str | None,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        process_set_id: int,
-        device: str = "cpu",
-        wake: bool = True,
-    ) -> Handle:
-        """Reduce each array in place over the ranks of a process set; several arrays are one operation."""
-        signature = {
-            **_described(arrays),
-            "op": int(op),
-            "prescale": float(prescale),
-            "postscale": float(postscale),
-            "device": device,
-        }
-        return self._submit("allreduce", arrays, signature, None, name, process_set_id, wake)
-
-    def allgather(
-        self, arrays: Sequence[Array], *, name: str | None, process_set_id: int, device: str = "cpu", wake: bool = True
-    ) -> Handle:
-        """Concatenate each array over the ranks along its first dimension; the result is a list of new arrays."""
-        signature = {
-            "dtype": [str(array.dtype) for array in arrays],
-            "shape": [["*", *array.shape[1:]] for array in arrays],
-            "device": device,
-        }
-        rows = [array.shape[0] for array in arrays]
-        return self._submit("allgather", arrays, signature, rows, name, process_set_id, wake)
-
-    def broadcast(
-        self,
-        arrays: Sequence[Array],
-        *,
-        root_rank: int,
-        name: str | None,
-        process_set_id: int,
-        device: str = "cpu",
-        wake: bool = True,
-    ) -> Handle:
-        """Replace each array in place by that of ``root_rank`` (a global rank)."""
-        signature = {**_described(arrays), "root": int(root_rank), "device": device}
-        return self._submit("broadcast", arrays, signature, None, name, process_set_id, wake)
-
-    def alltoall(
-        self,
-        array: Array,
-        *,
-        splits: list[int] | None,
-        name: str | None,
-        process_set_id: int,
-        device: str = "cpu",
-        wake: bool = True,
-    ) -> Handle:
-        """Send ``splits[p]`` rows to rank p; the result is (what came in, rows that came from each rank)."""
-        signature = {"dtype": [str(array.dtype)], "shape": [["*", *array.shape[1:]]], "device": device}
-        detail = [array.shape[0], splits]
-        return self._submit("alltoall", [array], signature, detail, name, process_set_id, wake)
-
-    def reducescatter(
-        self,
-        arrays: Sequence[Array],
-        *,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        name: str | None,
-        process_set_id: int,
-        device: str = "cpu",
-        wake: bool = True,
-    ) -> Handle:
-        """Reduce each array (its contents are used up); the result is this rank's rows of each."""
-        signature = {
-            **_described(arrays),
-            "op": int(op),
-            "prescale": float(prescale),
-            "postscale": float(postscale),
-            "device": device,
-        }
-        return self._submit("reducescatter", arrays, signature, None, name, process_set_id, wake)
-
-    def barrier(self, process_set_id: int) -> Handle:
-        """Done when every rank of the process set has called it."""
-        return self._submit("barrier", [], {}, None, None, process_set_id, False)
+    # -- joining -----------------------------------------------------------------------------------------------------
 
     def join(self) -> Handle:
         """Take part in what others reduce, with zeros, until all ranks have joined; the result is the last to join."""
@@ -173,17 +85,6 @@ class Engine:
         self._inbox.append(lambda: self.negotiation.send_to_coordinator(["join"]))
         self.wake()
         return handle
-
-    def add_process_set(self, ranks: Sequence[int]) -> int | None:
-        """Collective over all ranks. The new id, or None where a set of these ranks exists."""
-        handle = self._submit("add_process_set", [], {"ranks": list(ranks)}, None, None, 0, False)
-        result: int | None = handle.wait()
-        return result
-
-    def remove_process_set(self, process_set_id: int) -> bool:
-        """Collective over all ranks. Whether there was such a set."""
-        handle = self._submit("remove_process_set", [], {"id": process_set_id}, None, None, 0, False)
-        return bool(handle.wait())
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -474,7 +375,3 @@ class Engine:
         if wake or self.transport.size == 1:
             self.wake()
         return handle
-
-
-def _described(arrays: Sequence[Array]) -> Signature:
-    return {"dtype": [str(array.dtype) for array in arrays], "shape": [list(array.shape) for array in arrays]}

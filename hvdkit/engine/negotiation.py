@@ -92,10 +92,11 @@ class Negotiation:
 
     def look_for_broken(self) -> None:
         """Raise PeerLostError where a connection broke to a rank that did not say goodbye."""
-        for rank, how in self._engine.transport.lost_peers().items():
-            if rank not in self.departed and self._engine.error is None:
+        engine = self._engine
+        for rank, how in engine.transport.lost_peers().items():
+            if rank not in self.departed and engine.error is None:
                 raise PeerLostError(
-                    f"{self._engine.topology.told(rank)} is lost, its connection to {self._engine.told()} broke: {how}\n"
+                    f"{engine.topology.told(rank)} is lost: its connection to {engine.told()} broke, {how}\n"
                     "HINT: see what that rank printed last, and whether it was killed.",
                     rank,
                 )

@@ -155,8 +155,8 @@ class Watch:
             what = next(iter(self._engine.submissions.values())).handle.what
             first, reason = next(iter(departed.items()))  # the others often leave because this one did
             raise PeerLostError(
-                f"{what} on {self._engine.told()} cannot go on without rank 0, which has left the job; the first to leave "
-                f"was {self._engine.topology.told(first)}: {reason}.\n"
+                f"{what} on {self._engine.told()} cannot go on without rank 0, which has left the job; the first to "
+                f"leave was {self._engine.topology.told(first)}: {reason}.\n"
                 "HINT: let every rank make the same calls and call hvd.shutdown() together.",
                 first,
             )
