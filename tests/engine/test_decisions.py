@@ -99,5 +99,5 @@ def test_control_messages_survive_the_wire_and_nothing_else_is_taken():
     message = ["request", 3, "näme", [[1, 2], None]]
     assert decode(encode(message)) == message
     for garbage in (b"", b"{}", b"[]", b'["request"]', b'["unknown", 1]', b"\x80\x04K\x01.", b"[" * 10_000):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"control message|Expecting|codec|delimiter"):
             decode(garbage)
