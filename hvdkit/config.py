@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 MEBIBYTE = 1024 * 1024
@@ -208,5 +210,15 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
+def write_into(path: Path) -> None:
+    """Put the table between a file's settings marks."""
+    before, rest = path.read_text().split("<!-- settings -->")
+    after = rest.split("<!-- /settings -->")[1]
+    path.write_text(f"{before}<!-- settings -->\n{markdown_table()}\n<!-- /settings -->{after}")
+
+
 if __name__ == "__main__":
-    print(markdown_table())
+    if sys.argv[1:2] == ["--write"]:
+        write_into(Path(sys.argv[2]))
+    else:
+        print(markdown_table())
