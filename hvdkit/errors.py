@@ -29,11 +29,12 @@ class NotInitializedError(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "Horovod has not been initialized; use hvd.init().\nHINT: call hvd.init() once in every process before any other hvd function."
+            "Horovod has not been initialized; use hvd.init().\n"
+            "HINT: call hvd.init() once in every process before any other hvd function."
         )
 
 
-class HostsUpdatedInterrupt(RuntimeError):
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic Horovod scripts catch)
     """The set of hosts changed while an elastic job runs; ``skip_sync`` tells whether state must be synchronised."""
 
     def __init__(self, skip_sync: bool = False) -> None:

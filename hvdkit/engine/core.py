@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
+# How many closed plans are remembered; see Engine.forget_lane.
+CLOSED_LANES = 64
 # Named operations count their tags below those of lanes; see lane.LANE_TAG.
 NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
 
@@ -52,6 +54,8 @@ class Engine(NamedOperations):
         self.timeline: Timeline | None = None
         self.error: HorovodInternalError | None = None  # why nothing works any more
         self.lanes: dict[int, Lane] = {}
+        self._closed_lanes: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank joins
+        self._joined_lanes: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
         self._groups: dict[int, Group] = {}
@@ -120,7 +124,10 @@ class Engine(NamedOperations):
         return lane
 
     def forget_lane(self, lane: Lane) -> None:
-        self.lanes.pop(lane.lane_id, None)
+        if self.lanes.pop(lane.lane_id, None) is not None:
+            self._closed_lanes[lane.lane_id] = lane
+            while len(self._closed_lanes) > CLOSED_LANES:
+                self._closed_lanes.pop(next(iter(self._closed_lanes)))
 
     def drive_lane(self, lane: Lane) -> None:
         """Drive until every bucket of the lane's step is reduced or the lane has failed."""
@@ -203,6 +210,10 @@ class Engine(NamedOperations):
             for lane in list(self.lanes.values()):
                 while lane.startable():
                     self._start_on(lane, lane.start())
+                    moved = True
+            for lane in self._joined_lanes.values():
+                while lane.zeros_startable():
+                    self.operations.append(lane.start_zeros())
                     moved = True
             for operation in list(self.operations):
                 moved |= self._advance(operation)
@@ -310,17 +321,17 @@ class Engine(NamedOperations):
 
     def join_done(self, last: int) -> None:
         self._joined.clear()
+        self._joined_lanes.clear()
         if self._join_handle is not None:
             self._join_handle.finish(last)
             self._join_handle = None
 
     def take_part(self, lane_id: int, sequence: int) -> None:
         """Contribute zeros to a lane up to an operation that others have started."""
-        lane = self.lanes.get(lane_id)
-        while lane is not None and self._join_handle is not None and lane.sequence < sequence:
-            operation = lane.start_zeros()
-            self.operations.append(operation)
-            self._advance(operation)
+        lane = self.lanes.get(lane_id) or self._closed_lanes.get(lane_id)
+        if lane is not None and self._join_handle is not None:
+            lane.joined_until = max(lane.joined_until, sequence)
+            self._joined_lanes[lane_id] = lane
 
     def lane_failed(self, lane_id: int, text: str) -> None:
         lane = self.lanes.get(lane_id)

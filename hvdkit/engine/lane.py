@@ -69,6 +69,10 @@ class Lane:
         self.first_step = True
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
+        self.joined_until = 0  # up to which sequence number this rank takes part with zeros
+        self._buffers: list[Array] = []
+        self._views: dict[int, Array] = {}
+        self._bucket_of: dict[int, int] = {}
         self._engine = engine
         self._reduction = reduction
         self._groups = [list(members) for members in groups]
@@ -136,7 +140,8 @@ class Lane:
             self.finish()
 
     def close(self) -> None:
-        """Forget the plan."""
+        """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
+        self._buffers, self._views = [], {}
         self._engine.forget_lane(self)
 
     # -- the engine's driver ------------------------------------------------------------------------------------------
@@ -160,12 +165,21 @@ class Lane:
         self._started += 1
         if place < len(self._buckets):
             self._engine.timeline_end(self._row(place))
-            steps = self._reduce(self._buffers[place], place)
+            steps = self._reduce(self._buffers[place], place, self._next_tag())
             what = f"bucket {place} of {self.name}"
         else:
-            steps = self._exchange_observations(self._observed, self._flags)
+            steps = self._exchange_observations(self._observed, self._flags, self._next_tag())
             what = f"the gradient order of {self.name}"
         return self._operation(what, steps)
+
+    def zeros_startable(self) -> bool:
+        """Whether this rank has joined, others have started the next operation, and it may start here."""
+        return (
+            self.error is None
+            and self.sequence < self.joined_until
+            and self._started < self._planned()
+            and (self._started < len(self._buckets) or self._completed == len(self._buckets))
+        )
 
     def start_zeros(self) -> Operation:
         """Start the next operation with zeros, as a rank that has joined does."""
@@ -173,9 +187,9 @@ class Lane:
         self._started += 1
         if place < len(self._buckets):
             bucket = self._buckets[place]
-            steps = self._reduce(np.zeros(bucket.elements, bucket.dtype), place)
+            steps = self._reduce(np.zeros(bucket.elements, bucket.dtype), place, self._next_tag())
             return self._operation(f"bucket {place} of {self.name} (joined)", steps, joined=True)
-        steps = self._exchange_observations([], bytes(len(self.slots)))
+        steps = self._exchange_observations([], bytes(len(self.slots)), self._next_tag())
         return self._operation(f"the gradient order of {self.name} (joined)", steps, joined=True)
 
     def fail(self, error: HorovodInternalError) -> None:
@@ -205,9 +219,7 @@ class Lane:
         """New buckets and buffers. Gradients that still are views of the old ones keep those alive."""
         engine = self._engine
         self._buckets = lay_out(self.slots, order, engine.settings.fusion_threshold, self._groups)
-        self._buffers: list[Array] = []
-        self._views: dict[int, Array] = {}
-        self._bucket_of: dict[int, int] = {}
+        self._buffers, self._views, self._bucket_of = [], {}, {}
         for place, bucket in enumerate(self._buckets):
             buffer = engine.transport.allocate(bucket.nbytes).view(bucket.dtype)
             buffer[...] = 0  # the gaps between slots travel too: they must not hold signalling NaNs
@@ -226,6 +238,8 @@ class Lane:
             self._lay_out(self._next_order)
             for slot, view in old.items():
                 self._views[slot][...] = view
+            if not old:  # closed: nobody will write gradients here
+                self._buffers, self._views = [], {}
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -235,21 +249,25 @@ class Lane:
         self._started = 0
         self._completed = 0
 
-    def _operation(self, what: str, steps: Steps[None], joined: bool = False) -> Operation:
+    def _next_tag(self) -> int:
+        """The tag of the operation that starts now. All ranks start the operations of a lane in the same order."""
+        tag = lane_tag(self.lane_id, self.sequence)
         self.sequence += 1
+        return tag
 
+    def _operation(self, what: str, steps: Steps[None], joined: bool = False) -> Operation:
         def completed(_: Any) -> None:
             self._completed += 1
             # The training thread of a joined rank is in join(): nobody else will begin the next step.
             if joined and self._completed == self._planned():
                 self._end_step()
+                self._engine.wake()
 
         return Operation(what, steps, self._engine.transport, completed)
 
-    def _reduce(self, buffer: Array, place: int) -> Steps[None]:
+    def _reduce(self, buffer: Array, place: int, tag: int) -> Steps[None]:
         reduction, row, timeline = self._reduction, self._row(place), self._engine.timeline_begin
         op, scale = effective(reduction.op, reduction.postscale, self.group.size)
-        tag = lane_tag(self.lane_id, self.sequence)
         started = perf_counter()
         timeline(row, "ALLREDUCE", bytes=buffer.nbytes, codec=reduction.codec)
         if reduction.prescale != 1.0:
@@ -258,10 +276,9 @@ class Lane:
         self._engine.timeline_end(row)
         self._engine.statistics.reduced(buffer.nbytes, perf_counter() - started)
 
-    def _exchange_observations(self, observed: Sequence[int], flags: bytes) -> Steps[None]:
+    def _exchange_observations(self, observed: Sequence[int], flags: bytes, tag: int) -> Steps[None]:
         """Rank 0's order and everyone's flags, in one allreduce of their maximum."""
         count = len(self.slots)
-        tag = lane_tag(self.lane_id, self.sequence)
         message = np.full(2 * count, -1, dtype=np.int32)
         if self.group.rank == 0:
             message[:count] = observed_order(observed, count)

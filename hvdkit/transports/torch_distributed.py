@@ -157,6 +157,7 @@ class TorchTransport(Transport):
                 self._break_connection(peer)
             receiver.join(timeout=1.0)
         self._waiters.close(timeout_seconds=1.0)
+        self._group = self._store = None  # gives Gloo's threads and sockets back
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]

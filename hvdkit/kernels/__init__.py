@@ -1,0 +1,38 @@
+"""Loops over flat buffers: C++ where it was compiled, numpy elsewhere, with the same bits either way."""
+
+from __future__ import annotations
+
+import warnings
+
+from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS, HALVES
+from hvdkit.kernels.reduce_op import ReduceOp
+
+try:
+    from hvdkit.kernels._native import convert_into, reduce_into, scale_into
+
+    _backend = "native"
+except ImportError as error:
+    from hvdkit.kernels.numpy_kernels import convert_into, reduce_into, scale_into
+
+    _backend = "numpy"
+    # Not built is a choice; built and broken would be slow for a reason that nobody sees.
+    if not isinstance(error, ModuleNotFoundError):
+        warnings.warn(f"hvdkit: the native kernels cannot be loaded, using the numpy kernels: {error}", stacklevel=2)
+
+
+def backend() -> str:
+    """Which kernels run in this process: "native" or "numpy"."""
+    return _backend
+
+
+__all__ = [
+    "BFLOAT16",
+    "DTYPES",
+    "FLOATS",
+    "HALVES",
+    "ReduceOp",
+    "backend",
+    "convert_into",
+    "reduce_into",
+    "scale_into",
+]

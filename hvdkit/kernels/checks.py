@@ -1,0 +1,87 @@
+"""Checks of the arrays that kernels are given: the twin of csrc/arguments.cpp, with the same messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.kernels.dtypes import DTYPES, FLOATS, HALVES
+from hvdkit.kernels.reduce_op import ReduceOp
+
+Array = npt.NDArray[Any]
+
+KERNEL_OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+
+
+def _message(function: str, argument: str, expected: str, got: str) -> str:
+    return f"{function}: {argument}: expected {expected}, got {got}"
+
+
+def check_array(function: str, argument: str, array: object, writable: bool = False) -> None:
+    """A flat contiguous array of a dtype that the kernels know."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(_message(function, argument, "a numpy.ndarray", type(array).__name__))
+    if array.dtype not in DTYPES.values():
+        raise TypeError(_message(function, argument, "a dtype that the kernels know", str(array.dtype)))
+    if array.ndim != 1:
+        raise ValueError(_message(function, argument, "a flat array", f"{array.ndim} dimensions"))
+    if not array.flags.c_contiguous:
+        raise ValueError(_message(function, argument, "a contiguous array", "a strided one"))
+    if writable and not array.flags.writeable:
+        raise ValueError(_message(function, argument, "a writable array", "a read-only one"))
+
+
+def check_array_list(function: str, argument: str, arrays: object) -> None:
+    """At least one of them."""
+    if not isinstance(arrays, list | tuple):
+        raise TypeError(_message(function, argument, "a list or tuple of arrays", type(arrays).__name__))
+    if not arrays:
+        raise ValueError(_message(function, argument, "at least one array", "none"))
+    for k, array in enumerate(arrays):
+        check_array(function, f"{argument}[{k}]", array)
+
+
+def check_op(function: str, op: object) -> None:
+    """AVERAGE is SUM with a scale and ADASUM an algorithm: no kernels."""
+    if not isinstance(op, int) or op not in KERNEL_OPS:
+        raise ValueError(_message(function, "op", "SUM, MIN, MAX or PRODUCT", repr(op)))
+
+
+def check_pair(function: str, destination: Array, argument: str, source: Array) -> None:
+    """Lengths agree, and the source does not overlap the destination unless it is the destination."""
+    if source.size != destination.size:
+        raise ValueError(
+            _message(function, argument, f"{destination.size} elements as in destination", str(source.size))
+        )
+    begin, source_begin = destination.ctypes.data, source.ctypes.data
+    end, source_end = begin + destination.nbytes, source_begin + source.nbytes
+    same = (begin, end) == (source_begin, source_end)
+    if not same and begin < source_end and source_begin < end:
+        expected = "the destination's own memory or memory apart from it"
+        raise ValueError(_message(function, argument, expected, "a partial overlap"))
+
+
+def check_reduction_dtypes(function: str, destination: Array, names: list[str], sources: list[Array]) -> None:
+    """Sources share one dtype, which is the destination's; halves may also go to a float32 destination."""
+    first = sources[0].dtype
+    for name, source in zip(names, sources, strict=True):
+        if source.dtype != first:
+            raise TypeError(_message(function, name, f"{first} as in {names[0]}", str(source.dtype)))
+    mixed = first in HALVES and destination.dtype == np.float32
+    if destination.dtype != first and not mixed:
+        expected = f"{first}{' or float32' if first in HALVES else ''} for sources of {first}"
+        raise TypeError(_message(function, "destination", expected, str(destination.dtype)))
+
+
+def check_scale(function: str, argument: str, dtype: np.dtype[Any], scale: float) -> None:
+    """A truth value has no multiple."""
+    if dtype == np.bool_ and scale != 1.0:
+        raise ValueError(_message(function, argument, "1.0 for bool arrays", repr(scale)))
+
+
+def check_float_dtype(function: str, argument: str, array: Array) -> None:
+    """Conversions are between floating dtypes."""
+    if array.dtype not in FLOATS:
+        raise TypeError(_message(function, argument, "float16, bfloat16, float32 or float64", str(array.dtype)))

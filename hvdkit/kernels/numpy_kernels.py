@@ -1,0 +1,135 @@
+"""The kernels in numpy: what they mean, the fallback where no C++ was compiled, and the oracle in the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdkit.kernels import checks
+from hvdkit.kernels.checks import Array
+from hvdkit.kernels.dtypes import BFLOAT16, HALVES
+from hvdkit.kernels.reduce_op import ReduceOp
+
+# Elements that are worked on at a time, so that temporaries are small and stay in the cache.
+_BLOCK = 1 << 15
+
+
+def reduce_into(destination: Array, sources: list[Array] | tuple[Array, ...], op: ReduceOp, scale: float = 1.0) -> None:
+    """``destination[i] = scale * (sources[0][i] op sources[1][i] op ...)``, in the order of the sources.
+
+    ``op`` is SUM, MIN, MAX or PRODUCT. All arrays are flat, contiguous and of one length and dtype. float16 and
+    bfloat16 are accumulated and scaled in float32 and rounded to nearest even once, or not at all if ``destination``
+    is float32.
+    Other dtypes use their own arithmetic: integers wrap; a scale is multiplied in float64 and truncated toward zero,
+    beyond the dtype's range clamped. For bool, SUM and MAX are "or", PRODUCT and MIN are "and". In MIN and MAX a NaN
+    wins, and of values that compare equal (-0.0 and 0.0) the later one. ``destination`` may be one of the sources.
+
+    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap, operation or scale.
+    """
+    function = "reduce_into"
+    checks.check_array(function, "destination", destination, writable=True)
+    checks.check_array_list(function, "sources", sources)
+    checks.check_op(function, op)
+    _run(function, "scale", destination, [f"sources[{k}]" for k in range(len(sources))], list(sources), op, scale)
+
+
+def scale_into(destination: Array, source: Array, factor: float) -> None:
+    """``destination[i] = factor * source[i]``, with the dtypes, rounding and errors of ``reduce_into``."""
+    function = "scale_into"
+    checks.check_array(function, "destination", destination, writable=True)
+    checks.check_array(function, "source", source)
+    _run(function, "factor", destination, ["source"], [source], ReduceOp.SUM, factor)
+
+
+def convert_into(destination: Array, source: Array) -> None:
+    """``destination[i] = source[i]`` between float16, bfloat16, float32 and float64, rounded to nearest even once.
+
+    Raises TypeError for other dtypes, ValueError for a wrong length, shape or overlap.
+    """
+    function = "convert_into"
+    checks.check_array(function, "destination", destination, writable=True)
+    checks.check_array(function, "source", source)
+    checks.check_float_dtype(function, "destination", destination)
+    checks.check_float_dtype(function, "source", source)
+    checks.check_pair(function, destination, "source", source)
+    with np.errstate(all="ignore"):
+        for begin in range(0, destination.size, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            values = source[block]
+            if source.dtype == np.float64 and destination.dtype == BFLOAT16:
+                values = _rounded_to_odd(values)  # ml_dtypes would round twice, by way of float32
+            destination[block] = values.astype(destination.dtype)
+
+
+def _run(
+    function: str,
+    scale_name: str,
+    destination: Array,
+    names: list[str],
+    sources: list[Array],
+    op: ReduceOp,
+    scale: float,
+) -> None:
+    scale = float(scale)
+    checks.check_reduction_dtypes(function, destination, names, sources)
+    checks.check_scale(function, scale_name, sources[0].dtype, scale)
+    for name, source in zip(names, sources, strict=True):
+        checks.check_pair(function, destination, name, source)
+    with np.errstate(all="ignore"):
+        for begin in range(0, destination.size, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            accumulator = _widened(sources[0][block])
+            for source in sources[1:]:
+                accumulator = _combined(op, accumulator, _widened(source[block]))
+            if scale != 1.0:
+                accumulator = _scaled(accumulator, scale)
+            destination[block] = accumulator.astype(destination.dtype)
+
+
+def _widened(values: Array) -> Array:
+    if values.dtype in HALVES:
+        return values.astype(np.float32)
+    if values.dtype == np.bool_:
+        return np.asarray(values.view(np.uint8) != 0)  # any byte but 0 is true: a peer may have sent others than 1
+    return values
+
+
+def _combined(op: ReduceOp, a: Array, b: Array) -> Array:
+    if a.dtype == np.bool_:
+        return (a | b) if op in (ReduceOp.SUM, ReduceOp.MAX) else (a & b)
+    if op == ReduceOp.SUM:
+        return np.asarray(a + b)
+    if op == ReduceOp.PRODUCT:
+        return np.asarray(a * b)
+    # Not numpy.minimum: which of -0.0 and 0.0 it takes depends on the processor.
+    better = a < b if op == ReduceOp.MIN else a > b
+    return np.where(better | (a != a), a, b)
+
+
+def _scaled(values: Array, scale: float) -> Array:
+    dtype = values.dtype
+    if dtype.kind == "f":
+        return np.asarray(values * dtype.type(scale))
+    limits = np.iinfo(dtype)
+    product = values.astype(np.float64) * scale
+    # The upper limit of 64 bits is no float64: compare with the power of two above it.
+    too_high, too_low = product >= float(limits.max + 1), product <= float(limits.min)
+    inside = ~(too_high | too_low | np.isnan(product))
+    truncated = np.where(inside, product, 0.0).astype(dtype)
+    truncated[too_high] = limits.max
+    truncated[too_low] = limits.min
+    return truncated
+
+
+def _rounded_to_odd(values: Array) -> Array:
+    """float64 to float32 by truncation, with the last bit set where anything was lost (Boldo and Melquiond, 2008).
+
+    A later rounding to fewer bits then sees which side of a tie the value was on.
+    """
+    nearest = values.astype(np.float32)
+    back: np.ndarray[Any, np.dtype[Any]] = nearest.astype(np.float64)
+    words = nearest.view(np.uint32)
+    words = words - (np.abs(back) > np.abs(values))  # a magnitude's bits count like an integer
+    words = words | ((back != values) & (values == values))
+    return np.asarray(words, dtype=np.uint32).view(np.float32)

@@ -1,0 +1,57 @@
+"""Tensors as the engine sees them: contiguous numpy arrays in host memory, shared with the tensor where possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def as_array(tensor: Tensor) -> Array:
+    """The memory of a contiguous CPU tensor as an array of the same shape: what one writes the other reads."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
+    return tensor.numpy()
+
+
+def as_tensor(array: Array) -> Tensor:
+    """The memory of an array as a CPU tensor of the same shape."""
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory that nobody else holds."""
+    tensor = tensor.detach().resolve_neg()
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """Contiguous host memory with the tensor's values: its own memory where that is contiguous, else a copy."""
+    return tensor.detach().resolve_neg().cpu().contiguous()
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Contiguous host memory of the tensor's shape and type, without its values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def copy_back(tensor: Tensor, host: Tensor) -> None:
+    """Bring what the engine left in ``host`` into ``tensor``, unless both are the same memory already.
+
+    Either way autograd learns that the tensor changed: a backward pass that saved its old value will say so.
+    """
+    if host.data_ptr() == tensor.data_ptr() and tensor.device.type == "cpu":
+        torch.autograd.graph.increment_version(tensor)
+    else:
+        tensor.detach().copy_(host)

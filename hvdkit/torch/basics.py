@@ -1,0 +1,165 @@
+"""Start and stop, who am I among how many, and what this installation can do."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from hvdkit.engine import runtime
+from hvdkit.engine.statistics import CommunicationStatistics
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.handles import HANDLES
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job that a launcher started; without a launcher, a job of one rank.
+
+    ``comm``: None for all ranks, a list of ranks, or an mpi4py communicator. ``process_sets``: a list of ProcessSet to
+    register now, or "dynamic" to register them later with add_process_set(). A second call does nothing.
+    Raises ValueError for arguments or an environment that make no sense, TransportUnavailableError.
+    """
+    if not runtime.is_initialized():
+        HANDLES.clear()
+    runtime.init(comm=comm, process_sets=process_sets)
+
+
+def shutdown() -> None:
+    """Leave the job, after which init() may be called again. Does nothing where init() was not called."""
+    HANDLES.clear()
+    runtime.shutdown()
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown()."""
+    return runtime.is_initialized()
+
+
+def size() -> int:
+    """How many ranks the job has. Raises NotInitializedError, a ValueError, as do all functions below."""
+    return int(runtime.engine().topology.size)
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0."""
+    return int(runtime.engine().topology.rank)
+
+
+def local_size() -> int:
+    """How many ranks run on this node."""
+    return int(runtime.engine().topology.local_size)
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of this node, from 0: usually the index of its GPU."""
+    return int(runtime.engine().topology.local_rank)
+
+
+def cross_size() -> int:
+    """How many nodes have a rank of this local rank."""
+    return int(runtime.engine().topology.cross_size)
+
+
+def cross_rank() -> int:
+    """The number of this node among the nodes that have a rank of this local rank."""
+    return int(runtime.engine().topology.cross_rank)
+
+
+def is_homogeneous() -> bool:
+    """True if every node runs the same number of ranks."""
+    return bool(runtime.engine().topology.is_homogeneous)
+
+
+def communication_stats() -> CommunicationStatistics:
+    """What communication cost this rank since init(): bytes sent, reductions, seconds that threads waited for it."""
+    return runtime.engine().communication_statistics()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to record operations into ``file_path``, in the format of chrome://tracing."""
+    runtime.engine().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording and close its file."""
+    runtime.engine().stop_timeline()
+
+
+def _transport() -> str | None:
+    return str(runtime.engine().transport.name) if runtime.is_initialized() else None
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI lets several threads call it at once, so that other MPI code may run beside this.
+
+    Raises ValueError where MPI does not carry this job.
+    """
+    runtime.engine()
+    if not mpi_enabled():
+        raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI carries this job; False before init()."""
+    return _transport() == "mpi"
+
+
+@functools.lru_cache(maxsize=1)
+def mpi_built() -> bool:
+    """Whether mpi4py is installed and finds an MPI library. Asks a short-lived process, so MPI is not started here."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return False
+    if "mpi4py.MPI" in sys.modules:
+        return True
+    program = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)  # noqa: S603 (our own words)
+    return answer.returncode == 0
+
+
+def gloo_enabled() -> bool:
+    """Whether torch.distributed's Gloo carries this job; False before init()."""
+    return _transport() == "torch"
+
+
+def gloo_built() -> bool:
+    """Whether this PyTorch has Gloo."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """0: tensors on CUDA travel through host memory, and scripts that ask must not count on NCCL's reductions."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: Intel's oneCCL is not used."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether this PyTorch was built for CUDA, so that CUDA tensors can be passed."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether this PyTorch was built for ROCm."""
+    return getattr(torch.version, "hip", None) is not None

@@ -1,0 +1,108 @@
+"""Counting backward passes: hooks that say when a parameter's gradient is complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+TOO_MANY_PASSES = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally.\n"
+    "HINT: backward_passes_per_step is {passes} and '{name}' has had more. Call optimizer.step() or "
+    "optimizer.synchronize() before the next backward(); where another model's loss also reaches these parameters, as "
+    "in a GAN, turn their requires_grad off for that pass."
+)
+GRAPH_IN_GRADIENT = (
+    "The gradient of '{name}' requires a gradient itself and cannot be reduced.\n"
+    "HINT: use torch.autograd.grad(..., create_graph=True) for the inner gradient, and loss.backward() without it."
+)
+
+# The hooks that a parameter has from us. A parameter's gradient can live in one optimizer's buffer only.
+_OWNERS: Any = WeakIdKeyDictionary()
+
+
+class GradientHooks:
+    """Hooks on parameters that count down ``passes`` backward passes and then call ``complete(parameter)``.
+
+    The hooks hold no reference to this object: an optimizer that nobody keeps takes its hooks along. A parameter that
+    gets hooks here loses those of an earlier object, which from then on is ``superseded``.
+    """
+
+    def __init__(
+        self, passes: int, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]
+    ) -> None:
+        self.passes = passes
+        self.superseded = False
+        self._complete = weakref.WeakMethod(complete)
+        self._name_of = weakref.WeakMethod(name_of)
+        self._left: dict[int, int] = {}
+        self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+
+    @property
+    def touched(self) -> bool:
+        """True when a gradient was computed since the last ``reset()``."""
+        return bool(self._left)
+
+    def reset(self) -> None:
+        """A new step: every parameter has all its passes before it."""
+        self._left.clear()
+
+    def set_passes(self, passes: int) -> None:
+        """Expect this many passes from now on; what was handed over in this step stays handed over."""
+        self.passes = passes
+        self._left = {key: passes if left > 0 else 0 for key, left in self._left.items()}
+
+    def attach(self, parameter: torch.Tensor) -> None:
+        """Hook a parameter that requires a gradient; once is enough, again changes nothing.
+
+        A parameter of a lazy module gets its hook when this is called after its first forward pass.
+        """
+        attached = self._handles.get(id(parameter))
+        if (attached is not None and attached[0]() is parameter) or is_lazy(parameter):
+            return
+        owner = _OWNERS.get(parameter)
+        earlier = owner() if owner is not None else None
+        if earlier is not None and earlier is not self:
+            earlier.superseded = True
+            earlier.detach()
+        this = weakref.ref(self)
+
+        def hook(hooked: torch.Tensor) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks._count(hooked)
+
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles[id(parameter)] = weakref.ref(parameter), handle
+        _OWNERS[parameter] = this
+
+    def detach(self) -> None:
+        """Take all hooks off again."""
+        for _, handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        left = self._left.get(id(parameter), self.passes) - 1
+        if left < 0:
+            raise AssertionError(TOO_MANY_PASSES.format(passes=self.passes, name=self._name(parameter)))
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise AssertionError(GRAPH_IN_GRADIENT.format(name=self._name(parameter)))
+        self._left[id(parameter)] = left
+        if left == 0:
+            complete = self._complete()
+            if complete is not None:
+                complete(parameter)
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        name_of = self._name_of()
+        return name_of(parameter) if name_of is not None else "a parameter"
+
+    def __del__(self) -> None:
+        self.detach()

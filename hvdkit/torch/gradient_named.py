@@ -1,0 +1,154 @@
+"""Gradients reduced by named operations: sparse ones, and those that a compression class of the user's transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.gradient_settings import Settings
+from hvdkit.torch.ops_allreduce import allreduce_async_, grouped_allreduce_async_
+from hvdkit.torch.ops_sparse import sparse_allreduce_async
+from hvdkit.torch.ops_sync import synchronize
+
+# An operation in flight: what waits for its result, and what puts the result into place.
+Pending = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """A sparse gradient without elements: what a rank contributes that computed none."""
+    return torch.sparse_coo_tensor(
+        torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device),
+        torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device),
+        parameter.shape,
+        check_invariants=False,
+    )
+
+
+class NamedGradients:
+    """One operation for each parameter, or for each group, submitted as soon as its gradients are complete.
+
+    ``names`` are the operations' names by the parameters' ids. ``sparse_dims`` (by id) says which gradients are sparse
+    on some rank and by how many of their axes. ``groups`` holds dense parameters that one operation reduces.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        names: dict[int, str],
+        settings: Settings,
+        sparse_dims: dict[int, int],
+        groups: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> None:
+        self.parameters = list(parameters)
+        self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._names = names
+        self._settings = settings
+        self._sparse_dims = sparse_dims
+        self._group_of = {id(member): group for group in groups for member in group}
+        self._ready: set[int] = set()
+        self._submitted: set[int] = set()
+        self._pending: list[Pending] = []
+
+    def hand_over(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete: submit it, or its group if it was the last of it."""
+        self._ready.add(id(parameter))
+        group = self._group_of.get(id(parameter), (parameter,))
+        if all(id(member) in self._ready for member in group):
+            self._submit(group)
+
+    def finish(self) -> None:
+        """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
+        for parameter in self.parameters:
+            if id(parameter) not in self._submitted:
+                self._submit(self._group_of.get(id(parameter), (parameter,)))
+        for wait, adopt in self._take_pending():
+            adopt(wait())
+
+    def abandon(self) -> None:
+        """Wait out what was submitted in this step, and forget it."""
+        for wait, _ in self._take_pending():
+            with suppress(HorovodInternalError):
+                wait()
+
+    def _take_pending(self) -> list[Pending]:
+        pending, self._pending = self._pending, []
+        self._ready.clear()
+        self._submitted.clear()
+        return pending
+
+    def _submit(self, group: Sequence[torch.Tensor]) -> None:
+        self._submitted.update(id(member) for member in group)
+        if len(group) > 1:
+            self._pending.append(self._submit_group(group))
+        elif id(group[0]) in self._sparse_dims and not self._settings.sparse_as_dense:
+            self._pending.append(self._submit_sparse(group[0]))
+        else:
+            self._pending.append(self._submit_dense(group[0]))
+
+    def _compressed(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        gradient = parameter.grad
+        if gradient is None or not parameter.requires_grad:
+            gradient = torch.zeros_like(parameter, requires_grad=False, memory_format=torch.contiguous_format)
+        elif gradient.is_sparse:
+            gradient = gradient.to_dense()
+        compressed, context = self._settings.compression.compress(gradient)
+        return compressed.detach().contiguous(), context
+
+    def _adopt(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> None:
+        gradient = self._settings.compression.decompress(reduced, context)
+        if not parameter.requires_grad:
+            return
+        gradient = gradient.to(dtype=parameter.dtype, device=parameter.device).view(parameter.shape)
+        sparse_dim = self._sparse_dims.get(id(parameter))
+        parameter.grad = gradient if sparse_dim is None else gradient.to_sparse(sparse_dim)
+
+    def _submit_dense(self, parameter: torch.Tensor) -> Pending:
+        compressed, context = self._compressed(parameter)
+        prescale, postscale = self._settings.scales
+        handle = allreduce_async_(
+            compressed,
+            name=self._names[id(parameter)],
+            op=self._settings.op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=self._settings.process_set,
+        )
+        return lambda: synchronize(handle), lambda reduced: self._adopt(parameter, reduced, context)
+
+    def _submit_group(self, group: Sequence[torch.Tensor]) -> Pending:
+        compressed, contexts = zip(*(self._compressed(member) for member in group), strict=True)
+        prescale, postscale = self._settings.scales
+        handle = grouped_allreduce_async_(
+            compressed,
+            name=self._names[id(group[0])],
+            op=self._settings.op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=self._settings.process_set,
+        )
+
+        def adopt(reduced: Sequence[torch.Tensor]) -> None:
+            for member, gradient, context in zip(group, reduced, contexts, strict=True):
+                self._adopt(member, gradient, context)
+
+        return lambda: synchronize(handle), adopt
+
+    def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
+        gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
+        if gradient is None or not parameter.requires_grad:
+            gradient = empty_sparse(parameter, sparse_dim)
+        elif not gradient.is_sparse:
+            gradient = gradient.to_sparse(sparse_dim)
+        wait = sparse_allreduce_async(
+            gradient, name=self._names[id(parameter)], op=self._settings.op, process_set=self._settings.process_set
+        )
+
+        def adopt(reduced: torch.Tensor) -> None:
+            if parameter.requires_grad:
+                parameter.grad = reduced.to(parameter.device)
+
+        return wait, adopt

@@ -1,0 +1,119 @@
+"""The way of each gradient of an optimizer: in a plan, or by a named operation; agreed on once by all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hvdkit.torch.gradient_named import NamedGradients
+from hvdkit.torch.gradient_planned import PlannedGradients, can_be_planned, slot_of
+from hvdkit.torch.gradient_settings import Settings
+from hvdkit.torch.ops_allgather import allgather_async
+from hvdkit.torch.ops_sync import synchronize
+from hvdkit.torch.optimizer_names import form_groups
+
+NameOf = Callable[[torch.Tensor], str]
+
+# Agreeing on routes is collective, so the n-th time that ranks of a process set do it is the same time on all of them.
+_AGREEMENTS: WeakKeyDictionary[Any, dict[int, Iterable[int]]] = WeakKeyDictionary()
+
+
+def next_title(engine: Any, process_set_id: int, class_name: str) -> str:
+    """A name for the next agreement, the same on all ranks of the process set."""
+    counts = _AGREEMENTS.setdefault(engine, {})
+    number = next(iter(counts.setdefault(process_set_id, itertools.count())))
+    return f"{class_name}.{number}" if process_set_id == 0 else f"{class_name}.{number}.process_set{process_set_id}"
+
+
+def agree_on_sparse(parameters: Sequence[torch.Tensor], title: str, process_set: Any) -> dict[int, int]:
+    """The number of sparse axes, by id, of each parameter whose gradient is sparse on some rank now."""
+    rows = [
+        (i, parameter.grad.sparse_dim())
+        for i, parameter in enumerate(parameters)
+        if parameter.grad is not None and parameter.grad.is_sparse
+    ]
+    mine = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+    everyones = synchronize(allgather_async(mine, name=f"{title}.sparse", process_set=process_set))
+    return {id(parameters[i]): sparse_dim for i, sparse_dim in everyones.tolist() if i < len(parameters)}
+
+
+class Routes:
+    """Who reduces which gradient. To construct it is collective; ranks whose parameters differ raise there."""
+
+    def __init__(
+        self, engine: Any, parameters: dict[int, torch.Tensor], name_of: NameOf, settings: Settings, class_name: str
+    ) -> None:
+        self.ids = list(parameters)
+        members = list(parameters.values())
+        process_set = settings.process_set
+        title = next_title(engine, process_set.process_set_id, class_name)
+        sparse_dims = agree_on_sparse(members, title, process_set)
+        self.sparse_dims = sparse_dims
+
+        def is_planned(parameter: torch.Tensor) -> bool:
+            is_sparse = id(parameter) in sparse_dims and not settings.sparse_as_dense
+            return settings.codec is not None and can_be_planned(parameter) and not is_sparse
+
+        planned = [parameter for parameter in members if is_planned(parameter)]
+        named = [parameter for parameter in members if not is_planned(parameter)]
+        self.planned = self._register(engine, planned, name_of, settings, title) if planned else None
+        dense = [parameter for parameter in named if id(parameter) not in sparse_dims]
+        self.named = NamedGradients(
+            named,
+            {id(parameter): f"{title}.{name_of(parameter)}" for parameter in named},
+            settings,
+            sparse_dims,
+            form_groups(dense, settings.groups),
+        )
+
+    def _register(
+        self, engine: Any, parameters: list[torch.Tensor], name_of: NameOf, settings: Settings, title: str
+    ) -> PlannedGradients:
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        prescale, postscale = settings.scales
+        lane = engine.register_plan(
+            title,
+            [slot_of(name_of(parameter), parameter) for parameter in parameters],
+            op=settings.op,
+            prescale=prescale,
+            postscale=postscale,
+            codec=settings.codec,
+            process_set_id=settings.process_set.process_set_id,
+            groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
+        )
+        return PlannedGradients(lane, parameters, self.sparse_dims)
+
+    def hand_over(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete. Parameters that were no part of the agreement are left for the next one."""
+        i = self.planned.index.get(id(parameter)) if self.planned is not None else None
+        if i is not None and self.planned is not None:
+            self.planned.hand_over(i)
+        elif id(parameter) in self.named.index:
+            self.named.hand_over(parameter)
+
+    def finish(self, name_of: NameOf) -> None:
+        """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
+        if self.planned is not None:
+            self.planned.check_unchanged(name_of)
+            self.planned.finish()
+        self.named.finish()
+
+    def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf, settings: Settings) -> None:
+        """Reduce gradients that were computed before these routes were agreed on, one by one."""
+        names = {id(parameter): f"newcomer.{name_of(parameter)}" for parameter in parameters}
+        NamedGradients(parameters, names, settings, self.sparse_dims).finish()
+
+    def abandon(self) -> None:
+        """Forget what was handed over in this step."""
+        if self.planned is not None:
+            self.planned.abandon()
+        self.named.abandon()
+
+    def close(self) -> None:
+        """Give the lane back; gradients must have moved out of it."""
+        if self.planned is not None:
+            self.planned.close()

@@ -1,0 +1,239 @@
+"""From backward() to step(): one optimizer's gradients, and whether they are reduced."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from hvdkit.engine import runtime
+from hvdkit.errors import HorovodInternalError, NotInitializedError
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.gradient_hooks import GradientHooks
+from hvdkit.torch.gradient_routes import Routes
+from hvdkit.torch.gradient_settings import Settings
+from hvdkit.torch.ops_allreduce import allreduce_async_
+from hvdkit.torch.ops_sync import synchronize
+from hvdkit.torch.optimizer_names import default_names
+
+STEP_AFTER_SYNCHRONIZE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+SUPERSEDED = (
+    "The parameters of this DistributedOptimizer were given to another DistributedOptimizer later.\n"
+    "HINT: wrap each optimizer once, and no parameter in two of them."
+)
+
+
+def is_current(engine: Any) -> bool:
+    """True while ``engine`` is this process's engine."""
+    try:
+        return runtime.engine() is engine
+    except NotInitializedError:
+        return False
+
+
+class GradientSynchronizer:
+    """Reduces the gradients of ``optimizer``'s parameters as they become complete, and waits for them.
+
+    The ranks agree on routes when a step is completed, never inside backward(): there all ranks are at the same line
+    of the program, and a rank that computed nothing comes there too. So the first step's gradients travel when the step
+    is completed; from the second on they travel during the backward pass.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, class_name: str) -> None:
+        self.settings = settings
+        self.should_synchronize = True
+        self._optimizer = weakref.ref(optimizer)
+        self._class_name = class_name
+        self._names = {id(parameter): name for name, parameter in settings.names}
+        self._hooks = GradientHooks(settings.backward_passes_per_step, self._complete, self.name_of)
+        self._engine: Any = None
+        self._distributed = False
+        self._routes: Routes | None = None
+        self._early: list[torch.Tensor] = []  # complete before there were routes
+        self._is_synchronized = False
+        self._for_scaler = False
+        with suppress(NotInitializedError):  # unpickled before hvd.init(); the first step asks again
+            self._bind()
+
+    @property
+    def in_flight(self) -> bool:
+        """True between a backward pass and the synchronisation of its gradients."""
+        return self._hooks.touched
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True when gradients were synchronised, and neither stepped with nor computed anew since."""
+        return self._is_synchronized and not self._hooks.touched
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The user's name of a parameter, else its place in the optimizer."""
+        name = self._names.get(id(parameter))
+        if name is None:
+            places = {id(member): place for place, member in default_names(self._groups())}
+            name = places.get(id(parameter), "a parameter")
+        return name
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
+    def _trainable(self) -> dict[int, torch.Tensor]:
+        return {
+            id(parameter): parameter
+            for group in self._groups()
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+
+    def _bind(self) -> None:
+        """Meet this process's engine: again after shutdown() and init(), when the number of ranks may be another."""
+        engine = runtime.engine()
+        if engine is self._engine:
+            return
+        self._engine = engine
+        self._routes = None
+        process_set = self.settings.process_set
+        self._distributed = process_set.included() and process_set.size() > 1
+        if self._distributed:
+            for parameter in self._trainable().values():
+                self._hooks.attach(parameter)
+        else:
+            self._hooks.detach()
+            self._hooks.reset()
+
+    def _check_owner(self) -> None:
+        if self._hooks.superseded:
+            raise ValueError(SUPERSEDED)
+
+    def set_passes(self, passes: int) -> None:
+        """Expect ``passes`` backward passes a step from now on."""
+        self.settings.backward_passes_per_step = passes
+        self._hooks.set_passes(passes)
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        if self._routes is None or not is_current(self._engine):
+            self._early.append(parameter)
+        else:
+            self._routes.hand_over(parameter)
+
+    @_disable_dynamo  # a compiled step must not trace what waits for other ranks
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced. Collective: every rank does it once a step."""
+        self._check_owner()
+        self._bind()
+        if self._distributed:
+            with torch.no_grad():
+                self._finish_step()
+        self._is_synchronized = True
+        self._for_scaler = False
+
+    def _finish_step(self) -> None:
+        trainable = self._trainable()
+        try:
+            if self._routes is None:
+                self._routes = self._agree(trainable)
+                for parameter in self._early:
+                    self._routes.hand_over(parameter)
+                self._routes.finish(self.name_of)
+            elif self._routes.ids == list(trainable):
+                self._routes.finish(self.name_of)
+            else:
+                self._change_routes(self._routes, trainable)
+        except HorovodInternalError:
+            self._routes = None
+            self._start_step()
+            raise
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._early.clear()
+        self._hooks.reset()
+
+    def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
+        for parameter in trainable.values():
+            self._hooks.attach(parameter)
+        return Routes(self._engine, trainable, self.name_of, self.settings, self._class_name)
+
+    def _change_routes(self, old: Routes, trainable: dict[int, torch.Tensor]) -> None:
+        """Parameters were frozen, unfrozen or added: this step ends on the old routes, the next goes on new ones."""
+        old.finish(self.name_of)
+        self._routes = self._agree(trainable)
+        newcomers = [parameter for key, parameter in trainable.items() if key not in set(old.ids)]
+        self._routes.finish_newcomers(newcomers, self.name_of, self.settings)
+        if self._routes.planned is not None:
+            self._routes.planned.move_in()
+        old.close()
+
+    def synchronize_for_scaler(self) -> None:
+        """A GradScaler is about to read the gradients for step(), which need not synchronise again."""
+        if self.should_synchronize and not self.is_synchronized:
+            self.synchronize()
+            self._for_scaler = True
+
+    def step(self, base_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Synchronise and then call the wrapped optimizer's ``step``, whose closure, if any, synchronises itself."""
+        if args and callable(args[0]):
+            args = (self._synchronized_closure(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._synchronized_closure(kwargs["closure"])}
+        elif self.should_synchronize and not (self._for_scaler and self.is_synchronized):
+            if self.is_synchronized:
+                warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
+            self.synchronize()
+        self.forget_synchronized()
+        result = base_step(*args, **kwargs)
+        self.forget_synchronized()
+        return result
+
+    def forget_synchronized(self) -> None:
+        """The gradients that were synchronised have been used, or cleared."""
+        self._is_synchronized = False
+        self._for_scaler = False
+
+    def abandon(self) -> None:
+        """Forget a step that an exception left half done."""
+        self._start_step()
+        self.forget_synchronized()
+        self.should_synchronize = True
+        if self._routes is None:
+            return
+        if is_current(self._engine):
+            self._routes.abandon()
+        else:
+            self._routes = None
+
+    def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure after which gradients are reduced, and the loss with them, so that all ranks decide alike."""
+
+        def closure_and_synchronize() -> Any:
+            loss = closure()
+            self.synchronize()
+            return self._reduce_loss(loss)
+
+        return closure_and_synchronize if self.should_synchronize else closure
+
+    def _reduce_loss(self, loss: Any) -> Any:
+        if not self._distributed or loss is None:
+            return loss
+        value = torch.as_tensor(loss).detach().to(torch.float64).reshape(1).clone()
+        op = ReduceOp.SUM if self.settings.op is ReduceOp.SUM else ReduceOp.AVERAGE
+        name = f"loss.{self._class_name}"
+        value = synchronize(allreduce_async_(value, name=name, op=op, process_set=self.settings.process_set))
+        if isinstance(loss, torch.Tensor):
+            return value.reshape(loss.shape).to(loss)
+        return value.item()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a half-built object, or the interpreter at its end
+            self._hooks.detach()
+            if self._routes is not None:
+                self._routes.close()

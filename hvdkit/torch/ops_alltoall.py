@@ -1,0 +1,112 @@
+"""Alltoall: every rank sends some of its rows to each rank and gets the rows that each has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdkit.engine import runtime
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.torch import checks
+from hvdkit.torch.arrays import Array, as_array, as_tensor, host_view
+from hvdkit.torch.autograd import apply, gradient_name
+from hvdkit.torch.handles import HANDLES
+from hvdkit.torch.ops_sync import synchronize
+
+
+def _submit(
+    function: str,
+    tensor: Tensor,
+    splits: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    wake: bool = True,
+) -> int:
+    """Check everything, hand host memory to the engine, and return the number to synchronise.
+
+    ``wake`` is False where the caller waits at once, and then drives the engine itself.
+    """
+    engine = runtime.engine()
+    checks.check_tensor(function, tensor, checks.MOVABLE_DTYPES)
+    checks.check_has_rows(function, [tensor])
+    checks.check_name(function, name)
+    process_set_id = checks.check_process_set(function, process_set)
+    shares = checks.check_splits(function, splits, tensor.shape[0], checks.size_of(process_set))
+    rows = host_view(tensor) if shares is None else host_view(tensor)[: sum(shares)]
+    handle = engine.alltoall(
+        as_array(rows),
+        splits=shares,
+        name=name,
+        process_set_id=process_set_id,
+        device=tensor.device.type,
+        wake=wake,
+    )
+    # Received splits come as the caller's splits were: their type and device, or 32-bit integers on the CPU.
+    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+
+    def finish(result: tuple[Array, Sequence[int]]) -> tuple[Tensor, Tensor]:
+        output, received = result
+        return as_tensor(output).to(tensor.device), torch.tensor(received, dtype=like.dtype, device=like.device)
+
+    return HANDLES.add(handle, finish)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an alltoall and return a handle; the result is a pair, the new tensor and the rows received from each rank.
+
+    Do not change the tensor until the handle is synchronised. See alltoall().
+    """
+    return _submit("alltoall_async", tensor, splits, name, process_set)
+
+
+class AlltoallFunction(torch.autograd.Function):
+    """Alltoall whose gradient is the alltoall that brings each row's gradient back to where the row came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: Any) -> Any:
+        """The rows received, and how many came from each rank."""
+        output, received = synchronize(_submit("alltoall", tensor, splits, name, process_set, wake=False))
+        ctx.rows = tensor.shape[0]
+        ctx.received = received.tolist()
+        ctx.name = gradient_name(name)
+        ctx.process_set = process_set
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
+        """The gradient, with zeros for rows that were not sent, and None for each of the other arguments."""
+        gradient, _ = alltoall(grad_output, splits=ctx.received, name=ctx.name, process_set=ctx.process_set)
+        if gradient.shape[0] < ctx.rows:
+            rest = gradient.new_zeros(ctx.rows - gradient.shape[0], *gradient.shape[1:])
+            gradient = torch.cat([gradient, rest])
+        return gradient, None, None, None
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
+
+    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. It is not
+    changed. ``splits`` has one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets
+    an equal share. ``name`` tells concurrent operations apart; without one, ranks must make their calls in the same
+    order. Differentiable.
+
+    Returns a new tensor with the rows received, in rank order, and if ``splits`` was given also a tensor that says how
+    many came from each rank. Raises TypeError or ValueError for arguments that make no sense, HorovodInternalError on
+    every rank where ranks disagree.
+    """
+    output, received = apply(AlltoallFunction, tensor, splits, name, process_set)
+    return output if splits is None else (output, received)

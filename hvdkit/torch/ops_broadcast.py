@@ -1,0 +1,117 @@
+"""Broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdkit.engine import runtime
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.torch import checks
+from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
+from hvdkit.torch.autograd import apply, gradient_name
+from hvdkit.torch.handles import HANDLES
+from hvdkit.torch.ops_allreduce import allreduce
+from hvdkit.torch.ops_sync import synchronize
+
+
+def _submit(
+    function: str,
+    tensor: Tensor,
+    in_place: bool,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    wake: bool = True,
+) -> int:
+    """Check everything, hand host memory to the engine, and return the number to synchronise.
+
+    ``wake`` is False where the caller waits at once, and then drives the engine itself.
+    """
+    engine = runtime.engine()
+    checks.check_tensor(function, tensor, checks.MOVABLE_DTYPES)
+    checks.check_name(function, name)
+    process_set_id = checks.check_process_set(function, process_set)
+    root = checks.check_root(function, root_rank, process_set, engine.topology.size)
+    if in_place:
+        checks.check_writable(function, [tensor])
+        host = host_view(tensor)
+    else:
+        host = host_copy(tensor) if root == engine.topology.rank else host_like(tensor)
+    handle = engine.broadcast(
+        [as_array(host)],
+        root_rank=root,
+        name=name,
+        process_set_id=process_set_id,
+        device=tensor.device.type,
+        wake=wake,
+    )
+
+    def finish(_: Any) -> Tensor:
+        if not in_place:
+            return host.to(tensor.device)
+        if root != engine.topology.rank:
+            copy_back(tensor, host)
+        return tensor
+
+    return HANDLES.add(handle, finish)
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start a broadcast and return a handle; the result is a new tensor. See broadcast()."""
+    return _submit("broadcast_async", tensor, False, root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start a broadcast in place and return a handle; leave the tensor alone until then. See broadcast()."""
+    return _submit("broadcast_async_", tensor, True, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Write the root's values into the tensor on all ranks and return the tensor. See broadcast()."""
+    output: Tensor = synchronize(_submit("broadcast_", tensor, True, root_rank, name, process_set, wake=False))
+    return output
+
+
+class BroadcastFunction(torch.autograd.Function):
+    """Broadcast whose gradient is the average of all ranks' gradients on the root and zero elsewhere, as Horovod's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
+        """One tensor in, a new one out."""
+        ctx.root_rank = root_rank
+        ctx.process_set = process_set
+        ctx.name = gradient_name(name)
+        return synchronize(_submit("broadcast", tensor, False, root_rank, name, process_set, wake=False))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """The gradient, and None for each of the other arguments."""
+        average = allreduce(grad_output, name=ctx.name, process_set=ctx.process_set)
+        if runtime.engine().topology.rank != ctx.root_rank:
+            average = torch.zeros_like(average)
+        return average, None, None, None
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Give all ranks of ``process_set`` the tensor of ``root_rank``, which counts among all ranks, not in the set.
+
+    ``tensor`` has the same shape and type on all ranks and is not changed. ``name`` tells concurrent operations apart;
+    without one, ranks must make their calls in the same order. Differentiable: the root's gradient is the average of
+    all ranks' gradients.
+
+    Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
+    HorovodInternalError on every rank where ranks disagree.
+    """
+    output: Tensor = apply(BroadcastFunction, tensor, root_rank, name, process_set)
+    return output

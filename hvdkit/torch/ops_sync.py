@@ -1,0 +1,39 @@
+"""Waiting: for one operation, for all ranks at a barrier, and for all ranks to run out of data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdkit.engine import runtime
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.torch.checks import check_process_set
+from hvdkit.torch.handles import HANDLES
+
+
+def poll(handle: int) -> bool:
+    """Whether ``synchronize(handle)`` will return at once. Raises ValueError for an unknown or synchronised handle."""
+    return HANDLES.poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an asynchronous operation and return its result: a tensor, for a group a tuple of tensors.
+
+    Returns None for a handle that is unknown or was synchronised already. Raises HorovodInternalError on every rank
+    if the operation failed on one.
+    """
+    return HANDLES.synchronize(handle)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and block until all ranks have said so.
+
+    Until then this rank takes part in the others' allreduces with zeros; other operations fail. ``device`` is accepted
+    for Horovod's sake and not needed. Returns the rank that joined last.
+    """
+    return int(runtime.engine().join().wait())
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until all ranks of ``process_set`` have come here. Raises ValueError on a rank that is not in it."""
+    engine = runtime.engine()
+    engine.barrier(check_process_set("barrier", process_set)).wait()

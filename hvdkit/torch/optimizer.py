@@ -1,0 +1,103 @@
+"""``DistributedOptimizer``: Horovod's way to make a script's optimizer train on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.compression import Compression
+from hvdkit.torch.gradient_settings import Settings
+from hvdkit.torch.optimizer_class import is_distributed, wrap
+from hvdkit.torch.optimizer_names import check_groups, check_names
+
+# What the compression classes of this package are in a plan; any other class compresses tensor by tensor.
+_CODECS: dict[Any, str] = {Compression.none: "none", Compression.fp16: "fp16"}
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer that steps with gradients reduced over all ranks.
+
+    The result is of the class of ``optimizer`` and shares its state, its hooks and its parameter groups. Gradients
+    are reduced while ``loss.backward()`` still computes others; ``step()`` waits for all. To change gradients before
+    they are used, wait for them first::
+
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    Every rank calls ``step()`` (or ``synchronize()``) equally often; a rank or a parameter without a gradient
+    contributes zeros. ``step(closure)`` reduces the gradients, and the loss, after each call of the closure.
+    Parameters may be frozen, unfrozen or added between steps, on all ranks alike.
+
+    Arguments:
+        optimizer: computes the updates.
+        named_parameters: pairs (name, parameter), usually ``model.named_parameters()``, for errors and the timeline.
+        compression: ``Compression.none``, ``Compression.fp16`` (gradients travel in half precision and are summed in
+            single), or a class with static ``compress(tensor)`` and ``decompress(tensor, ctx)``.
+        backward_passes_per_step: how many backward passes add up before gradients are reduced.
+        op: hvd.Average, Sum, Min, Max or Product of the gradients, or Adasum of the ranks' updates.
+        gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
+        num_groups: deprecated, use ``groups``.
+        groups: how many groups of parameters are reduced together, or the groups as lists of parameters.
+        sparse_as_dense: reduce sparse gradients as dense ones. A gradient is known to be sparse from the first step
+            in which some rank computes it, if that is the first step, or the first after parameters were changed.
+        process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
+
+    Raises ValueError or TypeError for arguments that make no sense; ``step`` and ``synchronize`` raise
+    HorovodInternalError on every rank where the ranks' parameters differ, or if a rank is lost.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"DistributedOptimizer: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if is_distributed(optimizer):
+        raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
+    op = ReduceOp(op)
+    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if gradient_predivide_factor <= 0.0:
+        raise ValueError(f"gradient_predivide_factor must be > 0, got {gradient_predivide_factor}")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    check_groups(groups)
+    if op is ReduceOp.ADASUM and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    return wrap(
+        optimizer,
+        Settings(
+            names=check_names(named_parameters, optimizer.param_groups),
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=ReduceOp.AVERAGE if op is ReduceOp.ADASUM and process_set.size() == 1 else op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            codec=_CODECS.get(compression),
+        ),
+    )

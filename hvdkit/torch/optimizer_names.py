@@ -1,0 +1,98 @@
+"""What a user says about parameters, checked: their names, and which of them are reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+ParamGroups = list[dict[str, Any]]
+
+
+def find_duplicates(names: Iterable[str]) -> list[str]:
+    """Every name that occurs more than once, sorted."""
+    seen: set[str] = set()
+    duplicates: set[str] = set()
+    for name in names:
+        (duplicates if name in seen else seen).add(name)
+    return sorted(duplicates)
+
+
+def default_names(param_groups: ParamGroups) -> list[tuple[str, torch.Tensor]]:
+    """Horovod's names for parameters that the user did not name: their place in the optimizer."""
+    return [
+        (f"allreduce.noname.{i}.{j}", parameter)
+        for i, group in enumerate(param_groups)
+        for j, parameter in enumerate(group["params"])
+    ]
+
+
+def check_names(
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None, param_groups: ParamGroups
+) -> list[tuple[str, torch.Tensor]]:
+    """The names to use, as pairs. ValueError for what is no pair, a name given twice, a parameter without one."""
+    if named_parameters is None:
+        return default_names(param_groups)
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters().\nHINT: pass named_parameters=model.named_parameters()."
+        )
+    duplicates = find_duplicates(name for name, _ in pairs)
+    if duplicates:
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(duplicates)}\nHINT: several models in one optimizer need a prefix for each."
+        )
+    named = {id(parameter) for _, parameter in pairs}
+    unnamed = [parameter for group in param_groups for parameter in group["params"] if id(parameter) not in named]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            f"{', '.join(str(id(parameter)) for parameter in unnamed)} (shapes: "
+            f"{', '.join(str(tuple(parameter.shape)) for parameter in unnamed)})\n"
+            "HINT: name every parameter of the optimizer, or pass named_parameters=None."
+        )
+    return pairs
+
+
+def check_groups(groups: Any) -> None:
+    """Raise ValueError unless ``groups`` is None, a positive number, or a list of lists that share no tensor."""
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if not isinstance(groups, int) or groups <= 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        return
+    seen: set[int] = set()
+    for group in groups:
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise ValueError("groups must consist of torch.Tensor.")
+            if id(parameter) in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(id(parameter))
+
+
+def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:
+    """``items`` in ``parts`` runs whose lengths differ by at most one, the longer ones first."""
+    length, longer = divmod(len(items), parts)
+    ends = [(part + 1) * length + min(part + 1, longer) for part in range(parts)]
+    return [list(items[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def form_groups(
+    parameters: Sequence[torch.Tensor], groups: int | list[list[torch.Tensor]] | None
+) -> list[list[torch.Tensor]]:
+    """The parameters that are reduced together; who is alone in a group is left out."""
+    if groups is None:
+        return []
+    if isinstance(groups, int):
+        formed = split_list(parameters, groups)
+    else:
+        present = {id(parameter) for parameter in parameters}
+        formed = [[parameter for parameter in group if id(parameter) in present] for group in groups]
+    return [group for group in formed if len(group) > 1]

@@ -1,0 +1,91 @@
+"""Broadcast of parameters and buffers: tensors of any type and layout in memory, in place, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.checks import MOVABLE_DTYPES
+from hvdkit.torch.ops_broadcast import broadcast_async_
+from hvdkit.torch.ops_sync import synchronize
+
+_EXTRA_STATE = "_extra_state"
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give all ranks the root's values of ``params``, in place.
+
+    ``params`` is ``model.state_dict()`` or another dict of tensors, ``model.named_parameters()`` or another iterable of
+    (name, tensor), or an iterable of tensors, of equal names, shapes and types on all ranks. Tensors may be frozen,
+    not contiguous, expanded, and of any dense type. A module's ``_extra_state`` that is no tensor, and None, are left
+    out. Raises ValueError or TypeError for anything else, HorovodInternalError on every rank where ranks disagree.
+    """
+    broadcast_tensors(_named_tensors(params), root_rank)
+
+
+def _named_tensors(params: Any) -> list[tuple[str | None, Tensor]]:
+    if isinstance(params, Mapping):
+        entries: list[Any] = sorted(params.items(), key=lambda item: str(item[0]))
+    elif isinstance(params, Iterable) and not isinstance(params, (Tensor, str)):
+        entries = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    else:
+        raise ValueError(
+            "broadcast_parameters: params must be a dict or an iterable of tensors or of (name, tensor), "
+            f"got invalid params of type: {type(params).__name__}"
+        )
+    named: list[tuple[str | None, Tensor]] = []
+    for name, value in entries:
+        if isinstance(value, Tensor):
+            named.append((None if name is None else str(name), value))
+        elif value is not None and not str(name).endswith(_EXTRA_STATE):
+            raise TypeError(
+                f"broadcast_parameters: params[{name!r}] must be a torch.Tensor, got {type(value).__name__}\n"
+                "HINT: broadcast_optimizer_state() takes optimizers, broadcast_object() any other object."
+            )
+    return named
+
+
+def broadcast_tensors(named: Iterable[tuple[str | None, Tensor]], root_rank: int) -> None:
+    """Broadcast (name, tensor) pairs in place, all in flight at once; an error is raised when all have ended."""
+    started = []
+    for name, tensor in named:
+        _check_dense(name, tensor)
+        memory = _own_elements(tensor.detach())
+        carrier = memory if memory.dtype in MOVABLE_DTYPES else _as_bytes(memory)
+        started.append((broadcast_async_(carrier, root_rank, name), memory, carrier))
+    failure: HorovodInternalError | None = None
+    for handle, memory, carrier in started:
+        try:
+            synchronize(handle)
+        except HorovodInternalError as error:
+            failure = failure or error
+            continue
+        if carrier is not memory:
+            memory.copy_(carrier.view(memory.dtype).reshape(memory.shape))
+    if failure is not None:
+        raise failure
+
+
+def _check_dense(name: str | None, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ValueError(
+            f"broadcast_parameters: params[{name!r}] must be a dense tensor with data, got {tensor.layout}, "
+            f"{tensor.dtype} on {tensor.device}\nHINT: use broadcast_object()."
+        )
+
+
+def _own_elements(tensor: Tensor) -> Tensor:
+    """The tensor without the repetitions that ``expand`` made: a view of each element in memory once."""
+    for dimension, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a type that the engine does not know (complex, float8, ...) as a flat copy of their bytes."""
+    return tensor.resolve_conj().resolve_neg().reshape(-1).clone().view(torch.uint8)

@@ -1,0 +1,189 @@
+"""Batch normalisation over the batches of all ranks together, as if one process had them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdkit.torch.autograd import apply
+from hvdkit.torch.basics import Sum, size
+from hvdkit.torch.ops_allgather import allgather
+from hvdkit.torch.ops_allreduce import allreduce
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation of inputs of shape (N, C, ...) with statistics of all ranks' batches, on CPU and GPU.
+
+    Arguments are those of ``torch.nn.BatchNorm2d``. Batches may differ in size between ranks and be empty on some.
+    Statistics are synchronised whenever batch statistics are used: while training, and without running statistics also
+    in evaluation. Every rank must then call the module equally often. The gradients of weight and bias are those of
+    this rank's batch; DistributedOptimizer reduces them like all others.
+
+    Raises ValueError for inputs of fewer than two dimensions, of another number of channels, and for a single value
+    per channel over all ranks while training.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm: expected at least 2D input (got {input.dim()}D input)")
+        if input.shape[1] != self.num_features:
+            raise ValueError(f"SyncBatchNorm: expected {self.num_features} channels, got input of {input.shape[1]}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` of shape (N, C, ...); the result has its shape and type."""
+        self._check_input_dim(input)
+        momentum = self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        use_batch = self.training or self.running_mean is None
+        if not use_batch or size() == 1:
+            update = self.training and self.track_running_stats
+            return nn.functional.batch_norm(
+                input,
+                self.running_mean if not use_batch or update else None,
+                self.running_var if not use_batch or update else None,
+                self.weight,
+                self.bias,
+                use_batch,
+                0.0 if momentum is None else momentum,
+                self.eps,
+            )
+        output, mean, variance, count = apply(SyncBatchNormFunction, input, self.weight, self.bias, self.eps)
+        if self.training and self.track_running_stats and self.running_mean is not None:
+            _update(self.running_mean, mean, momentum)
+            _update(self.running_var, variance * (count / (count - 1)), momentum)
+        result: Tensor = output
+        return result
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+        """``module`` with every batch normalisation in it replaced; parameters and buffers are shared, not copied.
+
+        Returns the module itself, or its replacement if it is a batch normalisation. Raises ValueError for a lazy one
+        that has not seen an input yet.
+        """
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            return cls._from_batch_norm(module)
+        for name, child in module.named_children():
+            module.add_module(name, cls.convert_sync_batchnorm(child))
+        return module
+
+    @classmethod
+    def _from_batch_norm(cls, module: _BatchNorm) -> SyncBatchNorm:
+        if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise ValueError(
+                f"convert_sync_batchnorm: {type(module).__name__} must be initialized, got one that has seen no input"
+                "\nHINT: run the model once before you convert it."
+            )
+        arguments = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+        converted = cls(*arguments, device="meta")  # every tensor is replaced below
+        for name, parameter in module.named_parameters(recurse=False):
+            converted.register_parameter(name, parameter)
+        for name, buffer in module.named_buffers(recurse=False):
+            converted.register_buffer(name, buffer)
+        converted.train(module.training)
+        return converted
+
+
+def _update(running: Tensor | None, batch: Tensor, momentum: float | None) -> None:
+    if running is not None and momentum is not None:
+        running.lerp_(batch.to(running.dtype), momentum)
+
+
+def _broadcastable(channels: Tensor, input: Tensor) -> Tensor:
+    """A vector of one value per channel in a shape that works beside ``input``."""
+    return channels.reshape(1, -1, *([1] * (input.dim() - 2)))
+
+
+def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Mean, variance and count of all ranks' values from each rank's row [count, means, variances], in float64.
+
+    Deviations from each rank's own mean are added up, then those of the means (Chan et al., 1983), so that nothing
+    cancels where the mean is large against the deviation.
+    """
+    counts = statistics[:, :1]
+    means, variances = statistics[:, 1:].chunk(2, dim=1)
+    count = counts.sum()
+    mean = (counts * means).sum(dim=0) / count
+    variance = (counts * (variances + (means - mean).square())).sum(dim=0) / count
+    return mean, variance, float(count)
+
+
+class SyncBatchNormFunction(torch.autograd.Function):
+    """Normalisation with one exchange of statistics forward and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        """The output, and the mean, biased variance and count of all ranks' values, which have no gradient."""
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        over = [dimension for dimension in range(input.dim()) if dimension != 1]
+        channels = input.shape[1]
+        local_count = input.numel() // channels if channels else 0
+        if local_count:
+            local_variance, local_mean = torch.var_mean(input.to(wide), dim=over, correction=0)
+        else:
+            local_variance = local_mean = torch.zeros(channels, dtype=wide, device=input.device)
+        row = torch.cat([local_mean.new_tensor([local_count]).double(), local_mean.double(), local_variance.double()])
+        mean, variance, count = _combine(allgather(row.unsqueeze(0), name="sync_batch_norm.statistics"))
+        if count <= 1:
+            raise ValueError(
+                "SyncBatchNorm: Expected more than 1 value per channel when training, got "
+                f"{int(count)} over all ranks, with input of shape {tuple(input.shape)} on this one"
+            )
+        mean, variance = mean.to(wide), variance.to(wide)
+        output = nn.functional.batch_norm(
+            input.to(wide),
+            mean,
+            variance,
+            None if weight is None else weight.to(wide),
+            None if bias is None else bias.to(wide),
+            eps=eps,
+        ).to(input.dtype)
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
+        ctx.count = count
+        ctx.over = over
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, variance)
+        return output, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
+        """The gradients of input, weight and bias, and None for eps."""
+        input, weight, mean, inverse_deviation = ctx.saved_tensors
+        gradient = grad_output.to(mean.dtype)
+        centered = input.to(mean.dtype) - _broadcastable(mean, input)
+        sum_gradient = gradient.sum(dim=ctx.over)
+        sum_product = (gradient * centered).sum(dim=ctx.over)
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([sum_gradient, sum_product]).double()
+            sums = allreduce(sums, name="sync_batch_norm.gradient_sums", op=Sum)
+            mean_gradient, mean_product = (sums / ctx.count).to(mean.dtype).chunk(2)
+            scale = inverse_deviation if weight is None else inverse_deviation * weight
+            wide_input = gradient - _broadcastable(mean_gradient, input)
+            wide_input.addcmul_(centered, _broadcastable(mean_product * inverse_deviation.square(), input), value=-1)
+            grad_input = wide_input.mul_(_broadcastable(scale, input)).to(input.dtype)
+        if weight is not None and ctx.needs_input_grad[1]:
+            grad_weight = (sum_product * inverse_deviation).to(weight.dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = sum_gradient.to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None

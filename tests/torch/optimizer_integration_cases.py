@@ -1,0 +1,293 @@
+"""With the rest of PyTorch: schedulers, closures, GradScaler, GANs, torch.compile, and ranks that run out of data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tests.torch.optimizer_cases import distributed_sgd
+from tests.torch.optimizer_support import (
+    assert_close,
+    assert_identical,
+    batch,
+    expect,
+    joined_batch,
+    loss_of,
+    make_net,
+    no_warnings,
+    train_step,
+)
+
+SCHEDULERS = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "LinearLR": lr_scheduler.LinearLR,
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.1, step_size_up=2),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+}
+
+
+def case_schedulers_work_as_on_the_plain_optimizer(hvd: Any) -> None:
+    for name, make in SCHEDULERS.items():
+        net, alone = make_net(), make_net()
+        optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+        scheduler, expected = make(optimizer), make(plain)
+        with no_warnings():
+            for _ in range(4):
+                train_step(optimizer, net, batch(hvd.rank()))
+                train_step(plain, alone, batch(0))
+                scheduler.step()
+                expected.step()
+                ours, theirs = optimizer.param_groups[0], plain.param_groups[0]
+                assert (ours["lr"], ours["momentum"]) == (theirs["lr"], theirs["momentum"]), name
+        assert_identical(hvd, net)
+
+
+def case_scheduler_made_before_wrapping(hvd: Any) -> None:
+    net = make_net()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+    scheduler = lr_scheduler.StepLR(sgd, 1)
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=net.named_parameters())
+    with no_warnings():
+        for step in range(2):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+            scheduler.step()
+    assert_close(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.0005))
+    assert_identical(hvd, net)
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()
+    assert_close(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.00005))
+
+
+def case_reduce_lr_on_plateau(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for _ in range(3):
+        train_step(optimizer, net, batch(hvd.rank()))
+        scheduler.step(1.0)
+    assert optimizer.param_groups[0]["lr"] < 0.05
+
+
+def case_closure_of_sgd(hvd: Any) -> None:
+    net, alone = make_net(), make_net()
+    optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+
+        def closure(model: nn.Module, owner: Any, data: Any) -> torch.Tensor:
+            owner.zero_grad()
+            loss = loss_of(model, data)
+            loss.backward()
+            return loss
+
+        mine, joined = batch(hvd.rank(), step), joined_batch(hvd.size(), step)
+        with no_warnings():
+            loss = optimizer.step(lambda mine=mine: closure(net, optimizer, mine))
+        expected = plain.step(lambda joined=joined: closure(alone, plain, joined))
+        assert_close(loss.detach(), expected.detach())
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.detach(), theirs.detach())
+    assert_identical(hvd, net)
+
+
+def case_closure_of_lbfgs_is_called_equally_often(hvd: Any) -> None:
+    def train(model: nn.Module, optimizer: Any, data: Any) -> tuple[list[float], int]:
+        calls = 0
+
+        def closure() -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            optimizer.zero_grad()
+            loss = loss_of(model, data)
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure=closure).item() for _ in range(3)], calls
+
+    for search in (None, "strong_wolfe"):
+        net, alone = make_net().double(), make_net().double()
+        lbfgs = torch.optim.LBFGS(net.parameters(), max_iter=6, line_search_fn=search)
+        optimizer = hvd.DistributedOptimizer(lbfgs, named_parameters=net.named_parameters())
+        plain = torch.optim.LBFGS(alone.parameters(), max_iter=6, line_search_fn=search)
+        inputs, targets = batch(hvd.rank())
+        losses, calls = train(net, optimizer, (inputs.double(), targets.double()))
+        inputs, targets = joined_batch(hvd.size())
+        expected, expected_calls = train(alone, plain, (inputs.double(), targets.double()))
+        assert calls == expected_calls > 6
+        assert_close(torch.tensor(losses), torch.tensor(expected), 1e-5)
+        assert_identical(hvd, net)
+
+
+def scaled_step(scaler: Any, optimizer: Any, net: nn.Module, data: Any, poison: bool = False) -> None:
+    optimizer.zero_grad()
+    loss = loss_of(net, data) * (float("inf") if poison else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def case_grad_scaler_step_needs_no_synchronize(hvd: Any) -> None:
+    for fused in (False, True):
+        net, alone = make_net(), make_net()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.05, fused=fused)
+        optimizer = hvd.DistributedOptimizer(sgd, named_parameters=net.named_parameters())
+        plain = torch.optim.SGD(alone.parameters(), lr=0.05, fused=fused)
+        scaler, expected = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
+        for step in range(4):
+            # One rank's gradients overflow in the second step: then no rank steps, and all lower their scale.
+            poison = step == 1
+            with no_warnings():
+                scaled_step(scaler, optimizer, net, batch(hvd.rank(), step), poison and hvd.rank() == hvd.size() - 1)
+            scaled_step(expected, plain, alone, joined_batch(hvd.size(), step), poison)
+            assert scaler.get_scale() == expected.get_scale() == (1024.0 if step == 0 else 512.0)
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.detach(), theirs.detach())
+        assert_identical(hvd, net)
+
+
+def case_grad_scaler_with_clipping(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net, batch(hvd.rank(), step))).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        with no_warnings(), optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert_identical(hvd, net)
+
+
+def gan(hvd: Any) -> tuple[nn.Module, nn.Module, Any, Any]:
+    torch.manual_seed(5)
+    generator, discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), named_parameters=net.named_parameters())
+        for net in (generator, discriminator)
+    ]
+    return generator, discriminator, *optimizers
+
+
+def case_gan_with_discriminator_frozen(hvd: Any) -> None:
+    generator, discriminator, optimizer_g, optimizer_d = gan(hvd)
+    noise = torch.randn(6, 3, generator=torch.Generator().manual_seed(hvd.rank()))
+    for _ in range(4):
+        discriminator.requires_grad_(True)
+        optimizer_d.zero_grad()
+        (discriminator(torch.ones(6, 4)) - discriminator(generator(noise).detach())).mean().backward()
+        optimizer_d.step()
+        discriminator.requires_grad_(False)
+        optimizer_g.zero_grad()
+        discriminator(generator(noise)).mean().backward()
+        optimizer_g.step()
+    assert_identical(hvd, generator)
+    assert_identical(hvd, discriminator)
+
+
+def case_gan_whose_generator_reaches_the_discriminator(hvd: Any) -> None:
+    generator, discriminator, optimizer_g, optimizer_d = gan(hvd)
+    noise = torch.randn(6, 3, generator=torch.Generator().manual_seed(hvd.rank()))
+    for _ in range(3):
+        optimizer_g.zero_grad()
+        discriminator(generator(noise)).mean().backward()
+        optimizer_g.step()
+        if hvd.size() > 1:
+            with expect(AssertionError, "optimizer.zero_grad() was called", "GAN"):
+                optimizer_d.zero_grad()
+        optimizer_d.synchronize()
+        optimizer_d.zero_grad()
+        (discriminator(torch.ones(6, 4)) - discriminator(generator(noise).detach())).mean().backward()
+        optimizer_d.step()
+    assert_identical(hvd, generator)
+    assert_identical(hvd, discriminator)
+
+
+def case_compiled_model(hvd: Any) -> None:
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        net, alone = make_net(), make_net()
+        compiled = torch.compile(net, backend=backend)
+        optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+        for step in range(3):
+            train_step(optimizer, compiled, batch(hvd.rank(), step))
+            train_step(plain, alone, joined_batch(hvd.size(), step))
+        for (name, ours), theirs in zip(net.named_parameters(), alone.parameters(), strict=True):
+            if not name.startswith("spare"):
+                assert_close(ours.detach(), theirs.detach())
+        assert_identical(hvd, net)
+
+
+def case_compiled_step(hvd: Any) -> None:
+    torch._dynamo.reset()
+    net, alone = make_net(), make_net()
+    optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(net, batch(hvd.rank(), step), use_spare=True).backward()
+        compiled()
+        train_step(plain, alone, joined_batch(hvd.size(), step), use_spare=True)
+    for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        assert_close(ours.detach(), theirs.detach())
+    assert_identical(hvd, net)
+
+
+def case_lazy_module(hvd: Any) -> None:
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    optimizer = distributed_sgd(hvd, net)
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.full((2, 3), hvd.rank() - 1.0)).square().sum().backward()
+        optimizer.step()
+        if step == 0:  # the first forward pass made the weights, differently on each rank
+            hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    assert_identical(hvd, net)
+
+
+def case_checkpointed_layers(hvd: Any) -> None:
+    net, alone = make_net(), make_net()
+    optimizer = distributed_sgd(hvd, net)
+    loss_of(alone, joined_batch(hvd.size())).backward()
+    for _ in range(2):
+        optimizer.zero_grad()
+        inputs, targets = batch(hvd.rank())
+        output = torch.utils.checkpoint.checkpoint(net, inputs, use_reentrant=False)
+        nn.functional.mse_loss(output, targets).backward()
+        optimizer.synchronize()
+        assert_close(net.conv.weight.grad, alone.conv.weight.grad)
+
+
+def case_ranks_that_run_out_of_data_join(hvd: Any) -> None:
+    for codec in (hvd.Compression.none, hvd.Compression.fp16):
+        net = make_net()
+        optimizer = distributed_sgd(hvd, net, compression=codec)
+        for step in range(2 + hvd.rank()):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+        assert hvd.join() in range(hvd.size())
+        hvd.broadcast_parameters(net.state_dict(), root_rank=hvd.size() - 1)
+        assert_identical(hvd, net)
+
+
+def case_forward_that_fails_on_one_rank(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    saved = optimizer.state_dict()
+    for step in range(3):
+        if hvd.rank() == 0 and step == 1:
+            with expect(RuntimeError, "shape"):
+                net(torch.ones(1, 1, 5, 5))
+            optimizer.load_state_dict(saved)
+        train_step(optimizer, net, batch(hvd.rank(), step))
+    assert_identical(hvd, net)

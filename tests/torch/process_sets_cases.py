@@ -1,0 +1,126 @@
+"""Operations among some of the ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.torch.data import equal, total, values
+from tests.torch.told import told
+
+
+def _sets(hvd):
+    """Even ranks, odd ranks (where there are any), and the last rank alone where that is another set."""
+    size = hvd.size()
+    members = [list(range(0, size, 2)), list(range(1, size, 2)), [size - 1]]
+    distinct = {tuple(ranks): ranks for ranks in members if ranks and len(ranks) < size}
+    return [hvd.add_process_set(ranks) for ranks in distinct.values()]
+
+
+def _remove(hvd, sets):
+    for process_set in sets:
+        assert hvd.remove_process_set(process_set)
+
+
+def case_all_operations_stay_inside_the_set(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if not process_set.included():
+            continue
+        members = process_set.ranks
+        inputs = [values(rank, (4, 3), torch.float32) for rank in members]
+        mine, place, count = inputs[process_set.rank()], process_set.rank(), len(members)
+        assert process_set.size() == count
+        assert members[place] == hvd.rank()
+        assert equal(hvd.allreduce(mine, op=hvd.Sum, process_set=process_set), total(inputs))
+        assert torch.allclose(hvd.allreduce(mine, process_set=process_set), total(inputs) / count)
+        assert equal(hvd.allreduce_(mine.clone(), op=hvd.Sum, process_set=process_set), total(inputs))
+        outputs = hvd.grouped_allreduce([mine, mine], op=hvd.Sum, process_set=process_set)
+        assert all(equal(output, total(inputs)) for output in outputs)
+        assert equal(hvd.allgather(mine, process_set=process_set), torch.cat(inputs))
+        assert equal(hvd.broadcast(mine, members[-1], process_set=process_set), inputs[-1])
+        rows = torch.arange(count) + 10 * place
+        assert equal(hvd.alltoall(rows, process_set=process_set), torch.arange(count) * 10 + place)
+        share = hvd.reducescatter(mine, op=hvd.Sum, process_set=process_set)
+        assert equal(share, total(inputs).tensor_split(count)[place])
+        hvd.barrier(process_set=process_set)
+    _remove(hvd, sets)
+
+
+def case_objects_and_sparse_tensors_in_a_set(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if not process_set.included():
+            continue
+        members = process_set.ranks
+        assert hvd.broadcast_object(hvd.rank(), members[-1], process_set=process_set) == members[-1]
+        assert hvd.allgather_object({"rank": hvd.rank()}, process_set=process_set) == [{"rank": r} for r in members]
+        sparse = torch.ones(3).to_sparse()
+        summed = hvd.sparse_allreduce_async(sparse, name="sparse", op=hvd.Sum, process_set=process_set)()
+        assert torch.equal(summed.to_dense(), torch.full((3,), float(len(members))))
+    _remove(hvd, sets)
+
+
+def case_gradients_stay_inside_the_set(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if not process_set.included():
+            continue
+        count, place, members = process_set.size(), process_set.rank(), process_set.ranks
+        leaf = torch.ones(2, requires_grad=True)
+        hvd.allreduce(leaf, op=hvd.Sum, process_set=process_set).sum().backward()
+        assert torch.equal(leaf.grad, torch.full((2,), float(count)))
+        leaf = torch.ones(2, requires_grad=True)
+        gathered = hvd.allgather(leaf, process_set=process_set)
+        gathered.backward(torch.arange(2.0 * count))
+        assert torch.equal(leaf.grad, torch.arange(2.0 * count).split(2)[place])
+        leaf = torch.ones(2, requires_grad=True)
+        hvd.broadcast(leaf, members[0], process_set=process_set).sum().backward()
+        assert torch.equal(leaf.grad, torch.full((2,), 1.0 if place == 0 else 0.0))
+        leaf = torch.ones(2 * count, requires_grad=True)
+        hvd.reducescatter(leaf, op=hvd.Sum, process_set=process_set).sum().backward()
+        assert torch.equal(leaf.grad, torch.full((2 * count,), float(count)))
+    _remove(hvd, sets)
+
+
+def case_sets_work_at_the_same_time_under_the_same_name(hvd):
+    sets = _sets(hvd)
+    handles = [
+        (process_set, hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="shared", process_set=process_set))
+        for process_set in [hvd.global_process_set, *sets]
+        if process_set is hvd.global_process_set or process_set.included()
+    ]
+    for process_set, handle in reversed(handles):
+        assert equal(hvd.synchronize(handle), torch.full((3,), float(process_set.size())))
+    _remove(hvd, sets)
+
+
+def case_wrong_uses_of_sets_are_told(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if process_set.included():
+            outsider = next(rank for rank in range(hvd.size()) if rank not in process_set.ranks)
+            with told(ValueError, "root_rank"):
+                hvd.broadcast(torch.ones(1), outsider, process_set=process_set)
+        else:
+            with told(ValueError, "HINT"):
+                hvd.allreduce(torch.ones(1), process_set=process_set)
+            with told(ValueError, "not a member"):
+                hvd.barrier(process_set=process_set)
+        if process_set.included():
+            with told(NotImplementedError, "Adasum does not support non-global process sets"):
+                hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=process_set)
+    _remove(hvd, sets)
+    for process_set in sets:
+        with told(ValueError, "must be registered"):
+            hvd.allreduce(torch.ones(1), process_set=process_set)
+
+
+def case_ranks_that_name_different_sets_are_told(hvd):
+    if hvd.size() < 3:
+        return
+    sets = [hvd.add_process_set([0, 1]), hvd.add_process_set([0, 1, 2])] if hvd.size() > 3 else []
+    if sets and hvd.rank() < 2:
+        with told(hvd.HorovodInternalError, "clash", f"process set {sets[0].process_set_id}", "rank 0", "rank 1"):
+            hvd.allreduce(torch.ones(2), name="clash", process_set=sets[0] if hvd.rank() else hvd.global_process_set)
+    hvd.barrier()
+    _remove(hvd, sets)

@@ -1,0 +1,176 @@
+"""SyncBatchNorm over all ranks' batches against BatchNorm on one process that has them all."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import torch
+from torch import nn
+
+from tests.torch.told import told
+
+SHAPES = [(4,), (4, 5), (4, 3, 2), (4, 2, 3, 2)]  # channels first, then the places
+
+
+def _batches(size: int, shape: tuple[int, ...], dtype: torch.dtype, uneven: bool) -> list[torch.Tensor]:
+    """A batch for each rank, the same on all ranks; far from zero, so that a careless variance would cancel."""
+    generator = torch.Generator().manual_seed(len(shape))
+    sizes = [3 + rank if uneven else 4 for rank in range(size)]
+    offset = 100.0 if dtype == torch.float64 else 5.0
+    return [(torch.randn(n, *shape, generator=generator, dtype=torch.float64) + offset).to(dtype) for n in sizes]
+
+
+def _reference(norm: nn.Module, dimensions: int) -> nn.Module:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[dimensions]
+    arguments = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    reference = kind(*arguments, dtype=torch.float64)
+    reference.load_state_dict(norm.state_dict())
+    return reference
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}[got.dtype]
+    return torch.allclose(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def _compare(hvd, norm: nn.Module, batches: list[torch.Tensor], steps: int = 2) -> None:
+    """Train both for some steps; compare outputs, gradients, running statistics, and the result of evaluation."""
+    size, rank = hvd.size(), hvd.rank()
+    rows = [len(batch) for batch in batches]
+    reference = _reference(norm, batches[0].dim())
+    for step in range(steps):
+        mine = (batches[rank] * (step + 1)).requires_grad_()
+        joined = torch.cat([batch.detach().double() * (step + 1) for batch in batches]).requires_grad_()
+        weights = torch.randn(joined.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        output, expected = norm(mine), reference(joined)
+        assert output.dtype == mine.dtype
+        assert output.shape == mine.shape
+        assert _close(output, expected.split(rows)[rank])
+        output.backward(weights.split(rows)[rank].to(output.dtype))
+        expected.backward(weights)
+        assert mine.grad.dtype == mine.dtype
+        assert _close(mine.grad, joined.grad.split(rows)[rank])
+    for (name, buffer), wanted in zip(norm.named_buffers(), reference.buffers(), strict=True):
+        if name == "num_batches_tracked":
+            assert int(buffer) == steps
+        else:
+            assert _close(buffer, wanted), name
+    for parameter, wanted in zip(norm.parameters(), reference.parameters(), strict=True):
+        # Each rank has the gradient of its own batch; their sum is that of the joined batch.
+        assert parameter.grad.dtype == parameter.dtype
+        assert _close(hvd.allreduce(parameter.grad, op=hvd.Sum), wanted.grad)
+    if norm.track_running_stats:
+        norm.eval()
+        reference.eval()
+        assert _close(norm(batches[rank]), reference(batches[rank].double()))
+    assert size == hvd.size()
+
+
+def case_every_dimension_and_type_with_even_and_uneven_batches(hvd):
+    for shape, dtype, uneven in itertools.product(SHAPES, (torch.float32, torch.float64), (False, True)):
+        norm = hvd.SyncBatchNorm(shape[0], dtype=dtype)
+        if norm.affine:
+            nn.init.uniform_(norm.weight, 0.5, 1.5, generator=torch.Generator().manual_seed(1))
+            nn.init.uniform_(norm.bias, generator=torch.Generator().manual_seed(2))
+        _compare(hvd, norm, _batches(hvd.size(), shape, dtype, uneven))
+
+
+def case_without_affine_without_momentum_without_running_statistics(hvd):
+    for options in ({"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"momentum": 0.0}):
+        norm = hvd.SyncBatchNorm(4, dtype=torch.float64, **options)
+        _compare(hvd, norm, _batches(hvd.size(), (4, 3), torch.float64, uneven=True), steps=3)
+
+
+def case_half_types_with_parameters_of_either_precision(hvd):
+    for dtype, parameter_dtype in itertools.product((torch.bfloat16, torch.float16), (None, torch.float32)):
+        norm = hvd.SyncBatchNorm(4, dtype=parameter_dtype or dtype)
+        batch = _batches(hvd.size(), (4, 3), dtype, uneven=False)[hvd.rank()].requires_grad_()
+        output = norm(batch)
+        assert output.dtype == dtype
+        output.sum().backward()
+        assert batch.grad.dtype == dtype
+        assert norm.weight.grad.dtype == (parameter_dtype or dtype)
+        joined = torch.cat(_batches(hvd.size(), (4, 3), dtype, uneven=False)).double()
+        expected = nn.functional.batch_norm(joined, None, None, training=True).split(4)[hvd.rank()]
+        assert _close(output.detach(), expected)
+
+
+def case_a_rank_with_an_empty_batch(hvd):
+    if hvd.size() == 1:
+        return
+    norm = hvd.SyncBatchNorm(3, dtype=torch.float64)
+    full = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batch = (full if hvd.rank() == 0 else full[:0]).clone().requires_grad_()
+    output = norm(batch)
+    (output**3).sum().backward()
+    reference, whole = nn.BatchNorm1d(3, dtype=torch.float64), full.clone().requires_grad_()
+    expected = reference(whole)
+    (expected**3).sum().backward()
+    assert output.shape == batch.shape
+    if hvd.rank() == 0:
+        assert _close(output, expected)
+        assert _close(batch.grad, whole.grad)
+    assert _close(norm.running_mean, reference.running_mean)
+    assert _close(norm.running_var, reference.running_var)
+
+
+def case_input_that_is_not_contiguous_and_input_that_needs_no_gradient(hvd):
+    norm = hvd.SyncBatchNorm(4, dtype=torch.float64)
+    batches = _batches(hvd.size(), (4, 3, 2), torch.float64, uneven=False)
+    last = batches[hvd.rank()].to(memory_format=torch.channels_last)
+    expected = nn.BatchNorm2d(4, dtype=torch.float64)(torch.cat(batches)).split(4)[hvd.rank()]
+    output = norm(last)
+    assert _close(output, expected)
+    output.sum().backward()
+    assert norm.bias.grad is not None
+
+
+def case_evaluation_does_not_communicate(hvd):
+    norm = hvd.SyncBatchNorm(4).eval()
+    if hvd.rank() == 0:
+        assert norm(torch.ones(2, 4)).shape == (2, 4)
+
+
+def case_a_single_value_per_channel_is_refused_on_every_rank(hvd):
+    norm = hvd.SyncBatchNorm(4)
+    batch = torch.ones(1 if hvd.rank() == 0 else 0, 4)
+    with told(ValueError, "more than 1 value per channel"):
+        norm(batch)
+
+
+def case_wrong_inputs_are_refused(hvd):
+    norm = hvd.SyncBatchNorm(4)
+    for batch, text in ((torch.ones(4), "at least 2D"), (torch.ones(2, 5), "4 channels")):
+        with told(ValueError, text):
+            norm(batch)
+
+
+def case_convert_replaces_every_batch_norm_and_keeps_its_tensors(hvd):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=0.3), nn.Sequential(nn.BatchNorm2d(4)))
+    model[2][0].eval()
+    old = [model[1], model[2][0]]
+    keys = list(model.state_dict())
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert list(converted.state_dict()) == keys
+    for new, was in zip([model[1], model[2][0]], old, strict=True):
+        assert type(new) is hvd.SyncBatchNorm
+        assert new.weight is was.weight
+        assert new.running_mean is was.running_mean
+        assert new.num_batches_tracked is was.num_batches_tracked
+        assert new.training == was.training
+    assert model[1].momentum == 0.3
+    assert hvd.SyncBatchNorm.convert_sync_batchnorm(model[1]) is model[1]
+    alone = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, affine=False, track_running_stats=False))
+    assert type(alone) is hvd.SyncBatchNorm
+    assert alone.weight is None
+    assert alone.running_mean is None
+    assert type(hvd.SyncBatchNorm.convert_sync_batchnorm(nn.SyncBatchNorm(3))) is hvd.SyncBatchNorm
+    model(torch.randn(2, 3, 4, 4)).sum().backward()
+    copy.deepcopy(model)(torch.randn(2, 3, 4, 4))
+
+
+def case_convert_refuses_lazy_modules(hvd):
+    with told(ValueError, "HINT"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))

@@ -1,0 +1,14 @@
+"""Messages about arguments, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import RankedCases
+
+RESULTS = RankedCases("tests.torch.errors_cases")
+
+
+@pytest.mark.parametrize("case", RESULTS.names)
+def test_errors(case: str, size: int, transport: str) -> None:
+    RESULTS.check(case, size, transport)

@@ -1,0 +1,46 @@
+"""Names and groups of parameters, without a rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdkit.torch.optimizer_names import check_groups, check_names, find_duplicates, form_groups, split_list
+
+
+@pytest.mark.parametrize(("length", "parts"), [(0, 3), (1, 3), (7, 3), (9, 3), (10, 4), (5, 1)])
+def test_split_keeps_the_order_and_even_lengths(length: int, parts: int) -> None:
+    lists = split_list(range(length), parts)
+    assert [item for part in lists for item in part] == list(range(length))
+    assert len(lists) == parts
+    assert max(map(len, lists)) - min(map(len, lists)) <= 1
+
+
+def test_every_duplicate_is_found_once() -> None:
+    assert find_duplicates(["b", "a", "b", "c", "b", "a"]) == ["a", "b"]
+
+
+def test_unnamed_parameters_are_named_by_place() -> None:
+    tensors = [torch.zeros(1) for _ in range(3)]
+    names = check_names(None, [{"params": tensors[:2]}, {"params": tensors[2:]}])
+    assert [name for name, _ in names] == ["allreduce.noname.0.0", "allreduce.noname.0.1", "allreduce.noname.1.0"]
+
+
+def test_names_may_be_more_than_the_optimizer_has() -> None:
+    tensors = [torch.zeros(1) for _ in range(3)]
+    pairs = [(str(i), tensor) for i, tensor in enumerate(tensors)]
+    assert check_names(iter(pairs), [{"params": tensors[:2]}]) == pairs
+
+
+@pytest.mark.parametrize("groups", [0, -2, 1.5, "two", [[torch.zeros(1), 3]]])
+def test_groups_that_make_no_sense_are_value_errors(groups: object) -> None:
+    with pytest.raises(ValueError, match="groups"):
+        check_groups(groups)
+
+
+def test_groups_of_one_and_absent_members_are_left_out() -> None:
+    a, b, c, absent = (torch.zeros(1) for _ in range(4))
+    formed = form_groups([a, b, c], [[a, absent], [b, c]])
+    assert [[id(member) for member in group] for group in formed] == [[id(b), id(c)]]
+    assert form_groups([a, b, c], 3) == []
+    assert form_groups([a, b, c], None) == []

@@ -1,0 +1,17 @@
+"""Assertions on what is said to users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def told(kind: type[BaseException], *texts: str) -> Iterator[None]:
+    """What runs inside raises ``kind`` with a message that holds all ``texts``."""
+    with pytest.raises(kind) as caught:
+        yield
+    missing = [text for text in texts if text not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"

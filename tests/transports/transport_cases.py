@@ -1,0 +1,152 @@
+"""What every transport must hold on real ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hvdkit.engine import runtime
+
+
+def good_allreduce(hvd) -> None:
+    result = hvd.allreduce(torch.full((3,), float(hvd.rank())), op=hvd.Sum)
+    assert result.tolist() == [sum(range(hvd.size()))] * 3
+
+
+def case_init_again_after_shutdown_works_and_leaks_nothing(hvd):
+    for round_number in range(6):
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("hvdkit-")]
+        hvd.init()
+        hvd.init()  # a second call does nothing
+        good_allreduce(hvd)
+        if round_number == 1:
+            gc.collect()
+            files = len(os.listdir("/proc/self/fd"))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+
+
+def case_long_control_messages_arrive_whole(hvd):
+    # Thousands of parameters make a plan's request longer than any frame.
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(1500)]
+    names = [(f"a.rather.long.name.of.a.parameter.{number}", one) for number, one in enumerate(parameters)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named_parameters=names)
+    for one in parameters:
+        one.grad = torch.full((2,), float(hvd.rank()))
+    optimizer.step()
+    expected = -(hvd.size() - 1) / 2
+    assert all(one.tolist() == [expected, expected] for one in parameters)
+
+
+def case_several_threads_may_use_the_engine_at_once(hvd):
+    failures = []
+
+    def work(number: int) -> None:
+        try:
+            for step in range(20):
+                result = hvd.allreduce(torch.ones(50) * number, op=hvd.Sum, name=f"thread{number}.{step}")
+                assert result.tolist() == [float(number * hvd.size())] * 50
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def case_the_timeline_is_valid_and_has_a_row_for_each_tensor(hvd):
+    import json
+    import tempfile
+
+    path = f"{tempfile.gettempdir()}/hvdkit-timeline-{os.getpid()}.json"
+    hvd.start_timeline(path)
+    hvd.allreduce(torch.ones(10), name="seen")
+    parameter = torch.nn.Parameter(torch.ones(100))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
+    for _ in range(2):
+        (parameter * 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        with open(path) as file:
+            events = json.load(file)
+        os.unlink(path)
+        rows = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+        activities = {event.get("name") for event in events}
+        assert any("seen" in row for row in rows), rows
+        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= activities, activities
+        if hvd.size() > 1:
+            assert any("bucket" in row for row in rows), rows
+    else:
+        assert not os.path.exists(path)
+
+
+def case_an_array_of_more_bytes_than_one_message_arrives(hvd):
+    from hvdkit.transports import mpi
+
+    before, mpi.LARGEST_MESSAGE = mpi.LARGEST_MESSAGE, 4096
+    try:
+        values = torch.arange(100_000, dtype=torch.float64)
+        assert torch.equal(hvd.allreduce(values, op=hvd.Average), values)
+    finally:
+        mpi.LARGEST_MESSAGE = before
+
+
+def case_communication_statistics_count_bytes(hvd):
+    before = hvd.communication_stats()
+    hvd.allreduce(torch.ones(1 << 16))
+    after = hvd.communication_stats()
+    sent = after.bytes_sent - before.bytes_sent
+    assert abs(sent - 2 * 4 * (1 << 16) * (hvd.size() - 1) // hvd.size()) <= 256
+    assert after.seconds >= before.seconds
+
+
+def case_a_process_group_of_the_user_is_left_alone(hvd):
+    if runtime.engine().transport.name != "torch":
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        for _ in range(5):
+            handle = hvd.allreduce_async(torch.ones(1000))
+            mine = torch.full((4,), float(hvd.rank()))
+            dist.all_reduce(mine)
+            assert mine.tolist() == [sum(range(hvd.size()))] * 4
+            hvd.synchronize(handle)
+        hvd.shutdown()
+        hvd.init()  # bootstraps from the user's group
+        good_allreduce(hvd)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    good_allreduce(hvd)
+
+
+def case_a_list_of_ranks_makes_a_smaller_job(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    hvd.shutdown()
+    members = list(range(max(1, size - 1)))
+    if rank in members:
+        hvd.init(comm=members)
+        assert (hvd.rank(), hvd.size()) == (rank, len(members))
+        good_allreduce(hvd)
+        hvd.shutdown()
+    else:
+        with pytest.raises(ValueError, match=f"rank {rank} is not among"):
+            hvd.init(comm=members)
+    hvd.init()
+    good_allreduce(hvd)
+    assert np.isclose(hvd.size(), size)
