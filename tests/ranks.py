@@ -73,7 +73,9 @@ def start_ranks(command: list[str], size: int, transport: str, **extra: str) -> 
     ]
 
 
-def run_ranks(command: list[str], size: int, transport: str, timeout: float = JOB_TIMEOUT_SECONDS, **extra: str) -> tuple[int, str]:
+def run_ranks(
+    command: list[str], size: int, transport: str, timeout: float = JOB_TIMEOUT_SECONDS, **extra: str
+) -> tuple[int, str]:
     """Run ``command`` on ``size`` ranks to its end. Returns the largest exit status and all that was printed."""
     processes = start_ranks(command, size, transport, **extra)
     outputs, statuses = [], []
@@ -92,7 +94,8 @@ def run_ranks(command: list[str], size: int, transport: str, timeout: float = JO
 def case_names(module: str) -> list[str]:
     """The ``case_*`` functions of a module in the order in which they stand there, without importing it."""
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, module
+    assert spec is not None, module
+    assert spec.origin is not None, module
     tree = ast.parse(Path(spec.origin).read_text())
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
 

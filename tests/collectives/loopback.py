@@ -1,4 +1,4 @@
-"""A network in memory: many ranks' algorithms run in one process, so that bits and traffic can be checked up to 16 ranks."""
+"""A network in memory: many ranks' algorithms in one process, to check bits and traffic on up to 16 ranks."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -168,7 +169,7 @@ def test_partition_covers_every_element_once_and_starts_on_cache_lines(count, pa
     assert len(bounds) == parts
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
-    for (_, stop), (start, _) in zip(bounds, bounds[1:], strict=False):
+    for (_, stop), (start, _) in itertools.pairwise(bounds):
         assert stop == start
         assert start * itemsize % 64 == 0 or start == count
 

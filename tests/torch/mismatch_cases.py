@@ -116,8 +116,3 @@ def case_different_operations(hvd):
             hvd.broadcast(torch.ones(4), 0, name="clash.kind")
         else:
             hvd.allreduce(torch.ones(4), name="clash.kind")
-
-
-def case_different_names(hvd):
-    with clash(hvd, "clash.one", "clash.other", "rank 0") as odd:
-        hvd.allreduce(torch.ones(4), name="clash.other" if odd else "clash.one")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 
 import torch
 
 from tests.torch.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
+from tests.torch.told import told
 
 
 def case_allreduce_gives_sum_and_average_of_every_type_and_dimension(hvd):
@@ -416,6 +418,23 @@ def case_who_am_i(hvd):
     assert 0 <= hvd.cross_rank() < hvd.cross_size()
     assert hvd.is_initialized()
     assert hvd.is_homogeneous() is True
+    assert (hvd.mpi_enabled(), hvd.gloo_enabled()) == {"mpi": (True, False), "torch": (False, True)}[
+        os.environ["HVDKIT_TRANSPORT"]
+    ]
+    assert hvd.mpi_built() or not hvd.mpi_enabled()
+    if hvd.mpi_enabled():
+        assert hvd.mpi_threads_supported() in (True, False)
+    else:
+        with told(ValueError, "MPI is not enabled"):
+            hvd.mpi_threads_supported()
+
+
+def case_inference_mode(hvd):
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+        assert equal(hvd.allreduce(tensor, op=hvd.Sum), torch.full((3,), float(hvd.size())))
+        assert equal(hvd.allreduce_(tensor, op=hvd.Max), torch.ones(3))
+        assert equal(hvd.broadcast_(tensor.t(), 0), torch.ones(3))
     assert sorted(hvd.allgather(torch.tensor([hvd.rank()])).tolist()) == list(range(hvd.size()))
 
 

@@ -1,0 +1,54 @@
+# Everything a developer does, from a fresh clone on: needs git, make and Python with venv.
+
+PYTHON ?= python3
+NP ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+CSRC := $(wildcard hvdkit/kernels/csrc/*)
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: help train test lint format clean
+
+help: ## list what make can do
+	@sed -n 's/^\([a-z]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
+
+train: $(VENV)/.ready-train ## set up .venv and train the digits example on NP=2 processes (ARGS=... to the script)
+	$(BIN)/hvdkitrun -np $(NP) $(BIN)/python examples/pytorch_digits.py $(ARGS)
+
+test: $(VENV)/.ready-test ## set up .venv and run the tests (ARGS=... to pytest)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(VENV)/.ready-test ## ruff, mypy and clang-format, changing nothing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+
+format: $(VENV)/.ready-test ## let ruff and clang-format rewrite the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CSRC)
+
+clean: ## remove what was built, and the caches; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f hvdkit/kernels/_native*.so $(VENV)/.ready-*
+	find hvdkit tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per set of extras: what either target needs is added to the same .venv, and a second make does nothing.
+$(VENV)/.ready-train: EXTRAS := torch,mpi,examples
+$(VENV)/.ready-test: EXTRAS := torch,mpi,test
+
+# The pinned build tools come first, so that the build is as reproducible as the rest. Of pip's progress the big
+# downloads are shown and errors in full; the rest is in the log, where setup.py also says if nothing could be compiled.
+$(VENV)/.ready-train $(VENV)/.ready-test: pyproject.toml constraints.txt setup.py $(CSRC)
+	@test -x $(BIN)/python || { echo "hvdkit: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "hvdkit: installing [$(EXTRAS)] into $(VENV); the first time, downloads take a while"
+	@rm -f $(VENV)/pip.log
+	@$(PIP_INSTALL) -q setuptools wheel pybind11
+	@{ $(PIP_INSTALL) --no-build-isolation --log $(VENV)/pip.log -e '.[$(EXTRAS)]'; echo $$? > $(VENV)/pip.status; } \
+	    | grep -E --line-buffered '^ *(Downloading|Using cached) .* MB|^Installing collected' | cut -c 1-110; \
+	    exit $$(cat $(VENV)/pip.status)
+	@grep -o 'hvdkit: no .*, using the numpy kernels' $(VENV)/pip.log | head -n 1
+	@touch $@

@@ -1,0 +1,137 @@
+"""Every example does what its docstring says, on real ranks, with small settings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, rank_environment
+
+TIMEOUT_SECONDS = 200
+DIGITS_ACCURACY = re.compile(r"test accuracy ([\d.]+)% \(360 images, (\d+) process")
+
+
+def run_example(name: str, *flags: object, size: int = 2) -> tuple[str, str]:
+    """Run an example to its end, under the launcher if ``size`` is more than one. Returns its stdout and stderr."""
+    command = [sys.executable, f"examples/{name}", *map(str, flags)]
+    if size > 1:
+        command = [sys.executable, "-m", "hvdkit.launch", "-np", str(size), *command]
+    done = subprocess.run(
+        command, cwd=ROOT, env=rank_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout, done.stderr
+
+
+def lines(output: str) -> list[str]:
+    """What was printed, without the launcher's "[rank]<stdout>: " before each line."""
+    return [bare for line in output.splitlines() if (bare := re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip())]
+
+
+def assert_only_one_rank_prints(output: str) -> None:
+    """No line came twice. Reports hold averages over all ranks, so a second rank's line would be the same again."""
+    assert max(Counter(lines(output)).values()) == 1, output
+
+
+def digits_accuracy(output: str) -> float:
+    reports = DIGITS_ACCURACY.findall(output)
+    assert len(reports) == 1, output
+    return float(reports[0][0])
+
+
+@pytest.fixture(scope="module")
+def trained_digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """Digits trained on two ranks with the defaults: the folder of the checkpoint, stdout, stderr."""
+    folder = tmp_path_factory.mktemp("digits")
+    return folder, *run_example("pytorch_digits.py", "--checkpoint-dir", folder)
+
+
+def test_digits_reach_97_percent_on_two_ranks(trained_digits: tuple[Path, str, str]) -> None:
+    _, output, _ = trained_digits
+    assert digits_accuracy(output) >= 97
+
+
+def test_digits_speak_on_rank_0_only(trained_digits: tuple[Path, str, str]) -> None:
+    _, output, progress = trained_digits
+    assert len(lines(output)) == 1, output
+    # Each bar is drawn once at its start.
+    assert progress.count(" 0/460 ") == 1, progress
+
+
+def test_digits_leave_one_whole_checkpoint(trained_digits: tuple[Path, str, str]) -> None:
+    folder, _, _ = trained_digits
+    assert [path.name for path in folder.iterdir()] == ["digits.pt"]
+
+
+def test_digits_resume_and_train_on(trained_digits: tuple[Path, str, str]) -> None:
+    folder, _, _ = trained_digits
+    output, _ = run_example("pytorch_digits.py", "--checkpoint-dir", folder, "--resume", "--epochs", 21)
+    assert f"resumed from {folder / 'digits.pt'} after epoch 20" in output
+    assert "nothing left to train" not in output
+    assert digits_accuracy(output) >= 97
+    assert_only_one_rank_prints(output)
+
+    output, _ = run_example("pytorch_digits.py", "--checkpoint-dir", folder, "--resume", "--epochs", 21, size=1)
+    assert "nothing left to train: 21 epochs are done" in output
+    assert digits_accuracy(output) >= 97
+
+
+def test_digits_without_resume_start_afresh(tmp_path: Path) -> None:
+    path = tmp_path / "digits.pt"
+    path.write_bytes(b"not a checkpoint")
+    output, _ = run_example("pytorch_digits.py", "--checkpoint-dir", tmp_path, "--epochs", 1, size=1)
+    assert "resumed" not in output
+    assert path.read_bytes() != b"not a checkpoint"
+
+
+def test_digits_reach_97_percent_alone(tmp_path: Path) -> None:
+    output, _ = run_example("pytorch_digits.py", "--checkpoint-dir", tmp_path, size=1)
+    assert digits_accuracy(output) >= 97
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_text_reports_speed_loss_and_bytes(compression: str) -> None:
+    flags = ["--steps", 3, "--report-every", 1, "--layers", 1, "--width", 64, "--context", 32, "--batch-size", 2]
+    output, _ = run_example("pytorch_text.py", *flags, "--max-bytes", 500_000, "--compression", compression)
+    reports = re.findall(r"step (\d): loss ([\d.]+), ([\d,]+) tokens/s, ([\d.]+) MB sent per rank", output)
+    assert [report[0] for report in reports] == ["1", "2", "3"], output
+    for _, loss, speed, megabytes in reports:
+        assert 4 < float(loss) < 7  # ln 256 = 5.5 for a guess
+        assert int(speed.replace(",", "")) > 0
+        assert float(megabytes) > 0
+    assert "validation loss" in output
+    assert_only_one_rank_prints(output)
+
+
+def test_text_sends_half_the_bytes_with_fp16() -> None:
+    flags = ["--steps", 2, "--report-every", 1, "--layers", 1, "--width", 256, "--context", 32, "--batch-size", 1]
+    sent = {}
+    for compression in ("none", "fp16"):
+        output, _ = run_example("pytorch_text.py", *flags, "--compression", compression)
+        sent[compression] = float(re.findall(r"([\d.]+) MB sent", output)[-1])
+    assert sent["none"] > 1  # 4 bytes for each of 926 thousand parameters, however the algorithm sends them
+    assert sent["fp16"] == pytest.approx(sent["none"] / 2, rel=0.1), sent
+
+
+@pytest.mark.parametrize("flag", [None, "--fp16-allreduce", "--use-adasum"])
+def test_synthetic_benchmark_reports_as_horovods(flag: str | None) -> None:
+    flags = ["--model", "resnet18", "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1]
+    flags += ["--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 2, *([flag] if flag else [])]
+    output, _ = run_example("pytorch_synthetic_benchmark.py", *flags)
+    assert re.search(r"Model: resnet18\n", output), output
+    assert re.search(r"Iter #1: [\d.]+ img/sec per CPU", output), output
+    assert re.search(r"Img/sec per CPU: [\d.]+ \+-[\d.]+", output), output
+    assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+", output), output
+    assert output.count("Total img/sec") == 1, output
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_explain_their_options(name: str) -> None:
+    output, _ = run_example(name, "--help", size=1)
+    assert "options:" in output
+    assert "(default:" in output

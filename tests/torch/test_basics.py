@@ -1,0 +1,154 @@
+"""What needs no ranks: Horovod's names and signatures, compression, and calls before ``init()``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hvdkit.torch as hvd
+
+REDUCTION = "average name op prescale_factor postscale_factor process_set"
+SIGNATURES = {
+    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
+    "allreduce_": f"tensor {REDUCTION}",
+    "allreduce_async": f"tensor {REDUCTION}",
+    "allreduce_async_": f"tensor {REDUCTION}",
+    "grouped_allreduce": "tensors average name compression op prescale_factor postscale_factor process_set",
+    "grouped_allreduce_": f"tensors {REDUCTION}",
+    "grouped_allreduce_async": f"tensors {REDUCTION}",
+    "grouped_allreduce_async_": f"tensors {REDUCTION}",
+    "sparse_allreduce_async": "tensor name op process_set",
+    "allgather": "tensor name process_set",
+    "allgather_async": "tensor name process_set",
+    "grouped_allgather": "tensors name process_set",
+    "grouped_allgather_async": "tensors name process_set",
+    "broadcast": "tensor root_rank name process_set",
+    "broadcast_": "tensor root_rank name process_set",
+    "broadcast_async": "tensor root_rank name process_set",
+    "broadcast_async_": "tensor root_rank name process_set",
+    "alltoall": "tensor splits name process_set",
+    "alltoall_async": "tensor splits name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
+    "join": "device",
+    "barrier": "process_set",
+    "poll": "handle",
+    "synchronize": "handle",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "start_timeline": "file_path mark_cycles",
+}
+DEFAULTS = {
+    "average": None,
+    "name": None,
+    "compression": hvd.Compression.none,
+    "op": None,
+    "prescale_factor": 1.0,
+    "postscale_factor": 1.0,
+    "process_set": hvd.global_process_set,
+    "splits": None,
+    "device": -1,
+    "model": None,
+    "mark_cycles": False,
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_signatures_and_defaults_are_horovods(function: str) -> None:
+    parameters = inspect.signature(getattr(hvd, function)).parameters
+    assert list(parameters) == SIGNATURES[function].split()
+    for name, parameter in parameters.items():
+        if parameter.default is not inspect.Parameter.empty and name != "root_rank":
+            expected = hvd.Average if name == "op" and "reducescatter" in function else DEFAULTS[name]
+            assert parameter.default == expected
+
+
+@pytest.mark.parametrize("module", ["mpi_ops", "functions", "compression", "sync_batch_norm", "optimizer"])
+def test_horovods_modules_can_be_imported(module: str) -> None:
+    assert importlib.import_module(f"hvdkit.torch.{module}")
+
+
+def test_reductions_have_horovods_numbers() -> None:
+    assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        hvd.size,
+        hvd.rank,
+        hvd.local_size,
+        hvd.local_rank,
+        hvd.cross_size,
+        hvd.cross_rank,
+        hvd.is_homogeneous,
+        hvd.join,
+        hvd.barrier,
+        hvd.stop_timeline,
+        hvd.mpi_threads_supported,
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.allgather_async(torch.ones(1)),
+        lambda: hvd.broadcast_object(1),
+        lambda: hvd.broadcast_parameters([torch.ones(1)], 0),
+        lambda: hvd.SyncBatchNorm(2)(torch.ones(3, 2)),
+    ],
+)
+def test_calls_before_init_say_so(call: Callable[[], Any]) -> None:
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=r"has not been initialized; use hvd.init\(\)"):
+        call()
+
+
+def test_what_is_built_can_be_asked_before_init() -> None:
+    assert hvd.mpi_built() in (True, False)
+    assert hvd.gloo_built() in (True, False)
+    assert hvd.nccl_built() == 0
+    assert not any((hvd.mpi_enabled(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()))
+
+
+def test_mpi_built_does_not_start_mpi() -> None:
+    program = "import sys, hvdkit.torch as hvd; hvd.mpi_built(); assert 'mpi4py.MPI' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_one_process_can_start_stop_and_start_again() -> None:
+    program = """
+import torch, hvdkit.torch as hvd
+hvd.shutdown()
+for _ in range(2):
+    hvd.init(); hvd.init()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()) == (0, 1, 0, 1)
+    handle = hvd.allreduce_async(torch.ones(2))
+    hvd.shutdown()
+    assert not hvd.is_initialized() and hvd.synchronize(handle) is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_fp16_compresses_floating_point_only() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        compressed, context = hvd.Compression.fp16.compress(torch.ones(3, dtype=dtype))
+        assert compressed.dtype == torch.float16
+        assert hvd.Compression.fp16.decompress(compressed, context).dtype == dtype
+    whole = torch.ones(3, dtype=torch.int32)
+    compressed, context = hvd.Compression.fp16.compress(whole)
+    assert compressed is whole
+    assert hvd.Compression.fp16.decompress(compressed, context) is whole
+
+
+def test_no_compression_passes_tensors_through() -> None:
+    tensor = torch.ones(3)
+    compressed, context = hvd.Compression.none.compress(tensor)
+    assert compressed is tensor
+    assert hvd.Compression.none.decompress(compressed, context) is tensor
