@@ -322,6 +322,8 @@ class Engine(NamedOperations):
     def join_done(self, last: int) -> None:
         self._joined.clear()
         self._joined_lanes.clear()
+        # Ranks have made different numbers of calls without a name; from here on they count together again.
+        self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
         if self._join_handle is not None:
             self._join_handle.finish(last)
             self._join_handle = None
