@@ -12,19 +12,48 @@ from typing import Any
 MEBIBYTE = 1024 * 1024
 
 
+# What Horovod calls a level, and what Python's logging calls the nearest one.
+_LOG_LEVELS = {
+    "trace": "debug",
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "error": "error",
+    "fatal": "critical",
+}
+_TRANSPORTS = ("auto", "mpi", "torch", "solo")
+
+
 def _boolean(text: str) -> bool:
     if text.strip().lower() in ("1", "true", "yes", "on"):
         return True
-    if text.strip().lower() in ("", "0", "false", "no", "off"):
+    if text.strip().lower() in ("0", "false", "no", "off"):
         return False
     raise ValueError("expected 0 or 1")
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError("expected seconds, zero or more")
+def _number(text: str, lowest: float, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not lowest <= value < float("inf"):
+        raise ValueError(expected)
     return value
+
+
+def _whole_number(text: str, lowest: int, expected: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if value < lowest:
+        raise ValueError(expected)
+    return value
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0, "expected seconds, zero or more")
 
 
 def _positive_seconds(text: str) -> float:
@@ -35,27 +64,28 @@ def _positive_seconds(text: str) -> float:
 
 
 def _milliseconds(text: str) -> float:
-    return _seconds(text)
+    return _number(text, 0, "expected milliseconds, zero or more")
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise ValueError("expected a whole number above zero")
-    return value
+    return _whole_number(text, 1, "expected a whole number above zero")
 
 
 def _not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("expected a whole number, zero or more")
-    return value
+    return _whole_number(text, 0, "expected a whole number, zero or more")
 
 
 def _transport(text: str) -> str:
-    if text not in ("auto", "mpi", "torch", "solo"):
-        raise ValueError("expected auto, mpi, torch or solo")
+    if text not in _TRANSPORTS:
+        raise ValueError(f"expected one of {', '.join(_TRANSPORTS)}")
     return text
+
+
+def _log_level(text: str) -> str:
+    level = text.strip().lower()
+    if level not in _LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(_LOG_LEVELS)}")
+    return _LOG_LEVELS[level]
 
 
 def _setting(default: Any, parse: Callable[[str], Any], names: str, unit: str, about: str) -> Any:
@@ -64,13 +94,16 @@ def _setting(default: Any, parse: Callable[[str], Any], names: str, unit: str, a
 
 @dataclass(frozen=True)
 class Settings:
-    """The run-time options of one process. Where a setting has several names, the first that is set wins."""
+    """The run-time options of one process. Where a setting has several names, the first that is set wins.
+
+    A variable that holds nothing ("") counts as not set.
+    """
 
     transport: str = _setting(
         "auto",
         _transport,
         "HVDKIT_TRANSPORT",
-        "auto, mpi, torch, solo",
+        ", ".join(_TRANSPORTS),
         "what carries the bytes; `auto` follows the launcher and the device",
     )
     timeout_seconds: float = _setting(
@@ -173,30 +206,39 @@ class Settings:
     )
     log_level: str = _setting(
         "warning",
-        lambda text: text.lower(),
+        _log_level,
         "HVDKIT_LOG_LEVEL HOROVOD_LOG_LEVEL",
-        "debug, info, warning, error",
-        "what the `hvdkit` logger lets through",
+        ", ".join(_LOG_LEVELS),
+        "what the `hvdkit` logger lets through; Python calls `trace` debug and `fatal` critical",
     )
+
+
+def names_of(setting: str) -> list[str]:
+    """The environment names of a setting, the one that wins first."""
+    return list(Settings.__dataclass_fields__[setting].metadata["names"])
+
+
+def value_of(setting: str, environ: Mapping[str, str]) -> Any:
+    """One setting as the environment has it, or its default. Raises as ``from_environment`` does."""
+    entry = Settings.__dataclass_fields__[setting]
+    for name in entry.metadata["names"]:
+        if not environ.get(name):
+            continue
+        try:
+            return entry.metadata["parse"](environ[name])
+        except ValueError as error:
+            raise ValueError(
+                f"environment variable {name}: {error}, got {environ[name]!r}\n"
+                f"HINT: {name} sets {entry.metadata['about']} (unit: {entry.metadata['unit']}, "
+                f"default: {entry.default})."
+            ) from None
+    return entry.default
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
     """The settings that the environment asks for. Raises ValueError that names the variable and what is allowed."""
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    for setting in fields(Settings):
-        for name in setting.metadata["names"]:
-            if name in environ:
-                try:
-                    values[setting.name] = setting.metadata["parse"](environ[name])
-                except ValueError as error:
-                    raise ValueError(
-                        f"environment variable {name}: {error}, got {environ[name]!r}\n"
-                        f"HINT: {name} sets {setting.metadata['about']} (unit: {setting.metadata['unit']}, "
-                        f"default: {setting.default})."
-                    ) from None
-                break
-    return Settings(**values)
+    return Settings(**{setting.name: value_of(setting.name, environ) for setting in fields(Settings)})
 
 
 def markdown_table() -> str:

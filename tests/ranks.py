@@ -25,8 +25,15 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 JOB_TIMEOUT_SECONDS = 240
+SKIPPED = "skipped: "
+
+
+class Skip(Exception):  # noqa: N818 (not an error)
+    """Raised by a case, on every rank, that says nothing about a job of this size; the reason is reported."""
 
 
 def free_port() -> int:
@@ -103,15 +110,16 @@ def case_names(module: str) -> list[str]:
 class RankedCases:
     """The cases of one module; a job of a size on a transport runs once, the first time one of its cases is checked."""
 
-    def __init__(self, module: str, **environment: str) -> None:
+    def __init__(self, module: str, runner: str = "tests.ranks", **environment: str) -> None:
         self.module = module
+        self.runner = runner
         self.environment = environment
         self.names = case_names(module)
         self._results = functools.lru_cache(maxsize=None)(self._run)
 
     def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "tests.ranks", self.module, folder]
+            command = [sys.executable, "-m", self.runner, self.module, folder]
             status, output = run_ranks(command, size, transport, **self.environment)
             reports = [
                 json.loads(path.read_text()) if (path := Path(folder, f"{rank}.json")).exists() else {}
@@ -120,8 +128,11 @@ class RankedCases:
         return reports, f"exit status {status}\n{output[-8000:]}"
 
     def check(self, case: str, size: int, transport: str) -> None:
-        """Fail with every rank's traceback unless the case passed on all ranks."""
+        """Fail with every rank's traceback unless the case passed on all ranks, or all skipped it for one reason."""
         reports, output = self._results(size, transport)
+        told = {report.get(case, "") for report in reports}
+        if len(told) == 1 and (reason := told.pop()).startswith(SKIPPED):
+            pytest.skip(reason.removeprefix(SKIPPED))
         problems = [
             f"rank {rank}: {report.get(case, 'did not reach this case')}"
             for rank, report in enumerate(reports)
@@ -142,6 +153,8 @@ def main(module_name: str, folder: str) -> None:
         try:
             getattr(module, name)(hvd)
             report[name] = "passed"
+        except Skip as skip:
+            report[name] = f"{SKIPPED}{skip}"
         except BaseException:
             report[name] = traceback.format_exc()
         path.write_text(json.dumps(report))
@@ -149,4 +162,7 @@ def main(module_name: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    # Cases raise the Skip of the module tests.ranks, which is not the one that runs under this name.
+    from tests import ranks
+
+    ranks.main(sys.argv[1], sys.argv[2])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from hvdkit.engine.requests import KINDS, Key, Request, Signature, mismatch
+from hvdkit.engine.requests import DATA_KINDS, KINDS, Key, Request, Signature, mismatch
 
 Message = list[Any]
 
@@ -22,6 +22,14 @@ class Entry:
     since: float
     requests: dict[int, Request] = field(default_factory=dict)
     warned: bool = False
+
+
+@dataclass
+class Failure:
+    """An error of one or more operations, and the members that have not asked for any yet: each is told once."""
+
+    text: str
+    untold: set[int]
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Blocked:
     waits_for: list[int]
     what: str
     label: str | None
+    tells: int = 0  # how often this rank has said so since another rank said so for the first time
 
 
 class Coordinator:
@@ -52,7 +61,7 @@ class Coordinator:
         self._threshold = fusion_threshold
         self.members: dict[int, list[int]] = {0: list(range(size))}
         self._pending: dict[Key, Entry] = {}
-        self._failed: dict[Key, tuple[str, set[int]]] = {}  # message, and the ranks that are still to be told
+        self._failed: dict[Key, Failure] = {}
         self._ready: list[tuple[Key, Entry]] = []
         self._signatures: dict[tuple[int, int], Signature] = {}
         self._joined: list[int] = []
@@ -91,8 +100,9 @@ class Coordinator:
             self.members[self._process_sets] = list(ranks)
 
     def depart(self, rank: int, reason: str) -> None:
-        """A rank has left the job: what waits for it fails."""
+        """A rank has left the job: what waits for it fails, a join included."""
         self._departed[rank] = reason
+        self._fail_join()
         for key, entry in list(self._pending.items()):
             if rank in self._missing(key, entry):
                 self._fail([key], self._departed_text(key, rank))
@@ -106,22 +116,25 @@ class Coordinator:
 
     def take_outgoing(self) -> list[tuple[int, Message]]:
         """Messages to deliver now. Ready allreduces that match are batched up to the fusion threshold."""
+        self._run_ready()
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def _run_ready(self) -> None:
         while self._ready:
             batch = [self._ready.pop(0)]
             key, entry = batch[0]
             nbytes = _fusible_bytes(entry)
             while nbytes is not None and self._ready:
-                more = _fusible_bytes(self._ready[0][1])
-                same = self._ready[0][0].process_set == key.process_set and _fusion_class(entry) == _fusion_class(
-                    self._ready[0][1]
-                )
-                if more is None or not same or nbytes + more > self._threshold:
+                next_key, next_entry = self._ready[0]
+                more = _fusible_bytes(next_entry)
+                if more is None or next_key.process_set != key.process_set or nbytes + more > self._threshold:
+                    break
+                if _fusion_class(entry) != _fusion_class(next_entry):
                     break
                 nbytes += more
                 batch.append(self._ready.pop(0))
             self._run(batch)
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
         """Operations pending for longer than ``seconds``."""
@@ -140,17 +153,18 @@ class Coordinator:
 
     def awaited_ranks(self) -> set[int]:
         """The ranks that some pending operation waits for."""
-        return {rank for key, entry in self._pending.items() for rank in self._missing(key, entry)}
+        awaited = {rank for key, entry in self._pending.items() for rank in self._missing(key, entry)}
+        return awaited.union(set(self.members[0]).difference(self._joined) if self._joined else ())
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
-        failed = self._failed.get(key)
-        if failed is not None and rank in failed[1]:
-            self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, failed[0]]))
-            failed[1].discard(rank)
-            if not failed[1]:
-                del self._failed[key]
+        failure = self._failed.get(key)
+        if failure is not None and rank in failure.untold:
+            self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, failure.text]))
+            failure.untold.discard(rank)
+            if not failure.untold:
+                self._failed = {one: other for one, other in self._failed.items() if other is not failure}
             return
         entry = self._pending.setdefault(key, Entry(now))
         entry.requests[rank] = request
@@ -161,7 +175,19 @@ class Coordinator:
         if gone:
             self._fail([key], self._departed_text(key, gone[0]))
             return
+        rivals = [Key(key.process_set, kind, key.name) for kind in DATA_KINDS if kind != key.kind]
+        for rival in rivals:
+            if rival in self._pending:
+                self._fail([key, rival], self._other_kind_text(key, rival))
+                return
         self._check_complete(key)
+
+    def _other_kind_text(self, key: Key, rival: Key) -> str:
+        """A name is one operation at a time, so two kinds under it are a mistake on one of the ranks."""
+        told = "; ".join(
+            f"rank {', '.join(map(str, sorted(self._pending[one].requests)))} sent {one.kind}" for one in (rival, key)
+        )
+        return f"Mismatched operations for '{key.name}': {told}.\nHINT: let every rank make the same calls."
 
     def _missing(self, key: Key, entry: Entry) -> list[int]:
         """Members that have neither asked nor joined."""
@@ -186,15 +212,17 @@ class Coordinator:
         self._ready.append((key, entry))
 
     def _fail(self, keys: list[Key], message: str) -> None:
-        """Tell every rank that asked, and every rank that will still ask."""
+        """Tell every rank that asked for one of these, and every member that will still ask, once."""
+        members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
+        asked = {rank for key in keys for rank in self._pending[key].requests}
+        joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
+        failure = Failure(message, members - asked - set(self._departed) - joined)
         for key in keys:
             entry = self._pending.pop(key)
             for rank in sorted(entry.requests):
                 self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, message]))
-            late = {rank for rank in self.members.get(key.process_set, []) if rank not in entry.requests}
-            late -= set(self._departed)
-            if late:
-                self._failed[key] = (message, late)
+            if failure.untold:
+                self._failed[key] = failure
 
     def _departed_text(self, key: Key, rank: int) -> str:
         return (
@@ -204,15 +232,26 @@ class Coordinator:
 
     def _join(self, rank: int) -> None:
         self._joined.append(rank)
+        self._fail_join()
         everyone = self.members[0]
-        if len(self._joined) == len(everyone):
-            last = self._joined[-1]
-            self._joined = []
-            self._outgoing += [(member, ["join_done", last]) for member in everyone]
-            return
-        self._outgoing += [(member, ["joined", rank]) for member in everyone]
         for key in [key for key in self._pending if key.process_set == 0]:
             self._check_complete(key)
+        # What was waiting for this rank runs before anybody learns of the join, or it would run after its end.
+        self._run_ready()
+        if len(self._joined) == len(everyone):
+            self._joined = []
+            self._failed = {key: failure for key, failure in self._failed.items() if key.process_set != 0}
+            self._outgoing += [(member, ["join_done", rank]) for member in everyone]
+        elif rank in self._joined:
+            self._outgoing += [(member, ["joined", rank]) for member in everyone]
+
+    def _fail_join(self) -> None:
+        """No join can end once a rank has left."""
+        if self._departed:
+            gone, reason = next(iter(self._departed.items()))
+            text = f"hvd.join() waits for rank {gone}, which has left the job: {reason}."
+            self._outgoing += [(rank, ["join_error", text]) for rank in self._joined]
+            self._joined = [rank for rank in self._joined if rank in self._departed]
 
     def _run(self, batch: list[tuple[Key, Entry]]) -> None:
         """One message to every member: run these now, under this sequence number."""
@@ -222,12 +261,22 @@ class Coordinator:
         members = list(self.members[first_key.process_set])
         for key, entry in batch:
             if key.kind == "remove_process_set":
-                self.members.pop(next(iter(entry.requests.values())).signature["id"], None)
+                self._remove(next(iter(entry.requests.values())).signature["id"])
         for rank in members:
             # A rank that has joined never sent the signatures; it needs them to contribute zeros.
             absent = any(rank not in entry.requests for _, entry in batch)
             shapes = [next(iter(entry.requests.values())).signature for _, entry in batch] if absent else None
             self._outgoing.append((rank, ["run", self._sequence, first_key.process_set, first_key.kind, names, shapes]))
+
+    def _remove(self, process_set: int) -> None:
+        """Forget a process set; what its members still asked for fails."""
+        doomed = [entry for entry in self._ready if entry[0].process_set == process_set]
+        self._ready = [entry for entry in self._ready if entry[0].process_set != process_set]
+        self._pending.update(doomed)
+        for key in [key for key in self._pending if key.process_set == process_set]:
+            self._fail([key], f"{key}: the process set was removed while the operation was pending.")
+        self._failed = {key: failure for key, failure in self._failed.items() if key.process_set != process_set}
+        self.members.pop(process_set, None)
 
     def _extra(self, key: Key, entry: Entry) -> Any:
         """What members need to know of each other, or what the coordinator assigns."""
@@ -257,10 +306,16 @@ class Coordinator:
             return
         key = Key(*message[1]) if isinstance(message[1], list) else None
         lane = message[1] if isinstance(message[1], int) else None
-        self._blocked[rank] = Blocked(key, lane, message[2], message[3], message[4])
+        earlier = self._blocked.get(rank)
+        ours = self._blocked[rank] = Blocked(key, lane, message[2], message[3], message[4])
+        if earlier is not None and (earlier.key, earlier.lane) == (key, lane):
+            ours.tells = earlier.tells + 1
+        else:
+            # What the others said before may be over: a rank that was slow to tell so must not be taken for stuck.
+            for theirs in self._blocked.values():
+                theirs.tells = 0
         for other, theirs in list(self._blocked.items()):
-            ours = self._blocked.get(rank)
-            if other != rank and ours is not None and self._dead_locked(rank, ours, other, theirs):
+            if other != rank and rank in self._blocked and self._dead_locked(rank, ours, other, theirs):
                 self._break_dead_lock(rank, ours, other, theirs)
 
     def _waits_for(self, blocked: Blocked) -> list[int]:
@@ -271,7 +326,7 @@ class Coordinator:
 
     def _dead_locked(self, rank: int, ours: Blocked, other: int, theirs: Blocked) -> bool:
         """Each waits for the other in different operations that were meant to be the same, or one of them in a plan."""
-        if (ours.key, ours.lane) == (theirs.key, theirs.lane):
+        if (ours.key, ours.lane) == (theirs.key, theirs.lane) or not (ours.tells and theirs.tells):
             return False
         if ours.key is not None and theirs.key is not None and ours.label != theirs.label:
             return False  # different names: a script may well submit the other one later, from elsewhere
@@ -283,14 +338,13 @@ class Coordinator:
             f"Mismatched operations: rank {low} waits in {low_blocked.what}, rank {high} waits in {high_blocked.what}; "
             "each waits for the other.\nHINT: let every rank make the same calls with the same process set."
         )
+        self._fail(list({one.key for one in (ours, theirs) if one.key is not None and one.key in self._pending}), text)
         for who, blocked in ((rank, ours), (other, theirs)):
             if blocked.lane is not None:
                 stuck = [member for member, more in self._blocked.items() if more.lane == blocked.lane]
                 self._outgoing += [(member, ["lane_error", blocked.lane, text]) for member in stuck]
                 for member in stuck:
                     self._blocked.pop(member)
-            elif blocked.key in self._pending:
-                self._fail([blocked.key], text)
             self._blocked.pop(who, None)
 
 
@@ -305,5 +359,5 @@ def _fusible_bytes(entry: Entry) -> int | None:
 
 def _fusion_class(entry: Entry) -> tuple[Any, ...]:
     signature = next(iter(entry.requests.values())).signature
-    fields = ("op", "prescale", "postscale", "device")
+    fields = ("op", "prescale", "postscale", "device", "direct")
     return (signature["dtype"][0], *(signature.get(name) for name in fields))

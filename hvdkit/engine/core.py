@@ -9,24 +9,27 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.collectives.group import Array, Group
+from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.config import Settings
+from hvdkit.engine.buckets import DeviceBuckets, HostBuckets, Reduction
+from hvdkit.engine.direct import DeviceArray, execute_direct, execute_staged, zeros_on_device
 from hvdkit.engine.driver import Driver
+from hvdkit.engine.ending import ENDING
 from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, execute, zeros_for
 from hvdkit.engine.handle import Handle
-from hvdkit.engine.lane import Lane, Reduction
+from hvdkit.engine.lane import Lane
 from hvdkit.engine.messages import Message
 from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
-from hvdkit.engine.requests import Key, Signature
+from hvdkit.engine.requests import DATA_KINDS, Key, Signature
 from hvdkit.engine.statistics import CommunicationStatistics, Statistics
 from hvdkit.engine.topology import Topology
 from hvdkit.engine.watch import Watch
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
 from hvdkit.kernels import ReduceOp
-from hvdkit.transports.base import Transport
+from hvdkit.transports.base import DeviceCollectives, Transport
 
 if TYPE_CHECKING:
     from hvdkit.engine.timeline import Timeline
@@ -35,12 +38,14 @@ logger = logging.getLogger("hvdkit")
 
 # How many closed plans are remembered; see Engine.forget_lane.
 CLOSED_LANES = 64
+# How many of them keep their communicator of a device, which takes the device's memory.
+CLOSED_DEVICE_LANES = 4
 # Named operations count their tags below those of lanes; see lane.LANE_TAG.
 NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
 
 
 class Engine(NamedOperations):
-    """All collective communication of this process. Arrays are numpy arrays, C-contiguous."""
+    """All collective communication of this process."""
 
     def __init__(
         self, transport: Transport, topology: Topology, settings: Settings, static_process_sets: Sequence[list[int]]
@@ -59,9 +64,12 @@ class Engine(NamedOperations):
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
         self._groups: dict[int, Group] = {}
+        self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
+        self._place: str | None = None  # the device that this rank's named operations use
         self._inbox: deque[Callable[[], None]] = deque()
         self._automatic: dict[tuple[str, int], int] = {}
         self._join_handle: Handle | None = None
+        self._last_joined: int | None = None  # set between the end of a join and the end of its last zeros
         self._joined: set[int] = set()
         self._submit_lock = threading.Lock()
         self.negotiation = Negotiation(self, static_process_sets)
@@ -80,9 +88,13 @@ class Engine(NamedOperations):
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
-    def join(self) -> Handle:
-        """Take part in what others reduce, with zeros, until all ranks have joined; the result is the last to join."""
+    def join(self, place: str | None = None) -> Handle:
+        """Take part in what others reduce, with zeros, until all ranks have joined; the result is the last to join.
+
+        ``place``: the device for zeros where this rank has used none so far.
+        """
         self._check_usable()
+        self._place = self._place or place
         if self._join_handle is not None:
             raise DuplicateNameError("hvd.join() was called again while this rank is still joined.")
         handle = self._join_handle = Handle("join()", None, self._drive)
@@ -103,9 +115,11 @@ class Engine(NamedOperations):
         codec: str = "none",
         process_set_id: int = 0,
         groups: Sequence[Sequence[int]] = (),
+        place: str = "cpu",
     ) -> Lane:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
+        ``place``: the device ("cuda:0") on which slots shall live if the transport has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
         signature = {
@@ -115,17 +129,24 @@ class Engine(NamedOperations):
             "postscale": float(postscale),
             "codec": codec,
             "groups": [list(group) for group in groups],
+            "device": device if (device := place.partition(":")[0]) in self.transport.device_types else "cpu",
         }
         lane_id = self._submit("plan", [], signature, None, name, process_set_id, False).wait()
-        lane = Lane(
-            self, lane_id, name, slots, self.group(process_set_id), Reduction(op, prescale, postscale, codec), groups
-        )
+        group, reduction = self.group(process_set_id), Reduction(op, prescale, postscale, codec)
+        collectives = None
+        if signature["device"] != "cpu" or "cpu" in self.transport.device_types:
+            collectives = self.transport.collectives_for(place, group.members, f"lane{lane_id}")
+        home = HostBuckets(group, reduction) if collectives is None else DeviceBuckets(group, reduction, collectives)
+        lane = Lane(self, lane_id, name, slots, group, home, codec, groups)
         self.lanes[lane_id] = lane
         return lane
 
     def forget_lane(self, lane: Lane) -> None:
         if self.lanes.pop(lane.lane_id, None) is not None:
             self._closed_lanes[lane.lane_id] = lane
+            for old in [one for one in self._closed_lanes.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
+                old.home.close()
+                del self._closed_lanes[old.lane_id]
             while len(self._closed_lanes) > CLOSED_LANES:
                 self._closed_lanes.pop(next(iter(self._closed_lanes)))
 
@@ -141,6 +162,16 @@ class Engine(NamedOperations):
         if process_set_id not in self._groups:
             self._groups[process_set_id] = Group(self.transport, self.process_sets[process_set_id])
         return self._groups[process_set_id]
+
+    def device_collectives(self, process_set_id: int, device: str) -> DeviceCollectives | None:
+        """The collectives of a process set's named operations; all its ranks ask for the first time together."""
+        key = process_set_id, device
+        if key not in self._device_collectives:
+            place = self._place if self._place and self._place.partition(":")[0] == device else device
+            self._device_collectives[key] = self.transport.collectives_for(
+                place, self.process_sets[process_set_id], f"set{process_set_id}"
+            )
+        return self._device_collectives[key]
 
     def communication_statistics(self) -> CommunicationStatistics:
         """What communication cost this rank since init."""
@@ -166,12 +197,14 @@ class Engine(NamedOperations):
             timeline.close()
 
     def timeline_begin(self, row: str, activity: str, **args: Any) -> None:
-        if self.timeline is not None:
-            self.timeline.begin(row, activity, **args)
+        timeline = self.timeline  # another thread may stop it
+        if timeline is not None:
+            timeline.begin(row, activity, **args)
 
     def timeline_end(self, row: str) -> None:
-        if self.timeline is not None:
-            self.timeline.end(row)
+        timeline = self.timeline
+        if timeline is not None:
+            timeline.end(row)
 
     def later(self, message: Message) -> None:
         """Have the driver tell the coordinator something."""
@@ -199,30 +232,47 @@ class Engine(NamedOperations):
             self._drive_until(handle.done)
 
     def _round(self) -> bool:
-        """One pass over all that is in flight. Errors end what they concern; nothing is raised."""
-        moved = False
-        while self._inbox:
-            self._inbox.popleft()()
-            moved = True
+        """One pass over all that is in flight. Nothing is raised: an error ends every wait with itself."""
         try:
-            moved |= self.negotiation.exchange()
-            self.negotiation.look_for_broken()
-            for lane in list(self.lanes.values()):
-                while lane.startable():
-                    self._start_on(lane, lane.start())
-                    moved = True
-            for lane in self._joined_lanes.values():
-                while lane.zeros_startable():
-                    self.operations.append(lane.start_zeros())
-                    moved = True
-            for operation in list(self.operations):
-                moved |= self._advance(operation)
+            return self._pass()
         except PeerLostError as error:
             if self.error is None:
                 self.negotiation.tell_everyone(["lost", -1, str(error)])
             self.fail(error)
-        if moved and self.timeline is not None:
-            self.timeline.mark_cycle()
+        except HorovodInternalError as error:
+            self.fail(error)
+        except Exception as error:  # a defect of ours: whoever waits must learn of it, on whatever thread it happens
+            logger.exception("the engine failed on %s", self.told())
+            self.fail(HorovodInternalError(f"the engine failed on {self.told()}: {error!r}"))
+        return True
+
+    def _pass(self) -> bool:
+        moved = False
+        while self._inbox:
+            self._inbox.popleft()()
+            moved = True
+        moved |= self.negotiation.exchange()
+        if self.error is not None:
+            self.fail(self.error)  # also what was submitted while it failed
+            return moved
+        self.negotiation.look_for_broken()
+        for lane in list(self.lanes.values()):
+            while lane.startable():
+                self._start_on(lane, lane.start())
+                moved = True
+        for lane in self._joined_lanes.values():
+            while lane.zeros_startable():
+                self.operations.append(lane.start_zeros())
+                moved = True
+        for operation in list(self.operations):
+            moved |= self._advance(operation)
+            if self.error is not None:
+                return True
+        if self._last_joined is not None:
+            self._end_join()
+        timeline = self.timeline
+        if moved and timeline is not None:
+            timeline.mark_cycle()
         self.watch.look(monotonic())
         return moved
 
@@ -239,11 +289,8 @@ class Engine(NamedOperations):
             how = f"{self.topology.told(error.rank or 0)} has left the job: {reason}" if reason else str(error)
             raise PeerLostError(f"{operation.what} failed on {self.told()}: {how}", error.rank) from error
         except Exception as error:
-            logger.exception("%s failed on %s", operation.what, self.told())
-            self.operations.remove(operation)
-            self.fail(HorovodInternalError(f"{operation.what} failed on {self.told()}: {error!r}"))
-            return True
-        if moved:
+            raise HorovodInternalError(f"{operation.what} failed on {self.told()}: {error!r}") from error
+        if moved and operation in self.operations:
             self.operations.remove(operation)
         return moved is not None
 
@@ -255,12 +302,15 @@ class Engine(NamedOperations):
         """End every wait with ``error``: a rank is lost, or this one cannot go on."""
         if self.error is None:
             self.error = error
+        for operation in self.operations:
+            operation.fail(error)
         self.operations.clear()
-        for lane in self.lanes.values():
+        for lane in list(self.lanes.values()):
             lane.fail(error)
-        for submission in self.submissions.values():
-            submission.handle.fail(error)
-        self.submissions.clear()
+        with self._submit_lock:
+            for submission in self.submissions.values():
+                submission.handle.fail(error)
+            self.submissions.clear()
         if self._join_handle is not None:
             self._join_handle.fail(error)
             self._join_handle = None
@@ -269,6 +319,8 @@ class Engine(NamedOperations):
 
     def run(self, message: Message) -> None:
         """Start a batch that all ranks run under the same sequence number."""
+        if self.error is not None:
+            return  # everyone is learning of it
         _, sequence, process_set_id, kind, names, signatures = message
         submissions = []
         for index, (name, _) in enumerate(names):
@@ -276,7 +328,8 @@ class Engine(NamedOperations):
             submission = self.submissions.pop(key, None)
             if submission is None:
                 assert signatures is not None, f"{key} runs, but this rank neither asked for it nor joined"
-                arrays = zeros_for(signatures[index]) if kind == "allreduce" else []
+                on_host = kind == "allreduce" and not signatures[index].get("direct")
+                arrays = zeros_for(signatures[index]) if on_host else []
                 submission = Submission(key, signatures[index], arrays, None, Handle(str(key), None, self._drive))
             submissions.append(submission)
             self.timeline_end(str(key))
@@ -285,7 +338,11 @@ class Engine(NamedOperations):
         root = submissions[0].signature.get("root", self.process_sets[process_set_id][0])
         extras = [extra for _, extra in names]
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
-        steps = execute(group, kind, submissions, extras, group.members.index(root), tag)
+        root = group.members.index(root)
+        if submissions[0].signature.get("direct"):
+            steps = self._execute_direct(group, process_set_id, kind, submissions, extras, root, tag)
+        else:
+            steps = execute(group, kind, submissions, extras, root, tag)
 
         def completed(results: list[Any]) -> None:
             if kind in ("add_process_set", "remove_process_set"):
@@ -294,8 +351,36 @@ class Engine(NamedOperations):
                 self.timeline_end(str(submission.key))
                 submission.handle.finish(result)
 
+        def failed(error: HorovodInternalError) -> None:
+            for submission in submissions:
+                submission.handle.fail(error)
+
         what = submissions[0].handle.what + (f" and {len(submissions) - 1} more" if len(submissions) > 1 else "")
-        self.operations.append(Operation(what, steps, self.transport, completed))
+        self.operations.append(Operation(what, steps, self.transport, completed, group.members, failed))
+
+    def _execute_direct(
+        self,
+        group: Group,
+        process_set_id: int,
+        kind: str,
+        submissions: Sequence[Submission],
+        extras: Sequence[Any],
+        root: int,
+        tag: int,
+    ) -> Steps[list[Any]]:
+        """The steps of a batch of DeviceArrays. The first one opens the device's collectives, where all ranks meet.
+
+        The order in which collectives are launched is that of the batches, on all ranks: a new operation is advanced
+        after all older ones, and launches everything before it first yields.
+        """
+        collectives = self.device_collectives(process_set_id, submissions[0].signature["device"])
+        for submission in submissions:
+            if not submission.arrays:  # this rank has joined
+                signature = submission.signature
+                submission.arrays = zeros_on_device(collectives, signature) if collectives else zeros_for(signature)
+        if collectives is None:
+            return (yield from execute_staged(group, kind, submissions, extras, root, tag))
+        return (yield from execute_direct(collectives, group, kind, submissions, extras, root))
 
     def _change_process_sets(self, kind: str, signature: Signature, results: list[Any]) -> None:
         if kind == "add_process_set" and results[0] is not None:
@@ -303,6 +388,10 @@ class Engine(NamedOperations):
         elif kind == "remove_process_set":
             self.process_sets.pop(signature["id"], None)
             self._groups.pop(signature["id"], None)
+            for key in [key for key in self._device_collectives if key[0] == signature["id"]]:
+                collectives = self._device_collectives.pop(key)
+                if collectives is not None:
+                    collectives.close()
 
     def reject(self, key: Key, text: str) -> None:
         """The coordinator found an error; this rank's request for ``key`` ends with it."""
@@ -320,13 +409,29 @@ class Engine(NamedOperations):
                     self.negotiation.send(rank, ["lane", lane.lane_id, lane.sequence])
 
     def join_done(self, last: int) -> None:
+        """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
         self._joined.clear()
-        self._joined_lanes.clear()
         # Ranks have made different numbers of calls without a name; from here on they count together again.
         self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
+        self._last_joined = last
+
+    def _end_join(self) -> None:
+        over = all(lane.sequence >= lane.joined_until for lane in self._joined_lanes.values())
+        if self._join_handle is not None and not self.operations and over:
+            self._joined_lanes.clear()
+            self._join_handle.finish(self._last_joined)
+            self._join_handle = self._last_joined = None
+
+    def join_failed(self, text: str) -> None:
+        """A rank left, so that the join can never end."""
         if self._join_handle is not None:
-            self._join_handle.finish(last)
+            self._join_handle.fail(HorovodInternalError(text))
             self._join_handle = None
+
+    @property
+    def joining(self) -> bool:
+        """Whether this rank waits in join()."""
+        return self._join_handle is not None
 
     def take_part(self, lane_id: int, sequence: int) -> None:
         """Contribute zeros to a lane up to an operation that others have started."""
@@ -352,7 +457,7 @@ class Engine(NamedOperations):
     def _submit(
         self,
         kind: str,
-        arrays: Sequence[Array],
+        arrays: Sequence[Array | DeviceArray],
         fields: Signature,
         detail: Any,
         name: str | None,
@@ -360,6 +465,7 @@ class Engine(NamedOperations):
         wake: bool,
     ) -> Handle:
         self._check_usable()
+        ENDING.forget()  # a script that goes on has caught its SystemExit
         members = self.process_sets.get(process_set_id)
         if members is None or self.topology.rank not in members:
             there = "does not exist" if members is None else f"has the ranks {members}"
@@ -373,15 +479,19 @@ class Engine(NamedOperations):
                 number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
                 name = f"{kind}.noname.{number}"
             key = Key(process_set_id, kind, name)
-            if key in self.submissions:
-                raise DuplicateNameError(
-                    f"Requested to {kind} a tensor with the same name as another tensor that is currently being "
-                    f"processed: '{name}'.\nHINT: synchronize() the first one, or give each tensor a name of its own."
-                )
+            for other in DATA_KINDS if kind in DATA_KINDS else (kind,):
+                if Key(process_set_id, other, name) in self.submissions:
+                    raise DuplicateNameError(
+                        f"Requested to {kind} a tensor with the same name as another tensor that is currently being "
+                        f"processed: {other} '{name}'.\n"
+                        "HINT: synchronize() the first one, or give each tensor a name of its own."
+                    )
             handle = Handle(str(key), label, self._drive)
             signature = {"kind": kind, "ps": process_set_id, **fields}
             submission = Submission(key, signature, list(arrays), detail, handle)
             self.submissions[key] = submission
+            if arrays and isinstance(arrays[0], DeviceArray):
+                self._place = arrays[0].place
         self.watch.seen_thread()
         self.timeline_begin(str(key), f"NEGOTIATE_{kind.upper()}")
         self._inbox.append(lambda: self.negotiation.announce(submission))

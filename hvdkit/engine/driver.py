@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 from hvdkit.engine.signal import Signal
@@ -32,10 +33,9 @@ class Driver:
         self._longest_pause = max(longest_pause, SHORTEST_PAUSE)
         self._idle_pause = idle_pause
         self._turn = threading.Lock()  # held during a round
-        self._guests = 0
+        self._guests: tuple[Signal, ...] = ()  # of the threads that wait for something and drive meanwhile
         self._guests_lock = threading.Lock()
         self._background_signal = Signal()
-        self._guest_signal = Signal()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -53,16 +53,28 @@ class Driver:
 
     def wake(self) -> None:
         """Something has come in or was submitted."""
-        if self._guests:
-            self._guest_signal.set()
-        else:
+        guests = self._guests
+        for guest in guests:
+            guest.set()
+        if not guests:
             self._background_signal.set()
+
+    @contextmanager
+    def halted(self, seconds: float) -> Iterator[bool]:
+        """No round runs inside this block. Yields False where a round that is stuck could not be waited out."""
+        mine = self._turn.acquire(timeout=seconds)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._turn.release()
 
     def drive_until(self, finished: Callable[[], bool]) -> float:
         """Drive from the calling thread until ``finished()``. Returns the seconds that it took."""
         started = perf_counter()
+        signal = Signal()
         with self._guests_lock:
-            self._guests += 1
+            self._guests = (*self._guests, signal)
         try:
             moved_at = perf_counter()
             pause = SHORTEST_PAUSE
@@ -75,16 +87,18 @@ class Driver:
                     self._turn.release()
                 if moved:
                     moved_at, pause = perf_counter(), SHORTEST_PAUSE
+                    if len(self._guests) > 1:
+                        self.wake()  # it may have been what another thread waits for
                 elif not self._polling:
-                    self._guest_signal.wait(EVENT_PAUSE)
+                    signal.wait(EVENT_PAUSE)
                 elif perf_counter() - moved_at > self._spin:
-                    self._guest_signal.wait(pause)
+                    signal.wait(pause)
                     pause = min(2 * pause, self._longest_pause)
         finally:
             with self._guests_lock:
-                self._guests -= 1
+                self._guests = tuple(guest for guest in self._guests if guest is not signal)
             if self._busy():
-                self._background_signal.set()
+                self.wake()
         return perf_counter() - started
 
     def _serve(self) -> None:

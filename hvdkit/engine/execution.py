@@ -31,7 +31,7 @@ class Submission:
 
     key: Key
     signature: Signature
-    arrays: list[Array]
+    arrays: list[Any]  # numpy arrays, or DeviceArrays
     detail: Any
     handle: Handle
 

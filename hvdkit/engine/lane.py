@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.collectives.group import Group, Steps
 from hvdkit.compression import CODECS
-from hvdkit.engine.execution import effective
+from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.errors import HorovodInternalError
@@ -33,22 +31,13 @@ def lane_tag(lane: int, sequence: int) -> int:
     return LANE_TAG | (lane % LANES * SEQUENCE + sequence % SEQUENCE) * PHASES
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """What a plan does to its buckets."""
-
-    op: ReduceOp
-    prescale: float
-    postscale: float
-    codec: str
-
-
 class Lane:
     """The buckets of one plan on this rank.
 
     A training thread writes gradients into slots and hands them over with ``ready``; the engine's driver starts a
     bucket when all of its slots are ready and all earlier buckets were started. The first step ends with one small
-    allreduce in which all ranks adopt the order that rank 0 observed and combine their flags.
+    allreduce in which all ranks adopt the order that rank 0 observed and combine their flags. Buffers are what ``home``
+    allocates, numpy arrays or tensors of a device; here they are only sliced and assigned to.
     """
 
     def __init__(
@@ -58,7 +47,8 @@ class Lane:
         name: str,
         slots: Sequence[Slot],
         group: Group,
-        reduction: Reduction,
+        home: Buckets,
+        codec: str,
         groups: Sequence[Sequence[int]],
     ) -> None:
         self.name = name
@@ -70,11 +60,12 @@ class Lane:
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
-        self._buffers: list[Array] = []
-        self._views: dict[int, Array] = {}
+        self.home = home
+        self._buffers: list[Any] = []
+        self._views: dict[int, Any] = {}
         self._bucket_of: dict[int, int] = {}
         self._engine = engine
-        self._reduction = reduction
+        self._codec = codec
         self._groups = [list(members) for members in groups]
         self._lock = threading.Lock()
         self._observed: list[int] = []
@@ -84,12 +75,18 @@ class Lane:
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
-    def slot_array(self, slot: int) -> Array:
+    @property
+    def on_device(self) -> bool:
+        """Whether slots are tensors of a device, not numpy arrays."""
+        return self.home.on_device
+
+    def slot_array(self, slot: int) -> Any:
         """The slot's flat memory in its fusion buffer. Fetch it again when ``generation`` has changed."""
         return self._views[slot]
 
     def ready(self, slot: int) -> None:
         """Slot ``slot`` holds this rank's gradient; it is the engine's until ``finish``."""
+        mark = self.home.mark()
         with self._lock:
             if slot in self._ready:
                 raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
@@ -97,6 +94,8 @@ class Lane:
             if self.first_step:
                 self._observed.append(slot)
             bucket = self._bucket_of[slot]
+            if mark is not None:
+                self._marks[bucket].append(mark)
             self._left[bucket] -= 1
             complete = self._left[bucket] == 0
         if complete:
@@ -152,6 +151,10 @@ class Lane:
 
     def startable(self) -> bool:
         """Whether the next operation in the agreed order may start now."""
+        with self._lock:  # the training thread may be laying the buckets out anew
+            return self._may_start()
+
+    def _may_start(self) -> bool:
         if self.error is not None or self._started - self._completed >= self._engine.settings.max_buckets_in_flight:
             return False
         if self._started < len(self._buckets):
@@ -165,7 +168,7 @@ class Lane:
         self._started += 1
         if place < len(self._buckets):
             self._engine.timeline_end(self._row(place))
-            steps = self._reduce(self._buffers[place], place, self._next_tag())
+            steps = self._reduce(self._buffers[place], self._marks[place], place, self._next_tag())
             what = f"bucket {place} of {self.name}"
         else:
             steps = self._exchange_observations(self._observed, self._flags, self._next_tag())
@@ -186,8 +189,8 @@ class Lane:
         place = self._started
         self._started += 1
         if place < len(self._buckets):
-            bucket = self._buckets[place]
-            steps = self._reduce(np.zeros(bucket.elements, bucket.dtype), place, self._next_tag())
+            zeros = self.home.zeros(self._buckets[place])
+            steps = self._reduce(zeros, [self.home.mark()], place, self._next_tag())
             return self._operation(f"bucket {place} of {self.name} (joined)", steps, joined=True)
         steps = self._exchange_observations([], bytes(len(self.slots)), self._next_tag())
         return self._operation(f"the gradient order of {self.name} (joined)", steps, joined=True)
@@ -221,8 +224,7 @@ class Lane:
         self._buckets = lay_out(self.slots, order, engine.settings.fusion_threshold, self._groups)
         self._buffers, self._views, self._bucket_of = [], {}, {}
         for place, bucket in enumerate(self._buckets):
-            buffer = engine.transport.allocate(bucket.nbytes).view(bucket.dtype)
-            buffer[...] = 0  # the gaps between slots travel too: they must not hold signalling NaNs
+            buffer = self.home.allocate(bucket)
             self._buffers.append(buffer)
             for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
                 self._views[slot] = buffer[offset : offset + self.slots[slot].elements]
@@ -246,6 +248,7 @@ class Lane:
         self._finishing = False
         self._ready: set[int] = set()
         self._left = [len(bucket.slots) for bucket in self._buckets]
+        self._marks: list[list[Any]] = [[] for _ in self._buckets]
         self._started = 0
         self._completed = 0
 
@@ -263,18 +266,15 @@ class Lane:
                 self._end_step()
                 self._engine.wake()
 
-        return Operation(what, steps, self._engine.transport, completed)
+        return Operation(what, steps, self._engine.transport, completed, self.group.members)
 
-    def _reduce(self, buffer: Array, place: int, tag: int) -> Steps[None]:
-        reduction, row, timeline = self._reduction, self._row(place), self._engine.timeline_begin
-        op, scale = effective(reduction.op, reduction.postscale, self.group.size)
+    def _reduce(self, buffer: Any, marks: Sequence[Any], place: int, tag: int) -> Steps[None]:
+        row, nbytes = self._row(place), self._buckets[place].nbytes
         started = perf_counter()
-        timeline(row, "ALLREDUCE", bytes=buffer.nbytes, codec=reduction.codec)
-        if reduction.prescale != 1.0:
-            kernels.scale_into(buffer, buffer, reduction.prescale)
-        yield from allreduce(self.group, buffer, op, scale, CODECS[reduction.codec], tag)
+        self._engine.timeline_begin(row, "ALLREDUCE", bytes=nbytes, codec=self._codec)
+        yield from self.home.reduce(buffer, marks, tag)
         self._engine.timeline_end(row)
-        self._engine.statistics.reduced(buffer.nbytes, perf_counter() - started)
+        self._engine.statistics.reduced(nbytes, perf_counter() - started)
 
     def _exchange_observations(self, observed: Sequence[int], flags: bytes, tag: int) -> Steps[None]:
         """Rank 0's order and everyone's flags, in one allreduce of their maximum."""

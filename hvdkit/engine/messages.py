@@ -20,6 +20,7 @@ SHAPES = {
     "lane_error": 3,  # lane id, text
     "joined": 2,  # rank
     "join_done": 2,  # last rank
+    "join_error": 2,  # text
     # from anyone
     "lane": 3,  # lane id, sequence: a rank that has joined takes part up to here
     "ping": 1,
@@ -36,9 +37,11 @@ def encode(message: Message) -> bytes:
 def decode(payload: bytes) -> Message:
     """The message. Raises ValueError for bytes that no engine of this version sends."""
     try:
-        message = json.loads(payload)
+        message: Any = json.loads(payload)
     except RecursionError:
         raise ValueError("a control message nested too deeply") from None
-    if not isinstance(message, list) or not message or SHAPES.get(message[0]) != len(message):
+    kind = message[0] if isinstance(message, list) and message else None
+    if not isinstance(kind, str) or SHAPES.get(kind) != len(message):
         raise ValueError(f"not a control message: {payload[:80]!r}")
-    return message
+    decoded: Message = message
+    return decoded

@@ -7,19 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.collectives.group import Array
+from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Signature
 from hvdkit.kernels import ReduceOp
 
 
 class NamedOperations(ABC):
-    """What an engine offers by name. ``wake=False`` leaves the driving to a caller who waits at once."""
+    """What an engine offers by name. ``wake=False`` leaves the driving to a caller who waits at once.
+
+    Arrays are numpy arrays, C-contiguous. Where allreduce, broadcast and allgather take DeviceArrays, the result's
+    arrays are tensors of the device or, if these ranks have no collectives of it, numpy arrays.
+    """
 
     @abstractmethod
     def _submit(
         self,
         kind: str,
-        arrays: Sequence[Array],
+        arrays: Sequence[Array | DeviceArray],
         fields: Signature,
         detail: Any,
         name: str | None,
@@ -30,7 +35,7 @@ class NamedOperations(ABC):
 
     def allreduce(
         self,
-        arrays: Sequence[Array],
+        arrays: Sequence[Array | DeviceArray],
         *,
         name: str | None,
         op: ReduceOp,
@@ -47,24 +52,32 @@ class NamedOperations(ABC):
             "prescale": float(prescale),
             "postscale": float(postscale),
             "device": device,
+            **_way(arrays),
         }
         return self._submit("allreduce", arrays, signature, None, name, process_set_id, wake)
 
     def allgather(
-        self, arrays: Sequence[Array], *, name: str | None, process_set_id: int, device: str = "cpu", wake: bool = True
+        self,
+        arrays: Sequence[Array | DeviceArray],
+        *,
+        name: str | None,
+        process_set_id: int,
+        device: str = "cpu",
+        wake: bool = True,
     ) -> Handle:
         """Concatenate each array over the ranks along its first dimension; the result is a list of new arrays."""
         signature = {
             "dtype": [str(array.dtype) for array in arrays],
             "shape": [["*", *array.shape[1:]] for array in arrays],
             "device": device,
+            **_way(arrays),
         }
         rows = [array.shape[0] for array in arrays]
         return self._submit("allgather", arrays, signature, rows, name, process_set_id, wake)
 
     def broadcast(
         self,
-        arrays: Sequence[Array],
+        arrays: Sequence[Array | DeviceArray],
         *,
         root_rank: int,
         name: str | None,
@@ -73,7 +86,7 @@ class NamedOperations(ABC):
         wake: bool = True,
     ) -> Handle:
         """Replace each array in place by that of ``root_rank`` (a global rank)."""
-        signature = {**_described(arrays), "root": int(root_rank), "device": device}
+        signature = {**_described(arrays), "root": int(root_rank), "device": device, **_way(arrays)}
         return self._submit("broadcast", arrays, signature, None, name, process_set_id, wake)
 
     def alltoall(
@@ -129,5 +142,9 @@ class NamedOperations(ABC):
         return bool(handle.wait())
 
 
-def _described(arrays: Sequence[Array]) -> Signature:
+def _described(arrays: Sequence[Array | DeviceArray]) -> Signature:
     return {"dtype": [str(array.dtype) for array in arrays], "shape": [list(array.shape) for array in arrays]}
+
+
+def _way(arrays: Sequence[Array | DeviceArray]) -> Signature:
+    return {"direct": True} if isinstance(arrays[0], DeviceArray) else {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hvdkit.engine.coordinator import Coordinator
 from hvdkit.engine.messages import Message, decode, encode
 from hvdkit.engine.requests import Key
-from hvdkit.errors import PeerLostError
+from hvdkit.errors import HorovodInternalError, PeerLostError
 
 if TYPE_CHECKING:
     from hvdkit.engine.core import Engine
@@ -82,8 +82,12 @@ class Negotiation:
             self._engine.watch.heard(rank)
             try:
                 self._take(rank, decode(payload))
-            except ValueError as error:
-                logger.error("rank %d sent what is no control message, ignored: %s", rank, error)
+            except (ValueError, TypeError, KeyError, IndexError) as error:
+                # To ignore it would leave somebody waiting for the answer.
+                raise HorovodInternalError(
+                    f"{self._engine.topology.told(rank)} sent a control message that {self._engine.told()} does not "
+                    f"understand: {error!r} in {payload[:200]!r}"
+                ) from error
         if self.coordinator is not None:
             for rank, message in self.coordinator.take_outgoing():
                 moved = True
@@ -111,6 +115,8 @@ class Negotiation:
             engine.joined(message[1])
         elif kind == "join_done":
             engine.join_done(message[1])
+        elif kind == "join_error":
+            engine.join_failed(message[1])
         elif kind == "lane":
             engine.take_part(message[1], message[2])
         elif kind == "lane_error":
@@ -118,7 +124,8 @@ class Negotiation:
         elif kind == "ping":
             self.send(sender, ["pong"])
         elif kind == "bye":
-            self.departed[sender] = message[1]
+            self.departed[sender] = str(message[1])
+            engine.watch.departed(sender)
             if self.coordinator is not None:
                 self.coordinator.depart(sender, message[1])
         elif kind == "lost":

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import Any
 
+from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transfer, Transport
 
 
 class Operation:
     """Drives one generator of a collective forward; ``advance`` never blocks."""
 
-    __slots__ = ("_on_done", "_pending", "_steps", "_transport", "since", "what")
+    __slots__ = ("_members", "_on_done", "_pending", "_steps", "_transport", "fail", "since", "what")
 
     def __init__(
         self,
@@ -20,12 +21,16 @@ class Operation:
         steps: Generator[list[Transfer], None, Any],
         transport: Transport,
         on_done: Callable[[Any], None],
+        members: Sequence[int] = (),
+        on_fail: Callable[[HorovodInternalError], None] = lambda error: None,
     ) -> None:
         self.what = what
         self.since = monotonic()
         self._steps = steps
         self._transport = transport
         self._on_done = on_done
+        self._members = members
+        self.fail = on_fail  # tells whoever waits that the operation will not end
         self._pending: list[Transfer] = []
 
     def advance(self) -> bool | None:
@@ -46,5 +51,6 @@ class Operation:
                 self._transport.watch(list(self._pending))
 
     def awaited_peers(self) -> set[int]:
-        """The ranks whose transfers are not done."""
-        return {transfer.peer for transfer in self._pending if not transfer.done()}
+        """The ranks whose transfers are not done; all members where a device's collective does not tell."""
+        peers = {transfer.peer for transfer in self._pending if not transfer.done()}
+        return peers.difference((-1,)).union(self._members) if -1 in peers else peers

@@ -96,18 +96,31 @@ def _ranks_of(process_set: ProcessSet) -> list[int]:
     return ranks
 
 
-def resolve_ranks(process_set: ProcessSet, size: int) -> list[int]:
-    """The global ranks of a set that may have been made from a communicator. Raises ValueError outside 0..size-1."""
-    if process_set.ranks is None:
-        from mpi4py import MPI
+def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
+    """The global ranks of a set that may have been made from a communicator. Raises ValueError outside 0..size-1.
 
-        group = process_set.mpi_comm.Get_group()
-        world = MPI.COMM_WORLD.Get_group()
-        process_set.ranks = sorted(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
+    ``world_comm``: the communicator that ``hvd.init()`` was given; without one it is MPI.COMM_WORLD.
+    """
+    if process_set.ranks is None:
+        process_set.ranks = _ranks_in(process_set.mpi_comm, world_comm)
     ranks = process_set.ranks
     if not ranks or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(f"ProcessSet: expected ranks from 0 to {size - 1}, got {ranks}")
     return ranks
+
+
+def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
+    """The ranks that the members of ``comm`` have in ``world_comm``."""
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), (world_comm or MPI.COMM_WORLD).Get_group()
+    ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
+    if MPI.UNDEFINED in ranks:
+        raise ValueError(
+            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
+            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
+        )
+    return sorted(ranks)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -117,9 +130,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     these ranks exists.
     """
     engine = runtime.engine()
-    _check_dynamic("adding")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
+    _check_dynamic("adding")
     if process_set.ranks is None:
         raise NotImplementedError(
             "Dynamically adding process sets defined by an MPI communicator is not implemented. "
@@ -133,7 +146,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set; every rank of the job calls this. Returns whether there was such a set; the global one stays."""
+    """Remove a set; every rank of the job calls this. Returns whether there was such a set; the global one stays.
+
+    Raises TypeError for what is no ProcessSet.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"remove_process_set: process_set must be a hvd.ProcessSet, got {process_set!r}")
     engine = runtime.engine()
     if process_set.process_set_id in (None, 0):
         return False

@@ -11,12 +11,9 @@ from hvdkit.kernels import ReduceOp
 # A signature travels as a JSON object with these fields; absent ones do not apply to the kind of operation.
 Signature = dict[str, Any]
 
+DATA_KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 KINDS = (
-    "allreduce",
-    "allgather",
-    "broadcast",
-    "alltoall",
-    "reducescatter",
+    *DATA_KINDS,
     "barrier",
     "plan",
     "add_process_set",
@@ -56,6 +53,7 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
         ("prescale", "prescale factors"),
         ("postscale", "postscale factors"),
         ("device", "devices"),
+        ("direct", "ways (device to device: True)"),
         ("codec", "compressions"),
         ("groups", "groups"),
         ("ranks", "process sets"),

@@ -22,7 +22,7 @@ logger = logging.getLogger("hvdkit")
 
 LOOK_SECONDS = 0.1
 # How long a wait lasts before the coordinator is told of it, so that it can see a dead-lock.
-BLOCKED_SECONDS = 0.3
+BLOCKED_SECONDS = 0.2
 # What a rank sent before it left may still be on its way.
 DEPARTED_SECONDS = 1.0
 
@@ -34,7 +34,7 @@ class Waiting:
     handle: Handle | None
     lane: Lane | None
     since: float = field(default_factory=monotonic)
-    told: bool = False
+    told_at: float = 0.0
     warned: bool = False
 
 
@@ -47,10 +47,15 @@ class Watch:
         self._waiting: dict[int, Waiting] = {}
         self._threads: set[int] = set()
         self._next_look = 0.0
+        self._departed_at: dict[int, float] = {}
 
     def seen_thread(self) -> None:
         """Several threads that submit make it impossible to say that a rank is blocked as a whole."""
         self._threads.add(threading.get_ident())
+
+    def departed(self, rank: int) -> None:
+        """A rank said goodbye just now."""
+        self._departed_at.setdefault(rank, monotonic())
 
     def heard(self, rank: int) -> None:
         self._liveness.heard(rank, monotonic())
@@ -65,12 +70,12 @@ class Watch:
             yield
         finally:
             self._waiting.pop(me, None)
-            if waiting.told and self._engine.error is None:
+            if waiting.told_at and self._engine.error is None:
                 self._engine.later(["blocked", None, [], "", None])
 
     def look(self, now: float) -> None:
         """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""
-        if now < self._next_look or self._engine.transport.size == 1:
+        if now < self._next_look or self._engine.transport.size == 1 or self._engine.error is not None:
             return
         self._next_look = now + LOOK_SECONDS
         self._tell_blocked(now)
@@ -79,12 +84,13 @@ class Watch:
         self._look_for_lost(now)
 
     def _tell_blocked(self, now: float) -> None:
+        self._threads &= {thread.ident for thread in threading.enumerate() if thread.ident is not None}
         if len(self._threads) != 1:
             return
         for waiting in list(self._waiting.values()):
-            if waiting.told or now - waiting.since < BLOCKED_SECONDS:
+            if now - max(waiting.since, waiting.told_at) < BLOCKED_SECONDS:
                 continue
-            waiting.told = True
+            waiting.told_at = now  # and again after a while: what it waits for changes
             engine = self._engine
             if waiting.lane is not None:
                 lane = waiting.lane
@@ -145,13 +151,15 @@ class Watch:
             return
         for operation in self._engine.operations:
             gone = operation.awaited_peers().intersection(departed)
-            if gone and now - operation.since > DEPARTED_SECONDS:
-                rank = min(gone)
+            rank = min(gone, key=self._departed_at.__getitem__, default=None)
+            if rank is not None and now - max(operation.since, self._departed_at[rank]) > DEPARTED_SECONDS:
                 raise PeerLostError(
                     f"{operation.what} on {self._engine.told()} waits for {self._engine.topology.told(rank)}, "
                     f"which has left the job: {departed[rank]}."
                 )
-        if 0 in departed and self._engine.submissions:
+        if 0 in departed and (self._engine.submissions or self._engine.joining):
+            if self._engine.joining:
+                raise PeerLostError(f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.", 0)
             what = next(iter(self._engine.submissions.values())).handle.what
             first, reason = next(iter(departed.items()))  # the others often leave because this one did
             raise PeerLostError(
@@ -164,7 +172,7 @@ class Watch:
     def _look_for_lost(self, now: float) -> None:
         engine = self._engine
         awaited = self._awaited_on_lanes()
-        if engine.submissions:
+        if engine.submissions or engine.joining:
             awaited.add(0)
         if engine.negotiation.coordinator is not None:
             awaited |= engine.negotiation.coordinator.awaited_ranks()

@@ -81,7 +81,6 @@ def rank_environment(slot: Slot, point: MeetingPoint, interfaces: list[str], one
     """What a rank is told beyond the job's environment."""
     environment = {
         **slot_environment(slot),
-        "HVDKIT_TRANSPORT": "torch",
         "HVDKIT_RENDEZVOUS_ADDR": point.address,
         "HVDKIT_RENDEZVOUS_PORT": str(point.port),
     }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 
+from hvdkit import config
 from hvdkit.launch.hosts import Slot
 
 # What says who a process is. Left over from a launcher around this one, it would contradict what a rank is now told.
@@ -23,12 +25,21 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job: str) -> dict[str, str]:
-    """The variables that all ranks share."""
-    environment = {name: value for name, value in caller.items() if not _IDENTITY.fullmatch(name)}
+    """The variables that all ranks share. ``settings`` come from flags, which win over the caller's variables."""
+    overruled = _other_names(settings)
+    environment = {
+        name: value for name, value in caller.items() if not _IDENTITY.fullmatch(name) and name not in overruled
+    }
     environment.setdefault("PYTHONUNBUFFERED", "1")  # or the last lines of a killed rank would be lost in its buffer
     environment.update(settings)
     environment["HVDKIT_JOB"] = job
     return environment
+
+
+def _other_names(settings: Mapping[str, str]) -> set[str]:
+    """All names of these settings: HVDKIT_CYCLE_TIME would win over the HOROVOD_CYCLE_TIME that a flag sets."""
+    names = [config.names_of(setting.name) for setting in fields(config.Settings)]
+    return {name for group in names if not settings.keys().isdisjoint(group) for name in group}
 
 
 def slot_environment(slot: Slot) -> dict[str, str]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from hvdkit.launch import gloo, mpi, options
+from hvdkit.launch import controller, gloo, mpi, options
 from hvdkit.launch.check_build import report
 from hvdkit.launch.errors import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError
 from hvdkit.launch.hosts import Slot, assign_slots
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if chosen is None:
             print(report())
             return 0
+        for note in chosen.notes:
+            say(note)
         return run(chosen)
     except LaunchError as error:
         say(str(error))
@@ -54,16 +56,18 @@ def run(chosen: Options) -> int:
     remote = {host for host in hosts if not is_local(host)}
     if not remote:
         check_command(chosen.command[0])
-    mpirun = choose_mpirun(chosen)
+    way = controller.find(chosen.controller, chosen.transport, chosen.size)
     ssh = Ssh(chosen.ssh_port, chosen.ssh_identity_file, chosen.start_timeout)
     check_reachable([host for host in hosts if host in remote], ssh)
-    environment = job_environment(os.environ, chosen.settings, job=secrets.token_hex(8))
+    settings = {**chosen.settings, "HVDKIT_TRANSPORT": way.transport}
+    environment = job_environment(os.environ, settings, job=secrets.token_hex(8))
     output = Output(chosen.size, chosen.output_folder, chosen.timestamps)
     if chosen.verbose:
         say(f"{chosen.size} ranks on {', '.join(f'{host} ({where(host, remote)})' for host in hosts)}")
-    if mpirun is None:
+        say(f"starting {way.reason}")
+    if way.mpirun is None:
         return run_gloo(chosen, slots, remote, environment, ssh, output)
-    return run_mpi(chosen, mpirun, slots, environment, ssh, output)
+    return run_mpi(chosen, way.mpirun, slots, environment, ssh, output)
 
 
 def where(host: str, remote: set[str]) -> str:
@@ -81,18 +85,6 @@ def check_command(program: str) -> None:
         if os.path.exists(program):
             error.status = NOT_EXECUTABLE_STATUS
         raise error
-
-
-def choose_mpirun(chosen: Options) -> str | None:
-    """The mpirun to start with, None for starting the ranks ourselves."""
-    if chosen.controller == "gloo":
-        return None
-    if chosen.controller == "mpi":
-        return mpi.require_mpirun()
-    found = mpi.find_mpirun()
-    if found.path is None and chosen.verbose:
-        say(f"starting without MPI: {found.reason}")
-    return found.path
 
 
 def run_gloo(
@@ -120,7 +112,6 @@ def run_mpi(
     chosen: Options, mpirun: str, slots: list[Slot], environment: dict[str, str], ssh: Ssh, output: Output
 ) -> int:
     """One mpirun for all ranks."""
-    environment = mpi.mpirun_environment(environment)
     mpi_args = mpi.split_mpi_args(chosen.mpi_args)
     argv = mpi.mpirun_argv(mpirun, chosen.command, slots, environment, chosen.interfaces, ssh, mpi_args)
     if chosen.verbose:

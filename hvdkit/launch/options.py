@@ -7,24 +7,29 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hvdkit
+from hvdkit import config
+from hvdkit.launch import horovod_flags
 from hvdkit.launch.errors import UsageError
 from hvdkit.launch.hosts import Host, parse_hostfile, parse_hosts
 
-DEFAULT_START_TIMEOUT = 30.0
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller asked for. ``controller``: ``"mpi"``, ``"gloo"`` or None for whichever is there."""
+    """What the caller asked for. ``controller``: ``"mpi"``, ``"gloo"`` or None where no flag says which.
+
+    ``transport`` is what HVDKIT_TRANSPORT says; ``notes`` are lines for stderr about flags without effect.
+    """
 
     command: list[str]
     size: int
     hosts: list[Host]
     controller: str | None = None
+    transport: str = "auto"
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     interfaces: list[str] = field(default_factory=list)
@@ -32,8 +37,9 @@ class Options:
     settings: dict[str, str] = field(default_factory=dict)
     output_folder: Path | None = None
     timestamps: bool = False
-    start_timeout: float = DEFAULT_START_TIMEOUT
+    start_timeout: float = 30.0
     verbose: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,11 +54,30 @@ def _at_least(lowest: float, kind: Callable[[str], float]) -> Callable[[str], fl
         value = kind(text)
         if not value >= lowest:
             raise argparse.ArgumentTypeError(f"{text} is smaller than {lowest}")
+        if value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is too large")
         return value
 
     # argparse puts this name into its message about text that is no number.
     parse.__name__ = "whole number" if kind is int else "number"
     return parse
+
+
+def _above_zero(text: str) -> float:
+    value = _at_least(0, float)(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 seconds are too few")
+    return value
+
+
+_above_zero.__name__ = "number"
+
+
+def _add_switch(group: argparse._ArgumentGroup, on: str, off: str, name: str) -> None:
+    """Two flags of which one may be given; None where neither is, which leaves the caller's environment alone."""
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(on, action="store_true", dest=name, default=None)
+    which.add_argument(off, action="store_false", dest=name, default=None)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,7 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-np", "--num-proc", dest="size", type=_at_least(1, int), help="number of processes")
     parser.add_argument("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
     parser.add_argument("--verbose", action="store_true", help="print hosts and command lines")
-    parser.add_argument("--start-timeout", type=_at_least(0, float), help="seconds to reach all hosts (30)")
+    parser.add_argument(
+        "--start-timeout", type=_above_zero, help="seconds to reach all hosts, and for all processes to meet (30)"
+    )
     parser.add_argument("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
     parser.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", dest="timestamps")
     parser.add_argument(
@@ -79,7 +106,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("-p", "--ssh-port", type=_at_least(1, int))
     group.add_argument("-i", "--ssh-identity-file")
 
-    group = parser.add_argument_group("what carries the bytes")
+    group = parser.add_argument_group(
+        "what carries the bytes", "without either flag HVDKIT_TRANSPORT decides, else whether there is an mpirun"
+    )
     which = group.add_mutually_exclusive_group()
     which.add_argument("--mpi", action="store_const", const="mpi", dest="controller", help="start with mpirun")
     which.add_argument("--gloo", action="store_const", const="gloo", dest="controller", help="no MPI; uses Gloo")
@@ -89,25 +118,30 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--fusion-threshold-mb", type=_at_least(0, int))
     group.add_argument("--cycle-time-ms", type=_at_least(0, float))
     group.add_argument("--cache-capacity", type=_at_least(0, int))
+    group.add_argument("--disable-cache", action="store_true", help="the same as --cache-capacity 0")
     group.add_argument("--timeline-filename")
-    group.add_argument("--timeline-mark-cycles", action="store_true")
-    group.add_argument("--no-stall-check", action="store_true")
+    _add_switch(group, "--timeline-mark-cycles", "--no-timeline-mark-cycles", "mark_cycles")
+    _add_switch(group, "--stall-check", "--no-stall-check", "stall_check")
     group.add_argument("--stall-check-warning-time-seconds", type=_at_least(0, int))
     group.add_argument("--stall-check-shutdown-time-seconds", type=_at_least(0, int))
     group.add_argument("--log-level", choices=_LOG_LEVELS)
+    horovod_flags.add_to(parser)
     return parser
 
 
 def settings_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """The variables that the settings' flags stand for, under the names and in the units of Horovod."""
-    fusion_mb = arguments.fusion_threshold_mb
+    fusion_mb, start_timeout = arguments.fusion_threshold_mb, arguments.start_timeout
+    capacity = 0 if arguments.disable_cache and arguments.cache_capacity is None else arguments.cache_capacity
+    mark, check = arguments.mark_cycles, arguments.stall_check
     values = {
+        "HOROVOD_START_TIMEOUT": None if start_timeout is None else f"{start_timeout:g}",
         "HOROVOD_FUSION_THRESHOLD": None if fusion_mb is None else fusion_mb * 1024 * 1024,
         "HOROVOD_CYCLE_TIME": arguments.cycle_time_ms,
-        "HOROVOD_CACHE_CAPACITY": arguments.cache_capacity,
+        "HOROVOD_CACHE_CAPACITY": capacity,
         "HOROVOD_TIMELINE": arguments.timeline_filename,
-        "HOROVOD_TIMELINE_MARK_CYCLES": 1 if arguments.timeline_mark_cycles else None,
-        "HOROVOD_STALL_CHECK_DISABLE": 1 if arguments.no_stall_check else None,
+        "HOROVOD_TIMELINE_MARK_CYCLES": None if mark is None else int(mark),
+        "HOROVOD_STALL_CHECK_DISABLE": None if check is None else int(not check),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": arguments.stall_check_warning_time_seconds,
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": arguments.stall_check_shutdown_time_seconds,
         "HOROVOD_LOG_LEVEL": arguments.log_level,
@@ -130,6 +164,7 @@ def parse(argv: Sequence[str]) -> Options | None:
         size=arguments.size,
         hosts=_hosts(arguments),
         controller=arguments.controller,
+        transport=_from_environment("transport"),
         ssh_port=arguments.ssh_port,
         ssh_identity_file=arguments.ssh_identity_file,
         interfaces=[name for piece in arguments.interfaces for name in piece.split(",") if name],
@@ -137,8 +172,9 @@ def parse(argv: Sequence[str]) -> Options | None:
         settings=settings_environment(arguments),
         output_folder=None if arguments.output_filename is None else Path(arguments.output_filename),
         timestamps=arguments.timestamps,
-        start_timeout=_start_timeout(arguments.start_timeout),
+        start_timeout=arguments.start_timeout or _from_environment("start_timeout_seconds"),
         verbose=arguments.verbose,
+        notes=arguments.notes,
     )
 
 
@@ -156,13 +192,9 @@ def _hosts(arguments: argparse.Namespace) -> list[Host]:
     return [Host("localhost", arguments.size)]
 
 
-def _start_timeout(flag: float | None) -> float:
-    text = os.environ.get("HOROVOD_START_TIMEOUT")
-    if flag is not None or not text:
-        return DEFAULT_START_TIMEOUT if flag is None else flag
+def _from_environment(setting: str) -> Any:
+    """A setting that also matters to the launcher."""
     try:
-        return float(text)
-    except ValueError:
-        raise UsageError(
-            f"HOROVOD_START_TIMEOUT={text!r} is not a number of seconds\nHINT: unset it, or give --start-timeout"
-        ) from None
+        return config.value_of(setting, os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

@@ -51,7 +51,7 @@ def copy_back(tensor: Tensor, host: Tensor) -> None:
 
     Either way autograd learns that the tensor changed: a backward pass that saved its old value will say so.
     """
-    if host.data_ptr() == tensor.data_ptr() and tensor.device.type == "cpu":
+    if host.data_ptr() == tensor.data_ptr() and host.device == tensor.device:
         torch.autograd.graph.increment_version(tensor)
     else:
         tensor.detach().copy_(host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from hvdkit.engine import runtime
 from hvdkit.engine.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.checks_init import check_comm, check_process_sets
 from hvdkit.torch.handles import HANDLES
+from hvdkit.transports.nccl import nccl_available
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -28,11 +31,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     ``comm``: None for all ranks, a list of ranks, or an mpi4py communicator. ``process_sets``: a list of ProcessSet to
     register now, or "dynamic" to register them later with add_process_set(). A second call does nothing.
-    Raises ValueError for arguments or an environment that make no sense, TransportUnavailableError.
+    Raises ValueError or TypeError for arguments or an environment that make no sense, NotImplementedError for process
+    sets made from a communicator beside a list of ranks, TransportUnavailableError.
     """
+    ranks_or_comm, sets = check_comm(comm), check_process_sets(process_sets, comm)
     if not runtime.is_initialized():
         HANDLES.clear()
-    runtime.init(comm=comm, process_sets=process_sets)
+    runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=nccl_available())
 
 
 def shutdown() -> None:
@@ -87,8 +92,13 @@ def communication_stats() -> CommunicationStatistics:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record operations into ``file_path``, in the format of chrome://tracing."""
-    runtime.engine().start_timeline(file_path, mark_cycles)
+    """Begin to record operations into ``file_path``, in the format of chrome://tracing.
+
+    Raises TypeError unless ``file_path`` is a string or a path.
+    """
+    if not isinstance(file_path, str | os.PathLike):
+        raise TypeError(f"start_timeline: file_path must be a string or a path, got {file_path!r}")
+    runtime.engine().start_timeline(os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -141,8 +151,12 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """0: tensors on CUDA travel through host memory, and scripts that ask must not count on NCCL's reductions."""
-    return 0
+    """The version of PyTorch's NCCL as one number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
+    if not nccl_available():
+        return 0
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = (*version, 0, 0)[:3]
+    return int(major * 10000 + minor * 100 + patch)
 
 
 def ddl_built() -> bool:

@@ -82,8 +82,8 @@ def check_writable(function: str, tensors: Sequence[Tensor]) -> None:
             )
 
 
-def check_process_set(function: str, process_set: Any) -> int:
-    """The set's id. Raises TypeError or ValueError unless it is registered and this rank is one of its members."""
+def check_registered(function: str, process_set: Any) -> int:
+    """The set's id. Raises TypeError unless it is a ProcessSet, ValueError unless it is registered."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{function}: process_set must be a hvd.ProcessSet, got {type(process_set).__name__}")
     if process_set.process_set_id is None:
@@ -91,12 +91,18 @@ def check_process_set(function: str, process_set: Any) -> int:
             f"{function}: process_set must be registered, got {process_set}\n"
             "HINT: pass it to hvd.init(process_sets=[...]) or to hvd.add_process_set()."
         )
+    return process_set.process_set_id
+
+
+def check_process_set(function: str, process_set: Any) -> int:
+    """The set's id. Raises TypeError or ValueError unless it is registered and this rank is one of its members."""
+    process_set_id = check_registered(function, process_set)
     if process_set is not global_process_set and not process_set.included():
         raise ValueError(
             f"{function}: this rank is not a member of process_set {process_set.process_set_id}, which has the ranks "
             f"{process_set.ranks}\nHINT: call {function}() only where process_set.included() is true."
         )
-    return process_set.process_set_id
+    return process_set_id
 
 
 def size_of(process_set: ProcessSet) -> int:
@@ -110,6 +116,34 @@ def check_name(function: str, name: Any) -> None:
     """Raises TypeError unless ``name`` is a string or None."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{function}: name must be a string or None, got {type(name).__name__}")
+
+
+def check_compression(function: str, compression: Any) -> Any:
+    """What compresses. Raises TypeError unless it has functions ``compress`` and ``decompress``."""
+    if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
+        raise TypeError(
+            f"{function}: compression must be hvd.Compression.none, hvd.Compression.fp16 or a class with static "
+            f"compress(tensor) and decompress(tensor, ctx), got {compression!r}"
+        )
+    return compression
+
+
+def check_passes(function: str, passes: Any) -> int:
+    """How many backward passes make a step. Raises TypeError unless it is an integer, ValueError unless positive."""
+    if isinstance(passes, bool) or not hasattr(passes, "__index__"):
+        raise TypeError(f"{function}: backward_passes_per_step must be an integer, got {passes!r}")
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0\n{function}: got {passes!r}")
+    return int(passes.__index__())
+
+
+def check_handle(function: str, handle: Any) -> int:
+    """The number that an asynchronous operation returned. Raises TypeError unless it is an integer."""
+    if not isinstance(handle, int):
+        raise TypeError(
+            f"{function}: handle must be an integer that an asynchronous operation returned, got {handle!r}"
+        )
+    return handle
 
 
 def check_factor(function: str, argument: str, factor: Any) -> float:

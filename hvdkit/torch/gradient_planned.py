@@ -52,9 +52,14 @@ def slot_of(name: str, parameter: torch.Tensor) -> Slot:
     return Slot(name, shape, _NUMPY_DTYPES[parameter.dtype])
 
 
-def tensor_on(memory: np.ndarray[Any, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor with a parameter's shape and strides whose elements are ``memory`` (flat, of the parameter's dtype)."""
-    if parameter.dtype is torch.bfloat16:
+def tensor_on(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor with a parameter's shape and strides whose elements are ``memory``.
+
+    ``memory``: a flat array of the parameter's dtype, or a flat tensor of a device.
+    """
+    if isinstance(memory, torch.Tensor):
+        flat = memory
+    elif parameter.dtype is torch.bfloat16:
         flat = torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
     else:
         flat = torch.from_numpy(memory)
@@ -67,7 +72,8 @@ def tensor_on(memory: np.ndarray[Any, Any], parameter: torch.Tensor) -> torch.Te
 class PlannedGradients:
     """The gradients of ``parameters`` and their slots in ``lane``, in the same order.
 
-    On the CPU ``p.grad`` is the slot. A gradient on another device, or a sparse one, is copied there and back.
+    ``p.grad`` is the slot where both are on one device: on the CPU, and on CUDA if the lane's buffers are there too.
+    A gradient on another device than the slots, or a sparse one, is copied there and back.
     """
 
     def __init__(self, lane: Any, parameters: Sequence[torch.Tensor], sparse_dims: dict[int, int]) -> None:
@@ -99,7 +105,7 @@ class PlannedGradients:
             slot.copy_(gradient.to_dense())
         elif gradient is not slot:
             slot.copy_(gradient)
-            if parameter.device.type == "cpu":
+            if parameter.device == slot.device:
                 parameter.grad = slot
 
     def check_unchanged(self, name_of: Any) -> None:
@@ -137,7 +143,7 @@ class PlannedGradients:
             sparse_dim = gradient.sparse_dim()  # sparse for the first time, and only this rank knows it
         if sparse_dim is not None:
             parameter.grad = slot.to_sparse(sparse_dim).to(parameter.device)
-        elif parameter.device.type == "cpu":
+        elif parameter.device == slot.device:
             parameter.grad = slot
         elif gradient is None:
             parameter.grad = slot.to(parameter.device)
@@ -148,7 +154,7 @@ class PlannedGradients:
         """Between two steps: let gradients that are elsewhere live in the slots."""
         for i, parameter in enumerate(self.parameters):
             gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse and parameter.device.type == "cpu":
+            if gradient is not None and not gradient.is_sparse and parameter.device == self._slots[i].device:
                 self._fill(i, parameter)
 
     def abandon(self) -> None:

@@ -75,6 +75,8 @@ class Routes:
     ) -> PlannedGradients:
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
         prescale, postscale = settings.scales
+        # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
+        devices = {parameter.device for parameter in parameters}
         lane = engine.register_plan(
             title,
             [slot_of(name_of(parameter), parameter) for parameter in parameters],
@@ -83,6 +85,7 @@ class Routes:
             postscale=postscale,
             codec=settings.codec,
             process_set_id=settings.process_set.process_set_id,
+            place=str(devices.pop()) if len(devices) == 1 else "cpu",
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
         return PlannedGradients(lane, parameters, self.sparse_dims)

@@ -24,7 +24,13 @@ from hvdkit.torch.optimizer_names import default_names
 STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-    "optimizer.synchronize() in your code."
+    "optimizer.synchronize() in your code.\n"
+    "HINT: with optimizer.skip_synchronize(): optimizer.step()"
+)
+SKIPPED_IN_FLIGHT = (
+    "optimizer.step() called inside optimizer.skip_synchronize() context after loss.backward() but before "
+    "optimizer.synchronize(). The gradients are those of this rank alone, and the ranks would diverge.\n"
+    "HINT: call optimizer.synchronize() before optimizer.skip_synchronize(), or call optimizer.step() outside of it."
 )
 SUPERSEDED = (
     "The parameters of this DistributedOptimizer were given to another DistributedOptimizer later.\n"
@@ -189,10 +195,16 @@ class GradientSynchronizer:
             if self.is_synchronized:
                 warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
             self.synchronize()
+        else:
+            self._check_synchronized()
         self.forget_synchronized()
         result = base_step(*args, **kwargs)
         self.forget_synchronized()
         return result
+
+    def _check_synchronized(self) -> None:
+        if self.in_flight:
+            raise AssertionError(SKIPPED_IN_FLIGHT)
 
     def forget_synchronized(self) -> None:
         """The gradients that were synchronised have been used, or cleared."""
@@ -213,13 +225,17 @@ class GradientSynchronizer:
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure after which gradients are reduced, and the loss with them, so that all ranks decide alike."""
+        should_synchronize = self.should_synchronize
 
         def closure_and_synchronize() -> Any:
             loss = closure()
+            if not should_synchronize:
+                self._check_synchronized()
+                return loss
             self.synchronize()
             return self._reduce_loss(loss)
 
-        return closure_and_synchronize if self.should_synchronize else closure
+        return closure_and_synchronize
 
     def _reduce_loss(self, loss: Any) -> Any:
         if not self._distributed or loss is None:

@@ -1,4 +1,26 @@
-"""Everything that Horovod has in its module of this name, for scripts that import from it."""
+"""What scripts import from Horovod's module of this name: all of ``hvdkit.torch``, and the names below.
 
+Of Horovod's autograd functions only the one is here that takes and gives what Horovod's does. Not here: the others
+(``HorovodAllreduce`` and so on; ``allreduce()`` and so on are differentiable), and what only serves Horovod's C++
+library (``mpi_lib``, ``_handle_map``, ``gpu_available`` ...).
+"""
+
+from __future__ import annotations
+
+from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import *  # noqa: F403 (the same names)
-from hvdkit.torch import __all__ as __all__
+from hvdkit.torch import __all__ as _torch_names
+from hvdkit.torch.checks import op_or_average
+from hvdkit.torch.ops_broadcast import BroadcastFunction as HorovodBroadcast
+
+__all__ = [*_torch_names, "HorovodBroadcast", "handle_average_backwards_compatibility", "num_rank_is_power_2"]
+
+
+def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
+    """The reduction that ``op`` and the deprecated ``average`` ask for. Raises ValueError where both are given."""
+    return op_or_average("handle_average_backwards_compatibility", op, average)
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether Adasum can work among this many ranks."""
+    return num_rank != 0 and num_rank & (num_rank - 1) == 0

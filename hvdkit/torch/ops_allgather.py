@@ -11,8 +11,9 @@ from torch import Tensor
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import checks
-from hvdkit.torch.arrays import Array, as_array, as_tensor, host_view
+from hvdkit.torch.arrays import as_array, host_view
 from hvdkit.torch.autograd import apply, gradient_name
+from hvdkit.torch.direct import device_array, device_view, moves_directly, result_tensor
 from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_allreduce import grouped_allreduce
 from hvdkit.torch.ops_sync import synchronize
@@ -26,7 +27,7 @@ def _submit(
     process_set: ProcessSet,
     wake: bool = True,
 ) -> int:
-    """Check everything, hand host memory to the engine, and return the number to synchronise.
+    """Check everything, hand memory to the engine, and return the number to synchronise.
 
     ``wake`` is False where the caller waits at once, and then drives the engine itself.
     """
@@ -35,16 +36,17 @@ def _submit(
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     device = tensors[0].device
+    direct = moves_directly(engine, tensors[0])
     handle = engine.allgather(
-        [as_array(host_view(tensor)) for tensor in tensors],
+        [device_array(device_view(tensor)) if direct else as_array(host_view(tensor)) for tensor in tensors],
         name=name,
         process_set_id=process_set_id,
         device=device.type,
         wake=wake,
     )
 
-    def finish(arrays: Sequence[Array]) -> Tensor | tuple[Tensor, ...]:
-        outputs = tuple(as_tensor(array).to(device) for array in arrays)
+    def finish(results: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
+        outputs = tuple(result_tensor(result).to(device) for result in results)
         return outputs if group else outputs[0]
 
     return HANDLES.add(handle, finish)

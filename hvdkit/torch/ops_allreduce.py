@@ -15,6 +15,7 @@ from hvdkit.torch import checks
 from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_view
 from hvdkit.torch.autograd import apply, gradient_name
 from hvdkit.torch.compression import Compression, Compressor
+from hvdkit.torch.direct import device_array, device_copy, device_view, reduces_directly, result_tensor
 from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_sync import synchronize
 
@@ -31,7 +32,7 @@ def _submit(
     process_set: ProcessSet,
     wake: bool = True,
 ) -> int:
-    """Check everything, hand host memory to the engine, and return the number to synchronise.
+    """Check everything, hand memory to the engine, and return the number to synchronise.
 
     ``wake`` is False where the caller waits at once, and then drives the engine itself.
     """
@@ -42,25 +43,32 @@ def _submit(
         checks.check_adasum(function, tensors, process_set, engine.topology.size)
     if in_place:
         checks.check_writable(function, tensors)
-    hosts = [host_view(tensor) if in_place else host_copy(tensor) for tensor in tensors]
+    prescale = checks.check_factor(function, "prescale_factor", prescale_factor)
+    postscale = checks.check_factor(function, "postscale_factor", postscale_factor)
+    direct = reduces_directly(engine, tensors, op, prescale, postscale)
+    if direct:
+        buffers = [device_view(tensor) if in_place else device_copy(tensor) for tensor in tensors]
+    else:
+        buffers = [host_view(tensor) if in_place else host_copy(tensor) for tensor in tensors]
     handle = engine.allreduce(
-        [as_array(host) for host in hosts],
+        [device_array(buffer) if direct else as_array(buffer) for buffer in buffers],
         name=name,
         op=op,
-        prescale=checks.check_factor(function, "prescale_factor", prescale_factor),
-        postscale=checks.check_factor(function, "postscale_factor", postscale_factor),
+        prescale=prescale,
+        postscale=postscale,
         process_set_id=process_set_id,
         device=tensors[0].device.type,
         wake=wake,
     )
 
-    def finish(_: Any) -> Tensor | tuple[Tensor, ...]:
+    def finish(results: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
+        reduced = [result_tensor(result) for result in results] if direct else buffers
         if in_place:
-            for tensor, host in zip(tensors, hosts, strict=True):
-                copy_back(tensor, host)
+            for tensor, result in zip(tensors, reduced, strict=True):
+                copy_back(tensor, result)
             outputs = tuple(tensors)
         else:
-            outputs = tuple(host.to(tensor.device) for tensor, host in zip(tensors, hosts, strict=True))
+            outputs = tuple(result.to(tensor.device) for tensor, result in zip(tensors, reduced, strict=True))
         return outputs if group else outputs[0]
 
     return HANDLES.add(handle, finish)
@@ -162,7 +170,7 @@ def allreduce(
     """
     reduce_op = checks.op_or_average("allreduce", op, average)
     checks.check_tensor("allreduce", tensor, checks.REDUCIBLE_DTYPES)
-    compressed, context = compression.compress(tensor)
+    compressed, context = checks.check_compression("allreduce", compression).compress(tensor)
     reduced = apply(AllreduceFunction, compressed, name, reduce_op, prescale_factor, postscale_factor, process_set)
     return compression.decompress(reduced, context)
 
@@ -257,6 +265,7 @@ def grouped_allreduce(
     """
     reduce_op = checks.op_or_average("grouped_allreduce", op, average)
     group = checks.check_tensors("grouped_allreduce", tensors, checks.REDUCIBLE_DTYPES)
+    checks.check_compression("grouped_allreduce", compression)
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in group), strict=True)
     reduced = apply(
         GroupedAllreduceFunction, name, reduce_op, prescale_factor, postscale_factor, process_set, *compressed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import checks
 from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
 from hvdkit.torch.autograd import apply, gradient_name
+from hvdkit.torch.direct import device_array, device_copy, device_view, moves_directly, result_tensor
 from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_allreduce import allreduce
 from hvdkit.torch.ops_sync import synchronize
@@ -26,7 +28,7 @@ def _submit(
     process_set: ProcessSet,
     wake: bool = True,
 ) -> int:
-    """Check everything, hand host memory to the engine, and return the number to synchronise.
+    """Check everything, hand memory to the engine, and return the number to synchronise.
 
     ``wake`` is False where the caller waits at once, and then drives the engine itself.
     """
@@ -35,13 +37,16 @@ def _submit(
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     root = checks.check_root(function, root_rank, process_set, engine.topology.size)
+    direct = moves_directly(engine, tensor)
     if in_place:
         checks.check_writable(function, [tensor])
-        host = host_view(tensor)
+        buffer = device_view(tensor) if direct else host_view(tensor)
+    elif direct:
+        buffer = device_copy(tensor)
     else:
-        host = host_copy(tensor) if root == engine.topology.rank else host_like(tensor)
+        buffer = host_copy(tensor) if root == engine.topology.rank else host_like(tensor)
     handle = engine.broadcast(
-        [as_array(host)],
+        [device_array(buffer) if direct else as_array(buffer)],
         root_rank=root,
         name=name,
         process_set_id=process_set_id,
@@ -49,11 +54,12 @@ def _submit(
         wake=wake,
     )
 
-    def finish(_: Any) -> Tensor:
+    def finish(results: Sequence[Any]) -> Tensor:
+        result = result_tensor(results[0]) if direct else buffer
         if not in_place:
-            return host.to(tensor.device)
+            return result.to(tensor.device)
         if root != engine.topology.rank:
-            copy_back(tensor, host)
+            copy_back(tensor, result)
         return tensor
 
     return HANDLES.add(handle, finish)

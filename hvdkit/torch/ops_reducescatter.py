@@ -136,7 +136,7 @@ def reducescatter(
     """
     function = "reducescatter"
     checks.check_tensor(function, tensor, checks.REDUCIBLE_DTYPES)
-    compressed, context = compression.compress(tensor)
+    compressed, context = checks.check_compression(function, compression).compress(tensor)
     arguments = (function, name, op, process_set, prescale_factor, postscale_factor)
     return compression.decompress(apply(ReducescatterFunction, *arguments, compressed)[0], context)
 
@@ -156,6 +156,7 @@ def grouped_reducescatter(
     """
     function = "grouped_reducescatter"
     group = checks.check_tensors(function, tensors, checks.REDUCIBLE_DTYPES)
+    checks.check_compression(function, compression)
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in group), strict=True)
     arguments = (function, name, op, process_set, prescale_factor, postscale_factor)
     reduced = apply(ReducescatterFunction, *arguments, *compressed)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.torch.checks import check_process_set
+from hvdkit.torch.checks import check_handle, check_process_set
 from hvdkit.torch.handles import HANDLES
 
 
 def poll(handle: int) -> bool:
     """Whether ``synchronize(handle)`` will return at once. Raises ValueError for an unknown or synchronised handle."""
-    return HANDLES.poll(handle)
+    return HANDLES.poll(check_handle("poll", handle))
 
 
 def synchronize(handle: int) -> Any:
@@ -21,16 +23,21 @@ def synchronize(handle: int) -> Any:
     Returns None for a handle that is unknown or was synchronised already. Raises HorovodInternalError on every rank
     if the operation failed on one.
     """
-    return HANDLES.synchronize(handle)
+    return None if handle is None else HANDLES.synchronize(check_handle("synchronize", handle))
 
 
 def join(device: int = -1) -> int:
     """Say that this rank has no more data, and block until all ranks have said so.
 
-    Until then this rank takes part in the others' allreduces with zeros; other operations fail. ``device`` is accepted
-    for Horovod's sake and not needed. Returns the rank that joined last.
+    Until then this rank takes part in the others' allreduces with zeros; other operations fail. ``device``: the
+    CUDA device of the zeros, by default the one that this rank has used or the current one. Returns the rank that
+    joined last.
     """
-    return int(runtime.engine().join().wait())
+    engine = runtime.engine()
+    place = None
+    if "cuda" in engine.transport.device_types:
+        place = f"cuda:{device if device >= 0 else torch.cuda.current_device()}"
+    return int(engine.join(place).wait())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -10,13 +10,15 @@ import torch
 
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch import checks
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.optimizer_class import is_distributed, wrap
 from hvdkit.torch.optimizer_names import check_groups, check_names
 
 # What the compression classes of this package are in a plan; any other class compresses tensor by tensor.
-_CODECS: dict[Any, str] = {Compression.none: "none", Compression.fp16: "fp16"}
+_CODECS = ((Compression.none, "none"), (Compression.fp16, "fp16"))
+_FUNCTION = "DistributedOptimizer"
 
 
 def DistributedOptimizer(
@@ -70,11 +72,18 @@ def DistributedOptimizer(
         )
     if is_distributed(optimizer):
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    op = ReduceOp(op)
-    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if gradient_predivide_factor <= 0.0:
-        raise ValueError(f"gradient_predivide_factor must be > 0, got {gradient_predivide_factor}")
+    checks.check_compression(_FUNCTION, compression)
+    passes = checks.check_passes(_FUNCTION, backward_passes_per_step)
+    reduce_op = checks.check_op(_FUNCTION, op)
+    predivide = checks.check_factor(_FUNCTION, "gradient_predivide_factor", gradient_predivide_factor)
+    if predivide != 1.0 and reduce_op is not ReduceOp.AVERAGE:
+        raise ValueError(
+            "gradient_predivide_factor not supported with op != Average\n"
+            f"{_FUNCTION}: got gradient_predivide_factor={predivide} and op=hvd.{reduce_op.name.capitalize()}"
+        )
+    if not predivide > 0.0:
+        raise ValueError(f"{_FUNCTION}: gradient_predivide_factor must be > 0, got {predivide}")
+    checks.check_registered(_FUNCTION, process_set)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups` and will be removed.",
@@ -82,22 +91,19 @@ def DistributedOptimizer(
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
-    check_groups(groups)
-    if op is ReduceOp.ADASUM and process_set is not global_process_set:
+    if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return wrap(
         optimizer,
         Settings(
             names=check_names(named_parameters, optimizer.param_groups),
             compression=compression,
-            backward_passes_per_step=backward_passes_per_step,
-            op=ReduceOp.AVERAGE if op is ReduceOp.ADASUM and process_set.size() == 1 else op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            groups=groups,
+            backward_passes_per_step=passes,
+            op=ReduceOp.AVERAGE if reduce_op is ReduceOp.ADASUM and process_set.size() == 1 else reduce_op,
+            gradient_predivide_factor=predivide,
+            groups=check_groups(groups),
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
-            codec=_CODECS.get(compression),
+            codec=next((codec for known, codec in _CODECS if known is compression), None),
         ),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.checks import check_passes
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer
 from hvdkit.torch.optimizer_adasum import AdasumSynchronizer
@@ -22,7 +23,10 @@ CLEARED_IN_FLIGHT = (
     "HINT: clear gradients after step(); where another model's loss also reaches these parameters, as in a GAN, turn "
     "their requires_grad off for that pass or call optimizer.synchronize() after it."
 )
-NO_SKIP_WITH_ADASUM = "Skipping synchronization is not supported when using Adasum optimizer."
+NO_SKIP_WITH_ADASUM = (
+    "Skipping synchronization is not supported when using Adasum optimizer.\n"
+    "HINT: call optimizer.step() outside of optimizer.skip_synchronize(); with Adasum gradients stay their rank's."
+)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -90,10 +94,8 @@ def distributed_class(base: Any) -> Any:
             self.__dict__["_step_supports_amp_scaling"] = value
 
         def set_backward_passes_per_step(self, passes: int) -> None:
-            """Expect ``passes`` backward passes before each step."""
-            if passes <= 0:
-                raise ValueError("backward_passes_per_step must be > 0")
-            self._synchronizer.set_passes(passes)
+            """Expect ``passes`` backward passes before each step. Raises TypeError or ValueError."""
+            self._synchronizer.set_passes(check_passes("set_backward_passes_per_step", passes))
 
         def synchronize(self) -> None:
             """Wait until all gradients are reduced; then they can be clipped before step(). Collective."""

@@ -10,6 +10,16 @@ import torch
 Item = TypeVar("Item")
 ParamGroups = list[dict[str, Any]]
 
+NO_PAIRS = (
+    "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters().\n"
+    "DistributedOptimizer: named_parameters: got {got}\n"
+    "HINT: pass named_parameters=model.named_parameters()."
+)
+NO_GROUPS = (
+    "groups should be a non-negative integer or a list of list of torch.Tensor.\n"
+    "DistributedOptimizer: groups: expected a number > 0 or a list of lists, got {got}"
+)
+
 
 def find_duplicates(names: Iterable[str]) -> list[str]:
     """Every name that occurs more than once, sorted."""
@@ -32,15 +42,18 @@ def default_names(param_groups: ParamGroups) -> list[tuple[str, torch.Tensor]]:
 def check_names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None, param_groups: ParamGroups
 ) -> list[tuple[str, torch.Tensor]]:
-    """The names to use, as pairs. ValueError for what is no pair, a name given twice, a parameter without one."""
+    """The names to use, as pairs. ValueError for what is no pair, a name given twice, a parameter without one.
+
+    TypeError for what cannot be iterated over.
+    """
     if named_parameters is None:
         return default_names(param_groups)
+    if not isinstance(named_parameters, Iterable):
+        raise TypeError(NO_PAIRS.format(got=f"{named_parameters!r}"))
     pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters().\nHINT: pass named_parameters=model.named_parameters()."
-        )
+    for place, pair in enumerate(pairs):
+        if not _is_named_parameter(pair):
+            raise ValueError(NO_PAIRS.format(got=f"{_told(pair)} at index {place}"))
     duplicates = find_duplicates(name for name, _ in pairs)
     if duplicates:
         raise ValueError(
@@ -59,22 +72,46 @@ def check_names(
     return pairs
 
 
-def check_groups(groups: Any) -> None:
-    """Raise ValueError unless ``groups`` is None, a positive number, or a list of lists that share no tensor."""
+def _is_named_parameter(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
+
+
+def _told(value: Any) -> str:
+    """What somebody passed, in few words: no tensor's values."""
+    if isinstance(value, tuple):
+        return f"({', '.join(_told(member) for member in value)})"
+    return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def check_groups(groups: Any) -> int | list[list[torch.Tensor]] | None:
+    """``groups``, its members as lists.
+
+    Raises ValueError unless it is None, a positive number, or a list of lists that share no tensor.
+    """
     if groups is None:
-        return
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return groups
     if not isinstance(groups, list):
-        if not isinstance(groups, int) or groups <= 0:
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        return
+        raise ValueError(NO_GROUPS.format(got=repr(groups)))
+    for place, group in enumerate(groups):
+        if isinstance(group, torch.Tensor) or not isinstance(group, Iterable):
+            raise ValueError(NO_GROUPS.format(got=f"{_told(group)} at index {place}"))
+    formed = [list(group) for group in groups]
     seen: set[int] = set()
-    for group in groups:
+    for place, group in enumerate(formed):
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):
-                raise ValueError("groups must consist of torch.Tensor.")
+                raise ValueError(
+                    f"groups must consist of torch.Tensor.\nDistributedOptimizer: got {parameter!r} in groups[{place}]"
+                )
             if id(parameter) in seen:
-                raise ValueError("A parameter can only appear once in groups.")
+                raise ValueError(
+                    "A parameter can only appear once in groups.\nDistributedOptimizer: groups: got one of shape "
+                    f"{tuple(parameter.shape)} again in groups[{place}]"
+                )
             seen.add(id(parameter))
+    return formed
 
 
 def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:

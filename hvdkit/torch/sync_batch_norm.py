@@ -78,8 +78,10 @@ class SyncBatchNorm(_BatchNorm):
         """``module`` with every batch normalisation in it replaced; parameters and buffers are shared, not copied.
 
         Returns the module itself, or its replacement if it is a batch normalisation. Raises ValueError for a lazy one
-        that has not seen an input yet.
+        that has not seen an input yet, TypeError for what is no module.
         """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"convert_sync_batchnorm: module must be a torch.nn.Module, got {module!r}")
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             return cls._from_batch_norm(module)
         for name, child in module.named_children():

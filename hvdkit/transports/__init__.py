@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.environments.base import World
@@ -51,38 +53,53 @@ def choose_transport(world: World, asked: str, have_mpi4py: bool, have_torch: bo
     )
 
 
-def open_transport(world: World, asked: str, cuda: bool, generation: int, start_timeout_seconds: float) -> Transport:
-    """Choose and open the transport; collective over all ranks of ``world``."""
+def open_transport(
+    world: World,
+    asked: str,
+    cuda: bool,
+    generation: int,
+    start_timeout_seconds: float,
+    members: Sequence[int] | None = None,
+) -> Transport:
+    """Choose and open the transport; collective over ``members`` of ``world`` (all ranks, if None).
+
+    The ranks of the transport are the places in ``members``.
+    """
     have_mpi4py = importlib.util.find_spec("mpi4py") is not None
     have_torch = importlib.util.find_spec("torch") is not None
     name, _ = choose_transport(world, asked, have_mpi4py, have_torch, cuda)
-    if name == "solo":
+    if members is not None:
+        job = f"{world.job}/{'-'.join(map(str, members))}"
+        world = dataclasses.replace(world, rank=members.index(world.rank), size=len(members), job=job)
+    if name == "solo" or (world.size == 1 and asked in ("auto", "solo")):
         from hvdkit.transports.solo import SoloTransport
 
         return SoloTransport()
     if name == "mpi":
-        return _open_mpi(world, None)
+        return _open_mpi(world, members, start_timeout_seconds)
     from hvdkit.transports.torch_distributed import TorchTransport
 
     return TorchTransport(world, generation, start_timeout_seconds)
 
 
-def open_mpi_communicator(communicator: Any) -> Transport:
+def open_mpi_communicator(communicator: Any, start_timeout_seconds: float) -> Transport:
     """The transport over a communicator that the user brought."""
     from hvdkit.transports.mpi import MpiTransport
 
-    return MpiTransport(communicator)
+    return MpiTransport(communicator, None, start_timeout_seconds)
 
 
-def _open_mpi(world: World, communicator: Any) -> Transport:
+def _open_mpi(world: World, members: Sequence[int] | None, start_timeout_seconds: float) -> Transport:
+    from mpi4py import MPI
+
     from hvdkit.transports.mpi import MpiTransport
 
-    transport = MpiTransport(communicator)
-    if transport.size != world.size:
+    seen = MPI.COMM_WORLD.Get_size()
+    if members is None and seen != world.size:
         raise TransportUnavailableError(
-            f"{world.launcher} started {world.size} ranks, but MPI sees {transport.size}: mpi4py was built for another "
+            f"{world.launcher} started {world.size} ranks, but MPI sees {seen}: mpi4py was built for another "
             "MPI than the one that started this job.\n"
             "HINT: use the mpirun that belongs to mpi4py's MPI (pip install 'hvdkit[mpi]' brings both), under SLURM "
             "`srun --mpi=pmix`, or set HVDKIT_TRANSPORT=torch."
         )
-    return transport
+    return MpiTransport(MPI.COMM_WORLD, members, start_timeout_seconds)

@@ -1,4 +1,5 @@
-"""The contract every transport keeps: tagged bytes from rank to rank, small control messages, and buffer memory."""
+"""The contract every transport keeps: tagged bytes from rank to rank, small control messages, buffer memory, and
+perhaps collectives of a device."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.kernels import ReduceOp
+
 Bytes = npt.NDArray[np.uint8]
 
 CACHE_LINE = 64
@@ -17,7 +20,7 @@ CACHE_LINE = 64
 class Transfer(Protocol):
     """One nonblocking send or receive."""
 
-    peer: int
+    peer: int  # -1: all ranks of the group
 
     def done(self) -> bool:
         """True when the buffer may be used again. Raises PeerLostError if the peer's connection broke."""
@@ -29,6 +32,41 @@ def aligned_empty(nbytes: int) -> Bytes:
     raw = np.empty(nbytes + CACHE_LINE, dtype=np.uint8)
     start = -raw.ctypes.data % CACHE_LINE
     return raw[start : start + nbytes]
+
+
+class DeviceCollectives(ABC):
+    """Collectives on memory of a device, for the ranks of one group. All of them call these in the same order.
+
+    Buffers are opaque here: contiguous tensors of a framework. ``after`` holds marks (or None) that the work waits for.
+    """
+
+    @abstractmethod
+    def allocate(self, elements: int, dtype: str) -> Any:
+        """Flat memory of zeros that can be sliced and assigned to, like an array."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """What the calling thread has given the device to do so far."""
+
+    @abstractmethod
+    def allreduce(
+        self, buffers: Sequence[Any], op: ReduceOp, prescale: float, scale: float, codec: str, after: Sequence[Any]
+    ) -> Transfer:
+        """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``."""
+
+    @abstractmethod
+    def broadcast(self, buffers: Sequence[Any], root: int, after: Sequence[Any]) -> Transfer:
+        """Replace each buffer by that of the member ``root``."""
+
+    @abstractmethod
+    def allgather(
+        self, buffers: Sequence[Any], rows: Sequence[Sequence[int]], after: Sequence[Any]
+    ) -> tuple[list[Any], Transfer]:
+        """New buffers with every member's rows; ``rows[i][p]`` is the first dimension of member p's buffer i."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; what is in flight is lost."""
 
 
 class Transport(ABC):
@@ -43,6 +81,8 @@ class Transport(ABC):
     size: int
     # True: done() and poll_control() must be called for anything to advance (MPI). False: events call the waker.
     polling: bool
+    # The devices ("cuda") for which there may be collectives; tensors on others are staged in host memory.
+    device_types: frozenset[str] = frozenset()
 
     @abstractmethod
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
@@ -74,8 +114,12 @@ class Transport(ABC):
     def set_waker(self, waker: Callable[[], None]) -> None:
         """Register what an event-driven transport calls when a transfer or a control message has come in."""
 
-    def collectives_for(self, device: str) -> Any | None:
-        """The engine's own collectives for tensors of a device (NCCL), or None where buffers are staged in memory."""
+    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        """New collectives of ``members`` (ascending) on this rank's device ``place`` ("cuda:0"). Blocks.
+
+        All members call this with the same ``label``, used once; all get None where their tensors must be staged in
+        host memory. Raises PeerLostError where not all come.
+        """
         return None
 
     @abstractmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
+from time import monotonic, sleep
 from typing import Any
 
 from hvdkit.errors import PeerLostError, TransportUnavailableError
@@ -14,6 +16,12 @@ logger = logging.getLogger("hvdkit")
 # MPI counts are C ints; a larger buffer travels as several messages, which MPI delivers in order.
 LARGEST_MESSAGE = 1 << 30
 CONTROL_TAG = 0
+# Before there is a communicator of our own, ranks meet on the user's with a tag that no script is likely to use.
+MEETING_TAG = 31_337
+MEETING_PAUSE = 0.001
+CLOSING_SECONDS = 1.0
+# Tags of collectives reach up to here; see lane.lane_tag. MPI promises only 32767, every MPI in use has 2**22 or more.
+LARGEST_TAG = 1 << 22
 
 
 class MpiTransfer:
@@ -36,22 +44,43 @@ class MpiTransfer:
             raise PeerLostError(f"MPI lost the connection to rank {self.peer}: {error}", self.peer) from error
         return True
 
+    def __del__(self) -> None:
+        # Given up on while MPI may still read or write the buffer: it must outlive the request.
+        if self._requests:
+            _abandoned.append((self._requests, self._buffer))
+
+
+_abandoned: list[tuple[list[Any], Any]] = []
+
 
 class MpiTransport(Transport):
-    """Ranks of an MPI communicator. Construction is collective: every rank of ``communicator`` takes part."""
+    """Ranks of an MPI communicator. Construction is collective over ``members`` of it (all, if None).
+
+    Raises TransportUnavailableError that names the ranks which did not come within ``start_timeout_seconds``.
+    """
 
     name = "mpi"
     polling = True
 
-    def __init__(self, communicator: Any = None) -> None:
+    def __init__(self, communicator: Any, members: Sequence[int] | None, start_timeout_seconds: float) -> None:
         from mpi4py import MPI
 
         if MPI.Is_finalized():
             raise TransportUnavailableError("MPI has been finalized in this process and cannot be started again.")
         world = MPI.COMM_WORLD if communicator is None else communicator
         self._mpi = MPI
-        self._data = world.Dup()
-        self._control = world.Dup()
+        tag_bound = world.Get_attr(MPI.TAG_UB)
+        if tag_bound is not None and tag_bound < LARGEST_TAG:
+            raise TransportUnavailableError(
+                f"this MPI has tags up to {tag_bound}, hvdkit needs {LARGEST_TAG}.\nHINT: set HVDKIT_TRANSPORT=torch."
+            )
+        members = list(range(world.Get_size()) if members is None else members)
+        _meet(MPI, world, members, start_timeout_seconds)
+        # Collective calls have no deadline of their own; now that everyone is here they need none.
+        group = world.Get_group().Incl(members)
+        self._data = world.Create_group(group, MEETING_TAG)
+        self._control = self._data.Dup()
+        group.Free()
         self.rank = self._data.Get_rank()
         self.size = self._data.Get_size()
         self._outbox: deque[Any] = deque()  # control sends under way, with their payloads
@@ -99,17 +128,51 @@ class MpiTransport(Transport):
         return arrived
 
     def close(self, graceful: bool) -> None:
-        if not graceful or self._mpi.Is_finalized():
-            return  # freeing is collective: without the others it could block
-        for request, _ in self._outbox:
-            request.Wait()
-        self._outbox.clear()
-        self._data.Free()
-        self._control.Free()
+        if self._mpi.Is_finalized():
+            return
+        if graceful and self._all_close():
+            self._data.Free()
+            self._control.Free()
+        else:
+            _abandoned.extend(([request], payload) for request, payload in self._outbox)
+
+    def _all_close(self) -> bool:
+        """Freeing is collective: only when all ranks are seen to be here does it not block."""
+        barrier = self._control.Ibarrier()
+        deadline = monotonic() + CLOSING_SECONDS
+        while not (barrier.Test() and all(request.Test() for request, _ in self._outbox)):
+            if monotonic() > deadline:
+                return False
+            sleep(MEETING_PAUSE)
+        return True
 
     def abort(self, code: int) -> None:
         if not self._mpi.Is_finalized():
             self._mpi.COMM_WORLD.Abort(code)
+
+
+def _meet(mpi: Any, world: Any, members: Sequence[int], timeout_seconds: float) -> None:
+    """Hear from every member that it is here too."""
+    me = world.Get_rank()
+    others = [rank for rank in members if rank != me]
+    heard = {rank: world.Irecv([bytearray(1), 1, mpi.BYTE], rank, MEETING_TAG) for rank in others}
+    told = [world.Isend([b"!", 1, mpi.BYTE], rank, MEETING_TAG) for rank in others]
+    deadline = monotonic() + timeout_seconds
+    while True:
+        heard = {rank: request for rank, request in heard.items() if not request.Test()}
+        told = [request for request in told if not request.Test()]
+        if not heard and not told:
+            return
+        if monotonic() > deadline:
+            for request in heard.values():
+                request.Cancel()
+                request.Wait()
+            raise TransportUnavailableError(
+                f"rank {me} waited {timeout_seconds:g} s for all {len(members)} ranks to call hvd.init(); missing: "
+                f"{sorted(heard)}\n"
+                "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where starting takes long."
+            )
+        sleep(MEETING_PAUSE)
 
 
 def _parts(buffer: Bytes) -> list[Bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hvdkit.transports.base import Bytes, Transfer, Transport
+from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
 
 
 class SubsetTransport(Transport):
@@ -17,6 +17,7 @@ class SubsetTransport(Transport):
         self.rank = self._members.index(transport.rank)
         self.size = len(self._members)
         self.polling = transport.polling
+        self.device_types = transport.device_types
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         return self._renamed(self._inner.isend(buffer, self._members[peer], tag), peer)
@@ -43,6 +44,9 @@ class SubsetTransport(Transport):
 
     def allocate(self, nbytes: int) -> Bytes:
         return self._inner.allocate(nbytes)
+
+    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        return self._inner.collectives_for(place, [self._members[member] for member in members], label)
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._inner.set_waker(waker)

@@ -1,4 +1,7 @@
-"""torch.distributed carries the bytes: a Gloo process group of our own, a thread waiting for each batch."""
+"""torch.distributed carries the bytes: a Gloo process group of our own, a thread waiting for each batch.
+
+Tensors on CUDA may travel by NCCL, in process groups of our own too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError, TransportUnavailableError
-from hvdkit.transports.base import Bytes, Transfer, Transport
+from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
+from hvdkit.transports.device import DeviceTransfer
+from hvdkit.transports.nccl import nccl_available, open_nccl
 from hvdkit.transports.rendezvous import open_store
 from hvdkit.transports.waiters import Waiters
 
@@ -29,6 +34,7 @@ CONTROL_TAG = 1 << 26  # above every tag of a collective
 FRAME_BYTES = 2048
 # A frame of a control message: bytes of it in this frame, and whether it is the last one of its message.
 FRAME_HEADER = struct.Struct("<HB")
+FRAMES_KEPT = 256
 FRAME_PAYLOAD = FRAME_BYTES - FRAME_HEADER.size
 
 
@@ -47,7 +53,7 @@ class TorchTransfer:
     def wait(self) -> None:
         """Block until done, on a waiter thread. An error is kept for ``done()``."""
         try:
-            self.work.wait()
+            self.work.wait(NEVER)
         except Exception as error:  # kept, and raised by done() where the engine names tensor and rank
             self._error = error
         self._finished = True
@@ -72,12 +78,25 @@ class TorchTransport(Transport):
         _meet(store, world, start_timeout_seconds)
         self._store = store
         gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
-        self._group = gloo(PrefixStore("gloo", store), world.rank, world.size, NEVER)
+        try:
+            # The group's time-out bounds connecting; every wait afterwards is given one of its own.
+            timeout = timedelta(seconds=start_timeout_seconds)
+            self._group = gloo(PrefixStore("gloo", store), world.rank, world.size, timeout)
+        except RuntimeError as error:
+            raise TransportUnavailableError(
+                f"rank {world.rank} could not connect to all ranks within {start_timeout_seconds:g} s: "
+                f"{str(error).splitlines()[0]}\n"
+                "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
+            ) from error
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
         self._inbox: deque[tuple[int, bytes]] = deque()
+        self._frames_sent: deque[TorchTransfer] = deque()
         self._lost: dict[int, str] = {}
         self._closing = False
+        self._start_timeout_seconds = start_timeout_seconds
+        self._device_collectives: list[DeviceCollectives] = []
+        self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
         self._receivers = [
             threading.Thread(target=self._receive_control, args=(peer,), name=f"hvdkit-control-{peer}", daemon=True)
             for peer in self._peers()
@@ -86,17 +105,23 @@ class TorchTransport(Transport):
             receiver.start()
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
-        return TorchTransfer(self._group.send([torch.from_numpy(buffer)], peer, tag), buffer, peer)
+        return TorchTransfer(self._posted(self._group.send, buffer, peer, tag), buffer, peer)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
-        return TorchTransfer(self._group.recv([torch.from_numpy(buffer)], peer, tag), buffer, peer)
+        return TorchTransfer(self._posted(self._group.recv, buffer, peer, tag), buffer, peer)
+
+    def _posted(self, call: Callable[..., Any], buffer: Bytes, peer: int, tag: int) -> Any:
+        try:
+            return call([torch.from_numpy(buffer)], peer, tag)
+        except RuntimeError as error:
+            raise PeerLostError(f"the connection to rank {peer} broke: {str(error).splitlines()[0]}", peer) from error
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         """Finish these transfers on one waiter thread, then wake the engine."""
 
         def wait_for_all() -> None:
             for transfer in transfers:
-                assert isinstance(transfer, TorchTransfer)
+                assert isinstance(transfer, (TorchTransfer, DeviceTransfer))
                 transfer.wait()
             self._waker()
 
@@ -107,13 +132,12 @@ class TorchTransport(Transport):
             part = payload[start : start + FRAME_PAYLOAD]
             last = start + FRAME_PAYLOAD >= len(payload)
             frame = np.frombuffer(bytearray(FRAME_HEADER.pack(len(part), last) + part), dtype=np.uint8)
-            try:
-                transfer = self.isend(frame, peer, CONTROL_TAG)
-            except RuntimeError as error:
-                raise PeerLostError(
-                    f"the connection to rank {peer} broke: {str(error).splitlines()[0]}", peer
-                ) from error
-            self._waiters.run(transfer.wait)  # keeps the frame alive; a lost peer shows in what is awaited from it
+            transfer = self.isend(frame, peer, CONTROL_TAG)
+            # A frame must live until it is sent, which takes no time unless the peer is stuck. Nobody waits for the
+            # newest ones: a thread for each would cost more than the message.
+            self._frames_sent.append(transfer)
+            if len(self._frames_sent) > FRAMES_KEPT:
+                self.watch([self._frames_sent.popleft() for _ in range(FRAMES_KEPT // 2)])
 
     def poll_control(self) -> list[tuple[int, bytes]]:
         arrived = []
@@ -123,6 +147,20 @@ class TorchTransport(Transport):
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
+
+    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        if place.partition(":")[0] not in self.device_types:
+            return None
+        # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
+        store = PrefixStore(f"device/{label}/{'-'.join(map(str, members))}", self._store)
+        members = list(members)
+        opened = self._open_device(store, members.index(self.rank), len(members), place, self._start_timeout_seconds)
+        if opened is not None:
+            self._device_collectives.append(opened)
+        return opened
+
+    # Replaced in tests, which have no GPU.
+    _open_device: Callable[[Any, int, int, str, float], DeviceCollectives | None] = staticmethod(open_nccl)
 
     def lost_peers(self) -> dict[int, str]:
         return dict(self._lost)
@@ -134,7 +172,7 @@ class TorchTransport(Transport):
         message = bytearray()
         while True:
             try:
-                self._group.recv([frame], peer, CONTROL_TAG).wait()
+                self._group.recv([frame], peer, CONTROL_TAG).wait(NEVER)
             except RuntimeError as error:
                 # A thread of its own for each peer, since this is also how a dead peer is noticed at once.
                 if not self._closing:
@@ -152,11 +190,15 @@ class TorchTransport(Transport):
         """Break the connections, so that every thread of ours ends before the process does."""
         self._closing = True
         self._waker = lambda: None
+        for collectives in self._device_collectives:
+            collectives.close()  # ends what waiter threads may be waiting for
+        self._device_collectives.clear()
         for receiver, peer in zip(self._receivers, self._peers(), strict=True):
             if receiver.is_alive():
                 self._break_connection(peer)
             receiver.join(timeout=1.0)
         self._waiters.close(timeout_seconds=1.0)
+        self._frames_sent.clear()
         self._group = self._store = None  # gives Gloo's threads and sockets back
 
     def _peers(self) -> list[int]:

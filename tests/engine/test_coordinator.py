@@ -160,9 +160,11 @@ def test_ranks_that_wait_for_each_other_in_different_process_sets_get_an_error()
     coordinator.add_static_process_sets([[0, 1]])
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.receive(1, request(allreduce(process_set=1)), 0.0)
-    coordinator.receive(0, blocked(0), 0.3)
-    assert coordinator.take_outgoing() == []
-    coordinator.receive(1, blocked(1), 0.4)
+    coordinator.receive(0, blocked(0), 0.2)
+    coordinator.receive(1, blocked(1), 0.3)
+    coordinator.receive(0, blocked(0), 0.4)
+    assert coordinator.take_outgoing() == [], "what rank 1 said may be over by now"
+    coordinator.receive(1, blocked(1), 0.5)
     outgoing = coordinator.take_outgoing()
     assert {rank for rank, _ in outgoing} == {0, 1}
     assert all("rank 0 waits in" in message[4] and "rank 1 waits in" in message[4] for _, message in outgoing)
@@ -170,14 +172,70 @@ def test_ranks_that_wait_for_each_other_in_different_process_sets_get_an_error()
     assert [rank for rank, _ in coordinator.take_outgoing()] == [2], "a rank that comes late is told too"
 
 
-def test_ranks_that_wait_for_each_other_in_different_operations_of_one_name_get_an_error():
-    coordinator = Coordinator(2, 0)
+def test_one_name_for_different_operations_is_an_error_on_every_rank_at_once():
+    coordinator = Coordinator(3, 0)
     broadcast = {"kind": "broadcast", "ps": 0, "dtype": ["float32"], "shape": [[4]], "root": 0, "device": "cpu"}
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.receive(1, request(broadcast), 0.0)
-    coordinator.receive(0, blocked(0), 0.3)
-    coordinator.receive(1, blocked(0, "broadcast"), 0.3)
-    assert {rank for rank, _ in coordinator.take_outgoing()} == {0, 1}
+    outgoing = coordinator.take_outgoing()
+    assert {rank for rank, _ in outgoing} == {0, 1}
+    assert all("rank 0 sent allreduce; rank 1 sent broadcast" in message[4] for _, message in outgoing)
+    coordinator.receive(2, request(broadcast), 0.1)
+    assert [message[2] for _, message in coordinator.take_outgoing()] == ["broadcast"], "a late rank is told, once"
+    for rank in range(3):
+        coordinator.receive(rank, request(allreduce()), 1.0)
+    assert [message[0] for _, message in coordinator.take_outgoing()] == ["run"] * 3
+
+
+def test_operations_of_all_kinds_may_be_ready_in_the_same_round():
+    coordinator = Coordinator(2, 1 << 20)
+    for rank in range(2):
+        coordinator.receive(rank, request(allreduce(), "a"), 0.0)
+        coordinator.receive(rank, request({"kind": "barrier", "ps": 0}, "b"), 0.0)
+        coordinator.receive(rank, request({"kind": "plan", "ps": 0, "slots": []}, "p"), 0.0)
+        coordinator.receive(rank, request(allreduce(), "c"), 0.0)
+    kinds = [message[3] for message in sent_to(coordinator.take_outgoing(), 1)]
+    assert kinds == ["allreduce", "barrier", "plan", "allreduce"]
+
+
+def test_what_waited_for_the_last_rank_to_join_runs_before_the_join_ends():
+    coordinator = Coordinator(2, 0)
+    coordinator.receive(0, request(allreduce()), 0.0)
+    coordinator.receive(0, ["join"], 0.0)
+    coordinator.receive(1, ["join"], 0.0)
+    assert [message[0] for message in sent_to(coordinator.take_outgoing(), 0)] == ["joined", "run", "join_done"]
+
+
+def test_a_join_fails_when_a_rank_leaves():
+    coordinator = Coordinator(3, 0)
+    coordinator.receive(0, ["join"], 0.0)
+    coordinator.depart(2, "it raised")
+    coordinator.receive(1, ["join"], 0.0)
+    errors = [(rank, message[1]) for rank, message in coordinator.take_outgoing() if message[0] == "join_error"]
+    assert [rank for rank, _ in errors] == [0, 1]
+    assert all("rank 2, which has left the job: it raised" in text for _, text in errors)
+
+
+def test_a_rank_that_joined_is_not_told_of_an_error_it_had_no_part_in():
+    coordinator = Coordinator(2, 0)
+    gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
+    coordinator.receive(1, ["join"], 0.0)
+    coordinator.receive(0, request(gather, "g", [3]), 0.0)
+    coordinator.receive(0, ["join"], 0.0)
+    coordinator.take_outgoing()
+    for rank in range(2):
+        coordinator.receive(rank, request(gather, "g", [3]), 1.0)
+    assert [message[0] for _, message in coordinator.take_outgoing()] == ["run", "run"]
+
+
+def test_removing_a_process_set_ends_what_waits_in_it():
+    coordinator = Coordinator(2, 0)
+    coordinator.add_static_process_sets([[0, 1], [0]])
+    coordinator.receive(0, request(allreduce(process_set=1)), 0.0)
+    for rank in range(2):
+        coordinator.receive(rank, request({"kind": "remove_process_set", "ps": 0, "id": 1}, "r"), 0.0)
+    messages = sent_to(coordinator.take_outgoing(), 0)
+    assert sorted(message[0] for message in messages) == ["error", "run"]
 
 
 def test_a_rank_that_goes_on_is_not_in_a_dead_lock():

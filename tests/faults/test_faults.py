@@ -14,11 +14,15 @@ from tests.ranks import run_ranks, start_ranks
 
 WORKER = [sys.executable, "-m", "tests.faults.worker"]
 channels = pytest.mark.parametrize("channel", ["named", "planned"])
+all_channels = pytest.mark.parametrize("channel", ["named", "planned", "polled", "joined"])
+NOTICED_WITHIN_SECONDS = 30  # what is asked for is 1 s and 5 s; machines that run tests may be slow
 
 
 def noticed(output: str) -> dict[int, str]:
     """By rank, the error with which it learnt of the fault."""
-    return {int(rank): text for rank, text in re.findall(r"RANK (\d) NOTICED [\d.]+ (.*)", output)}
+    found = re.findall(r"RANK (\d) NOTICED ([\d.]+) (.*)", output)
+    assert all(float(seconds) < NOTICED_WITHIN_SECONDS for _, seconds, _ in found), output
+    return {int(rank): text for rank, _, text in found}
 
 
 @channels
@@ -33,8 +37,8 @@ def test_a_rank_that_fails_ends_an_mpi_job(scenario, channel):
         assert status == 3, output
 
 
-@channels
-@pytest.mark.parametrize("scenario", ["raises", "exits", "killed", "leaves"])
+@all_channels
+@pytest.mark.parametrize("scenario", ["raises", "killed", "leaves"])
 def test_the_others_learn_which_rank_is_gone(scenario, channel):
     _, output = run_ranks([*WORKER, scenario, channel], 3, "torch", timeout=60)
     errors = noticed(output)
@@ -51,7 +55,7 @@ def test_a_killed_rank_ends_an_mpi_job(channel):
     assert "WENT ON" not in output
 
 
-@channels
+@pytest.mark.parametrize("channel", ["planned", "polled", "joined"])
 def test_a_stopped_rank_is_lost_after_the_timeout(channel, transport):
     processes = start_ranks([*WORKER, "stopped", channel], 3, transport, HVDKIT_TIMEOUT_SECONDS="4")
     outputs: list[str] = []
@@ -76,6 +80,32 @@ def test_a_stopped_rank_is_lost_after_the_timeout(channel, transport):
     assert all("rank 1" in error and "HVDKIT_TIMEOUT_SECONDS" in error for error in errors.values()), text
     if transport == "torch":
         assert sorted(errors) == [0, 2], text
+
+
+def test_an_mpi_job_ends_though_a_survivor_caught_the_error():
+    # The lost rank can never come to MPI_Finalize, so the others must not wait for it there.
+    processes = start_ranks([*WORKER, "stopped-and-caught", "named"], 2, "mpi", HVDKIT_TIMEOUT_SECONDS="3")
+    output = processes[0].communicate(timeout=60)[0]
+    assert 0 in noticed(output), output
+    assert processes[0].returncode != 0
+
+
+INIT_WITHOUT_RANK_1 = (
+    "import os, sys, time, hvdkit.torch as hvd\n"
+    "if (os.environ.get('RANK') or os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
+    "    import mpi4py.MPI\n"
+    "    time.sleep(8)\n"
+    "    sys.exit(0)\n"
+    "hvd.init()\n"
+)
+
+
+def test_init_names_the_ranks_that_did_not_come(transport):
+    status, output = run_ranks(
+        [sys.executable, "-c", INIT_WITHOUT_RANK_1], 3, transport, timeout=60, HVDKIT_START_TIMEOUT_SECONDS="2"
+    )
+    assert status != 0
+    assert "missing: [1]" in output, output
 
 
 @channels

@@ -20,7 +20,7 @@ def misbehave(scenario: str) -> None:
         sys.exit(3)
     if scenario == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if scenario == "stopped":
+    if scenario.startswith("stopped"):
         print(f"stopping {os.getpid()}", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
     if scenario == "leaves":
@@ -34,6 +34,21 @@ def misbehave(scenario: str) -> None:
 def wait_for_rank_1(channel: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     if channel == "named":
         hvd.allreduce(torch.ones(1000), name="grad")
+    elif channel == "polled":
+        handles = [hvd.allreduce_async(torch.ones(1000), name=f"grad{number}") for number in range(2)]
+        while not all(hvd.poll(handle) for handle in handles):  # the engine's own thread must notice
+            time.sleep(0.01)
+        errors = []
+        for handle in handles:
+            try:
+                hvd.synchronize(handle)
+            except hvd.HorovodInternalError as error:
+                errors.append(error)
+        if errors:
+            assert len(errors) == 2, "one of two handles ended well though its rank is lost"
+            raise errors[0]
+    elif channel == "joined":
+        hvd.join()
     else:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
@@ -44,7 +59,8 @@ def main(scenario: str, channel: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    wait_for_rank_1(channel, optimizer, model)  # a good round first
+    if channel != "joined":
+        wait_for_rank_1(channel, optimizer, model)  # a good round first
     optimizer.zero_grad()
     if hvd.rank() == 1:
         misbehave(scenario)
@@ -53,6 +69,8 @@ def main(scenario: str, channel: str) -> None:
         wait_for_rank_1(channel, optimizer, model)
     except hvd.HorovodInternalError as error:
         print(f"RANK {hvd.rank()} NOTICED {time.monotonic() - started:.1f} {error}".replace("\n", " | "), flush=True)
+        if scenario.endswith("and-caught"):
+            return  # and end as if nothing had happened
         sys.exit(7)
     print(f"RANK {hvd.rank()} WENT ON", flush=True)
 

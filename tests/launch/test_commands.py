@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.config import from_environment
 from hvdkit.launch import gloo, mpi
 from hvdkit.launch.errors import UsageError
 from hvdkit.launch.hosts import Host, assign_slots
@@ -96,6 +97,34 @@ def test_the_start_timeout_has_horovods_variable(monkeypatch):
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
     with pytest.raises(UsageError, match="HOROVOD_START_TIMEOUT"):
         parse(["-np", "2", "python"])
+
+
+def test_hvdkits_own_start_timeout_counts_for_the_launcher_too(monkeypatch):
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "")
+    assert parse(["-np", "2", "python"]).start_timeout == 30
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "7")
+    monkeypatch.setenv("HVDKIT_START_TIMEOUT_SECONDS", "8")
+    assert parse(["-np", "2", "python"]).start_timeout == 8
+
+
+@pytest.mark.parametrize(("text", "variable"), [("3", "3"), ("2.5", "2.5"), ("600", "600")])
+def test_the_start_timeout_is_for_the_ranks_too(text, variable):
+    assert parse(["-np", "2", "--start-timeout", text, "python"]).settings == {"HOROVOD_START_TIMEOUT": variable}
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan"])
+def test_a_start_timeout_in_which_nothing_can_start_is_refused(text):
+    with pytest.raises(UsageError, match="--start-timeout"):
+        parse(["-np", "2", f"--start-timeout={text}", "python"])
+
+
+def test_a_flag_wins_over_the_callers_variables_under_all_names_of_the_setting():
+    caller = {"HVDKIT_CYCLE_TIME": "1", "HOROVOD_CYCLE_TIME": "2", "HVDKIT_CACHE_CAPACITY": "3"}
+    environment = job_environment(caller, {"HOROVOD_CYCLE_TIME": "4"}, job="j")
+    assert "HVDKIT_CYCLE_TIME" not in environment
+    assert environment["HOROVOD_CYCLE_TIME"] == "4"
+    assert environment["HVDKIT_CACHE_CAPACITY"] == "3"
+    assert from_environment(environment).cycle_time_ms == 4
 
 
 def test_the_place_that_another_launcher_gave_is_not_inherited():

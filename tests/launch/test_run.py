@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from hvdkit.config import from_environment
 from tests.launch.launching import call, call_bare
 
 SHOW_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -43,13 +44,17 @@ def test_more_ranks_than_cores_get_their_places(controller):
 
 def test_settings_and_the_callers_variables_reach_every_rank(controller):
     flags = ["--fusion-threshold-mb", "2", "--cycle-time-ms", "2.5", "--cache-capacity", "7", "--no-stall-check"]
+    flags += ["--start-timeout", "45"]
     odd = "a;b,c\n\"d\" 'e' $HOME \\ ü"
-    result = call([controller, "-np", "2", *flags], SHOW_ENVIRONMENT, ODD=odd, EMPTY="")
+    result = call(
+        [controller, "-np", "2", *flags], SHOW_ENVIRONMENT, ODD=odd, EMPTY="", HVDKIT_START_TIMEOUT_SECONDS="9"
+    )
     for environment in environments(result.stdout).values():
         assert environment["HOROVOD_FUSION_THRESHOLD"] == str(2 * 1024 * 1024)
         assert environment["HOROVOD_CYCLE_TIME"] == "2.5"
         assert environment["HOROVOD_CACHE_CAPACITY"] == "7"
         assert environment["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+        assert from_environment(environment).start_timeout_seconds == 45
         assert (environment["ODD"], environment["EMPTY"]) == (odd, "")
         assert environment["HVDKIT_TRANSPORT"] == ("mpi" if controller == "--mpi" else "torch")
 

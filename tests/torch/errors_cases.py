@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.ranks import Skip
 from tests.torch.data import equal
 from tests.torch.operations import grouped_operations, still_works, tensor_operations
 from tests.torch.told import told
@@ -146,7 +147,7 @@ def case_poll_of_an_unknown_handle(hvd):
 
 def case_a_name_that_is_in_flight(hvd):
     if hvd.size() == 1:
-        return
+        raise Skip("needs two ranks")
     # Rank 0 holds its part back until all have seen the error, so that the first operation cannot have ended.
     if hvd.rank() == 0:
         hvd.barrier()

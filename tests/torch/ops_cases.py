@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import warnings
 
 import torch
 
+from tests.ranks import Skip
 from tests.torch.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
 from tests.torch.told import told
 
@@ -116,7 +118,7 @@ def case_average_parameter_still_works_and_warns(hvd):
 
 def case_adasum_of_equal_tensors_is_that_tensor(hvd):
     if hvd.size() & (hvd.size() - 1):
-        return
+        raise Skip("Adasum needs a power of two")
     for dtype in FLOATS:
         tensor = values(0, (40,), dtype) + 1
         assert torch.allclose(hvd.allreduce(tensor, op=hvd.Adasum).double(), tensor.double(), rtol=1e-2)
@@ -131,9 +133,16 @@ def case_handles_can_be_synchronized_in_any_order(hvd):
 
 
 def case_poll_becomes_true_and_synchronize_answers_once(hvd):
-    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+    if hvd.rank() == 0:  # holds its part back until all others have polled
+        hvd.barrier()
+    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="polled")
     assert isinstance(handle, int)
-    assert hvd.poll(handle) in (True, False)
+    if hvd.rank() > 0:
+        assert hvd.poll(handle) is False
+        hvd.barrier()
+    deadline = time.monotonic() + 30
+    while hvd.poll(handle) is not True:
+        assert time.monotonic() < deadline
     assert equal(hvd.synchronize(handle), torch.full((3,), float(hvd.size())))
     assert hvd.synchronize(handle) is None
     assert hvd.synchronize(10**9) is None
@@ -414,8 +423,9 @@ def case_average_counts_joined_ranks_with_zeros(hvd):
 
 def case_who_am_i(hvd):
     assert 0 <= hvd.rank() < hvd.size()
-    assert 0 <= hvd.local_rank() < hvd.local_size() <= hvd.size()
-    assert 0 <= hvd.cross_rank() < hvd.cross_size()
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())  # all ranks are on this node
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.is_initialized()
     assert hvd.is_homogeneous() is True
     assert (hvd.mpi_enabled(), hvd.gloo_enabled()) == {"mpi": (True, False), "torch": (False, True)}[
@@ -423,7 +433,7 @@ def case_who_am_i(hvd):
     ]
     assert hvd.mpi_built() or not hvd.mpi_enabled()
     if hvd.mpi_enabled():
-        assert hvd.mpi_threads_supported() in (True, False)
+        assert hvd.mpi_threads_supported() is True  # mpi4py asks for it, and Open MPI and MPICH have it
     else:
         with told(ValueError, "MPI is not enabled"):
             hvd.mpi_threads_supported()

@@ -1,16 +1,16 @@
-"""The ways that gradients can take: compressed, predivided, grouped, sparse, Adasum, over a process set."""
+"""The ways that gradients can take: compressed, predivided, grouped, sparse, over a process set."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from tests.ranks import Skip
 from tests.torch.optimizer_cases import distributed_sgd
 from tests.torch.optimizer_support import (
-    assert_close,
     assert_identical,
     assert_same_gradients,
     batch,
@@ -18,7 +18,6 @@ from tests.torch.optimizer_support import (
     joined_batch,
     loss_of,
     make_net,
-    train_step,
 )
 
 
@@ -127,6 +126,24 @@ def case_groups_leave_the_gradients(hvd: Any) -> None:
             assert_same_gradients(net, alone)
 
 
+def case_num_groups_is_the_deprecated_name_of_groups(hvd: Any) -> None:
+    alone = make_net()
+    loss_of(alone, joined_batch(hvd.size())).backward()
+    net = make_net()
+    with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`") as caught:
+        optimizer = distributed_sgd(hvd, net, num_groups=3)
+    assert caught[0].filename.endswith("optimizer_cases.py")  # where DistributedOptimizer was called
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(net, batch(hvd.rank())).backward()
+        optimizer.synchronize()
+        assert_same_gradients(net, alone)
+    planned = optimizer._synchronizer._routes.planned
+    groups = sorted(sorted(group) for group in planned.lane._groups)
+    assert groups == [[0, 1, 2], [3, 4, 5], [6, 7]]  # of eight parameters
+    assert distributed_sgd(hvd, make_net())._synchronizer.settings.groups is None
+
+
 def sparse_gradients(hvd: Any, optimizer: Any, model: Bag, uses: list[bool]) -> None:
     """Two steps in which only ranks with ``uses`` touch the embedding; compared with one process's gradients."""
     alone = Bag()
@@ -156,8 +173,6 @@ def case_sparse_gradients(hvd: Any) -> None:
 
 
 def case_sparse_gradients_on_one_rank_only(hvd: Any) -> None:
-    if hvd.size() == 1:
-        return
     for as_dense in (False, True):
         model = Bag()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -166,8 +181,6 @@ def case_sparse_gradients_on_one_rank_only(hvd: Any) -> None:
 
 
 def case_sparse_gradient_seen_late_is_reduced(hvd: Any) -> None:
-    if hvd.size() == 1:
-        return
     model = Bag()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     indices = torch.tensor([hvd.rank()])
@@ -181,59 +194,9 @@ def case_sparse_gradient_seen_late_is_reduced(hvd: Any) -> None:
     assert (gradient[hvd.size() :] == 0).all()
 
 
-def adasum(vectors: list[np.ndarray]) -> np.ndarray:
-    """Adasum of 2^n vectors by its definition, neighbours first."""
-    while len(vectors) > 1:
-        pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [(1 - a @ b / (2 * (a @ a) or 1.0)) * a + (1 - a @ b / (2 * (b @ b) or 1.0)) * b for a, b in pairs]
-    return vectors[0]
-
-
-def case_adasum_combines_the_updates(hvd: Any) -> None:
-    if hvd.size() not in (2, 4):
-        return
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net, op=hvd.Adasum)
-    replicas = [make_net() for _ in range(hvd.size())]
-    plain = [torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9) for replica in replicas]
-    for step in range(3):
-        train_step(optimizer, net, batch(hvd.rank(), step))
-        starts = [parameter.detach().clone() for parameter in replicas[0].parameters()]
-        for rank, replica in enumerate(replicas):
-            train_step(plain[rank], replica, batch(rank, step))
-        for place, start in enumerate(starts):
-            members = [list(replica.parameters())[place] for replica in replicas]
-            deltas = [(member.detach() - start).flatten().double().numpy() for member in members]
-            with torch.no_grad():
-                for member in members:
-                    member.copy_(start + torch.from_numpy(adasum(deltas)).float().view_as(start))
-            assert_close(list(net.parameters())[place].detach(), members[0].detach(), 1e-5)
-    assert_identical(hvd, net)
-    with expect(AssertionError, "Skipping synchronization is not supported when using Adasum"):
-        optimizer.skip_synchronize().__enter__()
-
-
-def case_adasum_counts_passes(hvd: Any) -> None:
-    if hvd.size() not in (2, 4):
-        return
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net, op=hvd.Adasum, backward_passes_per_step=2)
-    for _ in range(2):
-        loss_of(net, batch(hvd.rank())).backward()
-        loss_of(net, batch(hvd.rank())).backward()
-        with expect(AssertionError, "backward_passes_per_step"):
-            loss_of(net, batch(hvd.rank())).backward()
-        with expect(AssertionError, "optimizer.zero_grad()"):
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_identical(hvd, net)
-
-
 def case_process_set_reduces_among_its_ranks(hvd: Any) -> None:
     if hvd.size() < 3:
-        return
+        raise Skip("needs three ranks")
     ranks = [0, 2]
     process_set = hvd.add_process_set(ranks)
     for compression in (hvd.Compression.none, HalvingCompressor):
@@ -251,8 +214,6 @@ def case_process_set_reduces_among_its_ranks(hvd: Any) -> None:
 
 
 def case_different_parameters_are_an_error_on_every_rank(hvd: Any) -> None:
-    if hvd.size() == 1:
-        return
     model = nn.Linear(3, 2 if hvd.rank() else 5)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     model(torch.ones(1, 3)).sum().backward()

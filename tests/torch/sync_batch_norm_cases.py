@@ -8,6 +8,7 @@ import itertools
 import torch
 from torch import nn
 
+from tests.ranks import Skip
 from tests.torch.told import told
 
 SHAPES = [(4,), (4, 5), (4, 3, 2), (4, 2, 3, 2)]  # channels first, then the places
@@ -36,7 +37,7 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _compare(hvd, norm: nn.Module, batches: list[torch.Tensor], steps: int = 2) -> None:
     """Train both for some steps; compare outputs, gradients, running statistics, and the result of evaluation."""
-    size, rank = hvd.size(), hvd.rank()
+    rank = hvd.rank()
     rows = [len(batch) for batch in batches]
     reference = _reference(norm, batches[0].dim())
     for step in range(steps):
@@ -64,7 +65,6 @@ def _compare(hvd, norm: nn.Module, batches: list[torch.Tensor], steps: int = 2) 
         norm.eval()
         reference.eval()
         assert _close(norm(batches[rank]), reference(batches[rank].double()))
-    assert size == hvd.size()
 
 
 def case_every_dimension_and_type_with_even_and_uneven_batches(hvd):
@@ -98,7 +98,7 @@ def case_half_types_with_parameters_of_either_precision(hvd):
 
 def case_a_rank_with_an_empty_batch(hvd):
     if hvd.size() == 1:
-        return
+        raise Skip("needs two ranks")
     norm = hvd.SyncBatchNorm(3, dtype=torch.float64)
     full = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = (full if hvd.rank() == 0 else full[:0]).clone().requires_grad_()

@@ -9,6 +9,7 @@ from tests.ranks import RankedCases
 RESULTS = RankedCases("tests.torch.functions_cases")
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", RESULTS.names)
-def test_functions(case: str, size: int, transport: str) -> None:
-    RESULTS.check(case, size, transport)
+def test_functions(case: str, ranks: int, transport: str) -> None:
+    RESULTS.check(case, ranks, transport)

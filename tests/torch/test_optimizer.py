@@ -1,4 +1,4 @@
-"""DistributedOptimizer on 1 to 4 real ranks over every transport."""
+"""DistributedOptimizer on real ranks over every transport: the basics on 1 to 4, the rest where it says something."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from tests.ranks import RankedCases
 BASICS = RankedCases("tests.torch.optimizer_cases")
 SMALL_BUCKETS = RankedCases("tests.torch.optimizer_cases", HOROVOD_FUSION_THRESHOLD="64")
 STRATEGIES = RankedCases("tests.torch.optimizer_strategy_cases", HOROVOD_DYNAMIC_PROCESS_SETS="1")
+CALLS = RankedCases("tests.torch.optimizer_calls_cases")
+ADASUM = RankedCases("tests.torch.optimizer_adasum_cases")
+ORDER = RankedCases("tests.torch.optimizer_order_cases", HOROVOD_FUSION_THRESHOLD="0")
 LIFECYCLE = RankedCases("tests.torch.optimizer_lifecycle_cases")
 INTEGRATION = RankedCases("tests.torch.optimizer_integration_cases")
 
@@ -24,16 +27,37 @@ def test_basics_with_a_bucket_for_each_gradient(case: str, ranks: int, transport
     SMALL_BUCKETS.check(case, ranks, transport)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", CALLS.names)
+def test_calls(case: str, ranks: int, transport: str) -> None:
+    CALLS.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", STRATEGIES.names)
-def test_strategies(case: str, size: int, transport: str) -> None:
-    STRATEGIES.check(case, size, transport)
+def test_strategies(case: str, ranks: int, transport: str) -> None:
+    STRATEGIES.check(case, ranks, transport)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", ADASUM.names)
+def test_adasum(case: str, ranks: int, transport: str) -> None:
+    ADASUM.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", ORDER.names)
+def test_order(case: str, ranks: int, transport: str) -> None:
+    ORDER.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", LIFECYCLE.names)
-def test_lifecycle(case: str, size: int, transport: str) -> None:
-    LIFECYCLE.check(case, size, transport)
+def test_lifecycle(case: str, ranks: int, transport: str) -> None:
+    LIFECYCLE.check(case, ranks, transport)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", INTEGRATION.names)
-def test_integration(case: str, size: int, transport: str) -> None:
-    INTEGRATION.check(case, size, transport)
+def test_integration(case: str, ranks: int, transport: str) -> None:
+    INTEGRATION.check(case, ranks, transport)

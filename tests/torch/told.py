@@ -9,9 +9,9 @@ import pytest
 
 
 @contextmanager
-def told(kind: type[BaseException], *texts: str) -> Iterator[None]:
+def told(kind: type[BaseException], *texts: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """What runs inside raises ``kind`` with a message that holds all ``texts``."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     missing = [text for text in texts if text not in str(caught.value)]
     assert not missing, f"{missing} not in: {caught.value}"

@@ -1,0 +1,89 @@
+"""The end of the process: a rank that fails ends the job with its exit code, and leaves nobody waiting."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from time import sleep
+from typing import Any
+
+# A rank that ends because another one failed leaves that one the time to end the job with its own exit code.
+AFTER_ANOTHER_SECONDS = 2.0
+
+
+class Ending:
+    """How this process ends, as far as Python lets us see it coming: an exception, ``sys.exit``, a lost peer."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.reason = ""
+        self.another_failed = False  # this rank fails because another one did
+        self.peer_lost = False  # MPI cannot finalize any more: it would wait for the lost rank
+        self._process = os.getpid()
+        self._watched: Callable[[], None] | None = None
+        self._abort: Callable[[int], None] = lambda code: None
+
+    def watch(self, shutdown: Callable[[], None]) -> None:
+        """Have ``shutdown`` called when the process ends, and see why it does. Once is enough."""
+        if self._watched is not None:
+            return
+        self._watched = shutdown
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+        previous_hook, previous_exit = sys.excepthook, sys.exit
+
+        def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            previous_hook(kind, error, trace)
+            self._note(1, f"it raised {kind.__name__}: {error}"[:500])
+
+        def exit_noting(code: Any = None) -> None:
+            number = code if isinstance(code, int) else int(code is not None)
+            if number:
+                self._note(number, f"it called sys.exit({code!r})")
+            previous_exit(code)
+
+        sys.excepthook = excepthook
+        sys.exit = exit_noting  # type: ignore[assignment]
+
+    def abort_with(self, abort: Callable[[int], None]) -> None:
+        """How the engine below ends the whole job."""
+        self._abort = abort
+
+    def forget(self) -> None:
+        """The process goes on after all."""
+        if self.code:
+            self.code, self.reason = 0, ""
+
+    def check_process(self) -> bool:
+        """Whether this is the process that called ``watch``, not a fork of it, whose connections it must not use."""
+        return self._process == os.getpid()
+
+    def _note(self, code: int, reason: str) -> None:
+        self.code, self.reason = code, reason
+
+    def _at_exit(self) -> None:
+        assert self._watched is not None
+        if not self.check_process():
+            return
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        self._watched()
+        if self.code and self.another_failed:
+            sleep(AFTER_ANOTHER_SECONDS)
+        if self.code or self.peer_lost:
+            self._abort(self.code or 1)
+
+
+ENDING = Ending()
+
+
+def abort_mpi(code: int) -> None:
+    """End an MPI job as a whole: a rank that only ended by itself would leave the others in MPI_Finalize for good."""
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(code)

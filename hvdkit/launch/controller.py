@@ -1,0 +1,62 @@
+"""Which way the ranks are started, by mpirun or one by one, and the transport they are told to use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdkit.launch import mpi
+from hvdkit.launch.errors import UsageError
+
+_TRANSPORT_OF = {"mpi": "mpi", "gloo": "torch"}
+
+
+@dataclass(frozen=True)
+class Controller:
+    """``mpirun`` is None where hvdkitrun starts the ranks itself. ``reason`` says why it is this one."""
+
+    mpirun: str | None
+    transport: str
+    reason: str
+
+
+def choose(flag: str | None, asked: str, size: int) -> tuple[str | None, str]:
+    """What ``--mpi``, ``--gloo`` or neither, and HVDKIT_TRANSPORT, ask for together.
+
+    Returns ``"mpi"``, ``"gloo"`` or None for whichever is there, and who said so.
+
+    Raises:
+        UsageError: they contradict each other, or the number of ranks.
+    """
+    variable = f"HVDKIT_TRANSPORT={asked}"
+    if flag is not None and asked not in ("auto", _TRANSPORT_OF[flag]):
+        raise UsageError(
+            f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}\n"
+            f"HINT: leave --{flag} away, or unset HVDKIT_TRANSPORT"
+        )
+    if asked == "solo" and size > 1:
+        raise UsageError(
+            f"{variable} is for one process, but -np {size} asks for more\n"
+            "HINT: unset HVDKIT_TRANSPORT, or start with -np 1"
+        )
+    if flag is not None:
+        return flag, f"--{flag}"
+    return {"auto": (None, ""), "mpi": ("mpi", variable)}.get(asked, ("gloo", variable))
+
+
+def find(flag: str | None, asked: str, size: int) -> Controller:
+    """The controller of this job.
+
+    Raises:
+        UsageError: what was asked for contradicts itself.
+        LaunchError: MPI was asked for and is not there.
+    """
+    chosen, by = choose(flag, asked, size)
+    if chosen == "mpi":
+        return Controller(mpi.require_mpirun(by), "mpi", f"with mpirun: {by}")
+    if chosen == "gloo":
+        return Controller(None, "solo" if asked == "solo" else "torch", f"without MPI: {by}")
+    found = mpi.find_mpirun()
+    if found.path is None:
+        return Controller(None, "torch", f"without MPI: {found.reason}")
+    # Nobody asked for MPI's transport: ranks on CUDA may meet through MPI and use NCCL.
+    return Controller(found.path, "auto", f"with mpirun: {found.path} is there")

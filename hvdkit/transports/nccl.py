@@ -1,0 +1,135 @@
+"""NCCL communicators of our own: who may have one, and how it is made so that its failure never ends the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdkit.errors import PeerLostError
+from hvdkit.transports.device import CudaStream, TorchDeviceCollectives
+
+logger = logging.getLogger("hvdkit")
+
+# NCCL's watchdog gives up what takes longer. Deadlines are the engine's, which notices lost ranks over the transport.
+NEVER = timedelta(days=3650)
+# Read by ProcessGroupNCCL when it is made. 2: an error of the network ends the communicator, not the process. 0: wait()
+# holds the stream, not the thread.
+NCCL_OPTIONS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+
+
+def nccl_available() -> bool:
+    """Whether this process can use NCCL."""
+    return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def gpu_of(device: torch.device) -> str:
+    """What tells this GPU from all others of the job."""
+    properties = torch.cuda.get_device_properties(device)
+    return str(getattr(properties, "uuid", f"{os.uname().nodename}/{device.index}"))
+
+
+def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:
+    """The ranks that share a GPU, which NCCL refuses."""
+    by_gpu: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        by_gpu.setdefault(gpu, []).append(rank)
+    return [ranks for ranks in by_gpu.values() if len(ranks) > 1]
+
+
+def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
+    """Connect the ranks that use ``store``, each with its GPU ``place``. Collective, and blocks.
+
+    None, on every rank, where ranks share a GPU. Raises PeerLostError where not all come in time.
+    """
+    device = torch.device(place)
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    gpus = exchange(store, rank, size, gpu_of(device), timeout_seconds)
+    shared = shared_gpus(gpus)
+    if shared:
+        if rank == 0:
+            logger.info("ranks %s share a GPU, so tensors on CUDA travel through host memory, not by NCCL", shared)
+        return None
+
+    def connect() -> TorchDeviceCollectives:
+        torch.cuda.set_device(device)
+        with _nccl_options():
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = NEVER
+            nccl: Any = dist.ProcessGroupNCCL  # its collectives are missing from the stubs
+            group = nccl(store, rank, size, options)
+        # The communicator is made by the first collective, which blocks until all are there.
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+        return TorchDeviceCollectives(group, device, CudaStream())
+
+    collectives: TorchDeviceCollectives = within(timeout_seconds, connect, "NCCL to connect")
+    return collectives
+
+
+def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float) -> list[str]:
+    """Every rank's word."""
+    keys = [f"word/{other}" for other in range(size)]
+    deadline = monotonic() + timeout_seconds
+    try:
+        store.set(keys[rank], mine)
+        # Asked again and again: a waiting call would keep the store from the other threads of this process.
+        while not store.check(keys):
+            if monotonic() > deadline:
+                missing = [other for other in range(size) if not store.check([keys[other]])]
+                raise PeerLostError(
+                    f"waited {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) for the GPUs of ranks {missing} of "
+                    f"the {size} that take part.\nHINT: see what those ranks printed."
+                )
+            sleep(0.002)
+        return [store.get(key).decode() for key in keys]
+    except dist.DistError as error:
+        raise PeerLostError(f"the store where the ranks met is gone: {str(error).splitlines()[0]}") from error
+
+
+def within(timeout_seconds: float, action: Callable[[], Any], what: str) -> Any:
+    """The result of ``action``, which has no time limit of its own. Raises PeerLostError when it fails or is late."""
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as error:  # raised below, in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hvdkit-connect", daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    if errors:
+        raise PeerLostError(f"{what} failed: {str(errors[0]).splitlines()[0]}") from errors[0]
+    if not outcome:
+        raise PeerLostError(
+            f"waited {timeout_seconds:g} s for {what} (HVDKIT_START_TIMEOUT_SECONDS).\n"
+            "HINT: see what the other ranks printed; set NCCL_DEBUG=INFO to see what NCCL waits for."
+        )
+    return outcome[0]
+
+
+@contextmanager
+def _nccl_options() -> Iterator[None]:
+    """NCCL_OPTIONS in the environment, for as long as it takes to make a process group."""
+    before = {name: os.environ.get(name) for name in NCCL_OPTIONS}
+    os.environ.update(NCCL_OPTIONS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,89 @@
+"""--mpi, --gloo and HVDKIT_TRANSPORT choose how ranks start and what they are told; contradictions are refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hvdkit.launch import controller, mpi
+from hvdkit.launch.errors import LaunchError, UsageError
+from tests.launch.launching import call, call_bare
+
+MPIRUN = mpi.Mpirun("/bin/mpirun")
+NO_MPIRUN = mpi.Mpirun(None, "mpi4py is not installed")
+SHOW = "import os; print(os.environ.get('OMPI_COMM_WORLD_SIZE'), os.environ['HVDKIT_TRANSPORT'])"
+
+
+# flag, HVDKIT_TRANSPORT, ranks: is it mpirun that starts them, and what HVDKIT_TRANSPORT they get
+@pytest.mark.parametrize(
+    ("flag", "asked", "size", "mpirun", "transport"),
+    [
+        (None, "auto", 2, True, "auto"),
+        (None, "mpi", 2, True, "mpi"),
+        (None, "torch", 2, False, "torch"),
+        (None, "solo", 1, False, "solo"),
+        ("mpi", "auto", 2, True, "mpi"),
+        ("mpi", "mpi", 2, True, "mpi"),
+        ("gloo", "auto", 2, False, "torch"),
+        ("gloo", "torch", 2, False, "torch"),
+    ],
+)
+def test_what_was_asked_for_is_what_ranks_get(monkeypatch, flag, asked, size, mpirun, transport):
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: MPIRUN)
+    found = controller.find(flag, asked, size)
+    assert (found.mpirun, found.transport) == (MPIRUN.path if mpirun else None, transport)
+
+
+@pytest.mark.parametrize(
+    ("flag", "asked"), [("mpi", "torch"), ("gloo", "mpi"), ("mpi", "solo"), ("gloo", "solo")], ids=str
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_flag_and_a_variable_that_contradict_each_other_are_both_named(flag, asked, size):
+    with pytest.raises(UsageError, match=f"--{flag} and HVDKIT_TRANSPORT={asked} contradict each other"):
+        controller.find(flag, asked, size)
+
+
+def test_several_processes_cannot_be_solo():
+    with pytest.raises(UsageError, match="HVDKIT_TRANSPORT=solo is for one process, but -np 2"):
+        controller.find(None, "solo", 2)
+
+
+def test_without_an_mpirun_ranks_are_started_one_by_one_unless_mpi_was_asked_for(monkeypatch):
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: NO_MPIRUN)
+    assert controller.find(None, "auto", 2) == controller.Controller(
+        None, "torch", "without MPI: mpi4py is not installed"
+    )
+    with pytest.raises(LaunchError, match="--mpi cannot be used: mpi4py is not installed"):
+        controller.find("mpi", "auto", 2)
+    with pytest.raises(LaunchError, match="HVDKIT_TRANSPORT=mpi cannot be used: mpi4py is not installed"):
+        controller.find(None, "mpi", 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [("", "2 auto"), ("auto", "2 auto"), ("mpi", "2 mpi"), ("torch", "None torch")],
+)
+def test_the_variable_chooses_how_ranks_start(asked, words):
+    result = call(["-np", "2"], SHOW, HVDKIT_TRANSPORT=asked)
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}]<stdout>: {words}" for rank in (0, 1)], result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "words"),
+    [
+        (["--mpi", "-np", "2"], "torch", ["--mpi", "HVDKIT_TRANSPORT=torch"]),
+        (["--gloo", "-np", "2"], "mpi", ["--gloo", "HVDKIT_TRANSPORT=mpi"]),
+        (["-np", "2"], "solo", ["HVDKIT_TRANSPORT=solo", "-np 2"]),
+        (["-np", "2"], "nccl", ["HVDKIT_TRANSPORT", "auto, mpi, torch, solo", "'nccl'"]),
+    ],
+)
+def test_a_contradiction_ends_with_status_2_before_anything_starts(flags, asked, words):
+    result = call_bare(*flags, sys.executable, "-c", "print('started')", HVDKIT_TRANSPORT=asked)
+    assert (result.status, result.stdout) == (2, "")
+    assert all(word in result.stderr for word in [*words, "HINT: "]), result.stderr
+
+
+def test_verbose_says_why():
+    result = call(["-np", "1", "--verbose"], HVDKIT_TRANSPORT="torch")
+    assert "starting without MPI: HVDKIT_TRANSPORT=torch" in result.stderr

@@ -1,0 +1,140 @@
+"""Every flag of horovodrun 0.28.1 is either accepted, with a note where it has no effect, or refused with a way out."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hvdkit.launch.errors import UsageError
+from hvdkit.launch.options import parse
+from tests.launch.launching import call_bare
+
+START = ["-np", "2"]
+# As in horovod/runner/launch.py, each with a value where it takes one.
+EFFECTIVE = (
+    "--num-proc=3",
+    "--verbose",
+    "--start-timeout 5",
+    "--network-interfaces a,b",
+    "--network-interface a",
+    "--output-filename d",
+    "-p 22",
+    "--ssh-port 22",
+    "-i k",
+    "--ssh-identity-file k",
+    "--fusion-threshold-mb 1",
+    "--cycle-time-ms 1",
+    "--cache-capacity 1",
+    "--disable-cache",
+    "--timeline-filename t",
+    "--timeline-mark-cycles",
+    "--no-timeline-mark-cycles",
+    "--stall-check",
+    "--no-stall-check",
+    "--stall-check-warning-time-seconds 1",
+    "--stall-check-shutdown-time-seconds 1",
+    "--mpi-args=--x",
+    "--log-level TRACE",
+    "--log-without-timestamp",
+    "--log-hide-timestamp",
+    "-prefix-timestamp",
+    "--prefix-output-with-timestamp",
+    "-H h:2",
+    "--hosts h:2",
+    "--gloo",
+    "--mpi",
+)
+WITHOUT_EFFECT = (
+    "--hierarchical-allreduce",
+    "--no-hierarchical-allreduce",
+    "--hierarchical-allgather",
+    "--no-hierarchical-allgather",
+    "--torus-allreduce",
+    "--no-torus-allreduce",
+    "--autotune",
+    "--no-autotune",
+    "--autotune-log-file f",
+    "--autotune-warmup-samples 3",
+    "--autotune-steps-per-sample 10",
+    "--autotune-bayes-opt-max-samples 20",
+    "--autotune-gaussian-process-noise 0.8",
+    "--mpi-threads-disable",
+    "--no-mpi-threads-disable",
+    "--tcp",
+    "--binding-args=--rankfile",
+    "--num-nccl-streams 1",
+    "--thread-affinity 0",
+    "--gloo-timeout-seconds 30",
+    "--log-with-timestamp",
+    "--no-log-hide-timestamp",
+)
+REFUSED = (
+    "--jsrun",
+    "--config-file f",
+    "--min-np 1",
+    "--min-num-proc 1",
+    "--max-np 4",
+    "--max-num-proc 4",
+    "--slots-per-host 2",
+    "--elastic-timeout 600",
+    "--reset-limit 3",
+    "--blacklist-cooldown-range 60 300",
+    "--host-discovery-script s",
+)
+
+
+@pytest.mark.parametrize("flag", EFFECTIVE)
+def test_flags_that_mean_something_here_are_taken_without_a_word(flag):
+    options = parse([*START, *flag.split(), "python", "-x"])
+    assert (options.command, options.notes) == (["python", "-x"], [])
+
+
+@pytest.mark.parametrize("flag", WITHOUT_EFFECT)
+def test_flags_without_a_counterpart_change_nothing_but_a_note(flag):
+    options = parse([*START, *flag.split(), "python", "-x"])
+    name = flag.replace("=", " ").split()[0]
+    assert len(options.notes) == 1
+    assert options.notes[0].startswith(f"{name} has no effect: ")
+    assert (options.command, options.settings) == (["python", "-x"], {})
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+@pytest.mark.parametrize("ending", [["python"], []], ids=["with a command", "at the end"])
+def test_flags_that_would_start_another_job_are_refused_with_a_way_out(flag, ending):
+    name = flag.split()[0]
+    with pytest.raises(UsageError, match=f"^{name} is not supported: .*\nHINT: "):
+        parse([*START, *flag.split(), *ending])
+
+
+def test_notes_are_lines_on_stderr_one_a_flag_and_the_job_runs():
+    flags = ["--gloo", "-np", "1", "--autotune", "--num-nccl-streams", "2", "--autotune"]
+    result = call_bare(*flags, sys.executable, "-c", "print('ran')")
+    assert (result.status, result.stdout) == (0, "[0]<stdout>: ran\n")
+    lines = result.stderr.splitlines()
+    assert [line.partition(" has no effect: ")[0] for line in lines] == [
+        "hvdkitrun: --autotune",
+        "hvdkitrun: --num-nccl-streams",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ("--disable-cache", {"HOROVOD_CACHE_CAPACITY": "0"}),
+        ("--disable-cache --cache-capacity 9", {"HOROVOD_CACHE_CAPACITY": "9"}),
+        ("--stall-check", {"HOROVOD_STALL_CHECK_DISABLE": "0"}),
+        ("--no-stall-check", {"HOROVOD_STALL_CHECK_DISABLE": "1"}),
+        ("--timeline-mark-cycles", {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}),
+        ("--no-timeline-mark-cycles", {"HOROVOD_TIMELINE_MARK_CYCLES": "0"}),
+        ("--log-without-timestamp", {}),
+    ],
+)
+def test_switches_set_their_variable_also_back(flags, settings):
+    assert parse([*START, *flags.split(), "python"]).settings == settings
+
+
+def test_a_switch_and_its_opposite_are_refused():
+    for flags in (["--stall-check", "--no-stall-check"], ["--timeline-mark-cycles", "--no-timeline-mark-cycles"]):
+        with pytest.raises(UsageError, match="not allowed with"):
+            parse([*START, *flags, "python"])

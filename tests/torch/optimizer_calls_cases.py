@@ -1,0 +1,132 @@
+"""Horovod's order of calls: backward(), synchronize(), clipping, step(), zero_grad(); what is told about others."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from tests.torch.optimizer_cases import distributed_sgd
+from tests.torch.optimizer_support import (
+    assert_close,
+    assert_identical,
+    batch,
+    digest,
+    expect,
+    joined_batch,
+    loss_of,
+    make_net,
+    no_warnings,
+    train_step,
+)
+
+
+def case_too_many_backward_passes_raise(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(net, batch(hvd.rank())).backward()
+        with expect(AssertionError, "Gradients were computed more than backward_passes_per_step times", "HINT"):
+            loss_of(net, batch(hvd.rank())).backward()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        train_step(optimizer, net, batch(hvd.rank()))
+    assert_identical(hvd, net)
+
+
+def case_clearing_gradients_in_flight_raises(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net, backward_passes_per_step=2)
+    for _ in range(2):
+        loss_of(net, batch(hvd.rank())).backward()
+        with expect(AssertionError, "optimizer.zero_grad() was called after loss.backward()", "HINT"):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_identical(hvd, net)
+
+
+def case_changing_gradients_in_flight_raises(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    changes = (
+        lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+        net.zero_grad,
+        lambda: setattr(net.out.bias, "grad", torch.ones(2)),
+    )
+    for change in changes:
+        optimizer.zero_grad()
+        loss_of(net, batch(hvd.rank())).backward()
+        change()
+        with expect(AssertionError, "out.bias", "were changed after loss.backward()", "HINT"):
+            optimizer.synchronize()
+        optimizer.load_state_dict(optimizer.state_dict())
+    train_step(optimizer, net, batch(hvd.rank()))
+    assert_identical(hvd, net)
+
+
+def case_clipping_between_synchronize_and_step(hvd: Any) -> None:
+    net, alone = make_net(), make_net()
+    optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss_of(net, batch(hvd.rank(), step), use_spare=True).backward()
+        loss_of(alone, joined_batch(hvd.size(), step), use_spare=True).backward()
+        optimizer.synchronize()
+        norms = [torch.nn.utils.clip_grad_norm_(of.parameters(), 0.01) for of in (net, alone)]
+        assert_close(*norms, relative=1e-5)
+        with no_warnings(), optimizer.skip_synchronize():
+            optimizer.step()
+        plain.step()
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.detach(), theirs.detach())
+    assert_identical(hvd, net)
+
+
+def case_step_after_synchronize_warns(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    loss_of(net, batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert [str(w.message) for w in caught if "HINT: with optimizer.skip_synchronize()" in str(w.message)], caught
+    assert caught[0].filename == __file__
+    with no_warnings():
+        train_step(optimizer, net, batch(hvd.rank()))
+    assert_identical(hvd, net)
+
+
+def case_step_that_skips_a_synchronization_that_never_was_raises(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    told = ("optimizer.skip_synchronize()", "before optimizer.synchronize()", "HINT")
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(net, batch(hvd.rank()))
+        loss.backward()
+        return loss
+
+    for _ in range(3):  # before and after there is a plan
+        optimizer.zero_grad()
+        before = digest(net)
+        closure()
+        with expect(AssertionError, *told), optimizer.skip_synchronize():
+            optimizer.step()
+        assert digest(net) == before
+        optimizer.synchronize()  # what the message asks for helps
+        with no_warnings(), optimizer.skip_synchronize():
+            optimizer.step()
+        assert digest(net) != before
+        assert_identical(hvd, net)
+        optimizer.zero_grad()
+        with expect(AssertionError, *told), optimizer.skip_synchronize():
+            optimizer.step(closure)
+        optimizer.synchronize()
+    train_step(optimizer, net, batch(hvd.rank()))
+    assert_identical(hvd, net)

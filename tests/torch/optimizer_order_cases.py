@@ -1,0 +1,86 @@
+"""The order in which rank 0 saw its gradients, adopted by all ranks; from then on nothing is said about gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdkit.engine import runtime
+from tests.torch.optimizer_support import assert_close
+
+SEEN = ["c", "a", "e", "b", "d"]  # by rank 0 in the first step; the others see the reverse
+
+
+class Five(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in sorted(SEEN):
+            self.register_parameter(name, nn.Parameter(torch.ones(8)))
+
+
+def backward(hvd: Any, net: Five, order: list[str]) -> None:
+    """One parameter after the other gets its gradient."""
+    for name in order:
+        (getattr(net, name) * (hvd.rank() + 1.0)).sum().backward()
+
+
+def bucket_order(optimizer: Any) -> list[str]:
+    lane = optimizer._synchronizer._routes.planned.lane
+    return [name for place in range(len(lane._buckets)) for name in lane.names_in(place)]
+
+
+class Announcements:
+    """Counts what this rank tells the coordinator."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self._negotiation = runtime.engine().negotiation
+
+    def __enter__(self) -> list[Any]:
+        send = self._negotiation.send_to_coordinator
+
+        def counted(message: Any) -> None:
+            self.messages.append(message)
+            send(message)
+
+        self._negotiation.send_to_coordinator = counted
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        del self._negotiation.send_to_coordinator
+
+
+def case_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
+    net = Five()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
+    mine = SEEN if hvd.rank() == 0 else SEEN[::-1]
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(hvd, net, mine)
+        optimizer.step()
+        assert hvd.allgather_object(bucket_order(optimizer)) == [SEEN] * hvd.size(), step
+        for parameter in net.parameters():
+            assert_close(parameter.grad, torch.full((8,), (hvd.size() + 1) / 2))
+
+
+def case_planned_gradients_are_not_negotiated(hvd: Any) -> None:
+    net = Five()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
+    with Announcements() as messages:
+        backward(hvd, net, SEEN)
+        optimizer.step()
+        # The plan itself is negotiated, so the count counts.
+        signatures = [message[1] for message in messages if message[0] == "request" and isinstance(message[1], dict)]
+        assert [signature["kind"] for signature in signatures].count("plan") == 1, messages
+    optimizer.zero_grad()
+    hvd.barrier()
+    with Announcements() as messages:
+        for _ in range(4):
+            backward(hvd, net, SEEN if hvd.rank() else SEEN[::-1])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert messages == []
+        hvd.allreduce(torch.ones(1), name="negotiated")
+        assert messages != []

@@ -1,0 +1,52 @@
+"""Whole jobs, started as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.torch import train
+
+
+def trained(ranks: int, transport: str, **environment: str) -> str:
+    """The digest of the parameters that a job ended with."""
+    status, output = run_ranks([sys.executable, "-m", train.__name__], ranks, transport, **environment)
+    assert status == 0, output
+    found = re.findall(r"digest (\w+)", output)
+    assert len(found) == 1, output
+    return str(found[0])
+
+
+def test_two_jobs_end_with_the_same_bits(transport: str) -> None:
+    assert trained(2, transport) == trained(2, transport)
+
+
+def test_horovod_timeline_writes_a_trace_of_what_rank_0_did(transport: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    trained(2, transport, HOROVOD_TIMELINE=str(path), HOROVOD_TIMELINE_MARK_CYCLES="1")
+    events = json.loads(path.read_text())
+    rows = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    reductions = [
+        event
+        for event in events
+        if event["ph"] == "B" and event["name"] == "ALLREDUCE" and re.match(r"SGD.*bucket", rows[event["tid"]])
+    ]
+    assert len(reductions) >= train.STEPS
+    assert all(event["args"]["bytes"] > 0 for event in reductions)
+    for row in rows:
+        phases = [event["ph"] for event in events if event["tid"] == row and event["ph"] in "BE"]
+        assert phases.count("B") == phases.count("E"), rows[row]
+    names = {event["name"] for event in events if "name" in event}
+    assert any(name.startswith("NEGOTIATE_") for name in names), names
+    assert any("CYCLE" in name for name in names), names
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_nothing_is_written_without_horovod_timeline(ranks: int, tmp_path: Path) -> None:
+    trained(ranks, "torch", HOROVOD_TIMELINE_MARK_CYCLES="1", TMPDIR=str(tmp_path))
+    assert not list(tmp_path.glob("*.json"))

@@ -1,0 +1,180 @@
+"""Tensors that travel from device to device, with the CPU as the device: see pretend_device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvdkit.engine import runtime
+from hvdkit.engine.plan import Slot
+from hvdkit.errors import HorovodInternalError
+from hvdkit.kernels import ReduceOp
+from tests.torch.told import told
+from tests.transports import pretend_device
+
+
+def launches(action) -> int:
+    before = pretend_device.LAUNCHES[0]
+    action()
+    return pretend_device.LAUNCHES[0] - before
+
+
+def model_and_optimizer(hvd, **arguments):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **arguments
+    )
+    return model, optimizer
+
+
+def case_operations_are_launched_on_the_device(hvd):
+    assert launches(lambda: hvd.allreduce(torch.ones(3))) == 1
+    assert launches(lambda: hvd.broadcast(torch.ones(3), 0)) == 1
+    assert launches(lambda: hvd.allgather(torch.ones(3))) == 1
+
+
+def case_what_the_device_does_not_do_is_left_to_the_host(hvd):
+    assert launches(lambda: hvd.allreduce(torch.ones(3, dtype=torch.int32), op=hvd.Average)) == 0
+    assert launches(lambda: hvd.allreduce(torch.ones(3, dtype=torch.int16), op=hvd.Sum)) == 0
+    assert launches(lambda: hvd.alltoall(torch.ones(hvd.size()))) == 0
+    assert launches(lambda: hvd.reducescatter(torch.ones(6))) == 0
+
+
+def case_halves_are_summed_in_fp32(hvd):
+    for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
+        own = torch.full((7,), large if hvd.rank() == 0 else 1.0, dtype=dtype)
+        exact = torch.tensor(large + hvd.size() - 1).to(dtype)
+        assert hvd.allreduce(own, op=hvd.Sum).tolist() == [exact.item()] * 7
+
+
+def case_a_lanes_gradients_live_on_the_device_and_are_averaged(hvd):
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        model, optimizer = model_and_optimizer(hvd, compression=compression)
+        for step in range(3):
+            batches = [
+                torch.randn(4, 5, generator=torch.Generator().manual_seed(step * 10 + r)) for r in range(hvd.size())
+            ]
+            expected = [torch.zeros_like(p) for p in model.parameters()]
+            for batch in batches:
+                gradients = torch.autograd.grad(model(batch).square().sum(), list(model.parameters()))
+                for sum_, gradient in zip(expected, gradients, strict=True):
+                    sum_ += gradient / hvd.size()
+            optimizer.zero_grad()
+            model(batches[hvd.rank()]).square().sum().backward()
+            optimizer.synchronize()
+            tolerance = 1e-5 if compression is hvd.Compression.none else 5e-3
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                scale = max(1.0, gradient.abs().max().item())
+                assert (parameter.grad - gradient).abs().max() <= tolerance * scale
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        lane = next(iter(runtime.engine().lanes.values()))
+        assert lane.on_device
+        assert isinstance(lane.slot_array(0), torch.Tensor)
+        assert any(p.grad.data_ptr() == lane.slot_array(0).data_ptr() for p in model.parameters())
+        del model, optimizer, lane
+
+
+def case_all_ranks_hold_the_same_bits_after_fp16(hvd):
+    model, optimizer = model_and_optimizer(hvd, compression=hvd.Compression.fp16)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 5) * (hvd.rank() + 1)).square().sum().backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    everyones = hvd.allgather(flat.view(1, -1))
+    assert all(torch.equal(row, everyones[0]) for row in everyones)
+
+
+def case_many_operations_in_an_order_of_each_ranks_own(hvd):
+    order = list(range(12)) if hvd.rank() % 2 else list(reversed(range(12)))
+    handles = {}
+    for number in order:
+        if number % 3 == 0:
+            handles[number] = hvd.allgather_async(torch.full((hvd.rank() + 1,), float(number)), name=f"mixed.{number}")
+        else:
+            handles[number] = hvd.allreduce_async(torch.full((50,), float(number)), name=f"mixed.{number}", op=hvd.Sum)
+    for number in reversed(order):
+        result = hvd.synchronize(handles[number])
+        rows = sum(range(1, hvd.size() + 1)) if number % 3 == 0 else 50
+        value = float(number) if number % 3 == 0 else float(number * hvd.size())
+        assert result.tolist() == [value] * rows
+
+
+def case_a_rank_that_joined_contributes_zeros_to_lanes_and_operations(hvd):
+    model, optimizer = model_and_optimizer(hvd)
+    inputs = torch.ones(4, 5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.synchronize()
+
+    step()
+    alone = [p.grad.clone() for p in model.parameters()]
+    if hvd.rank() != 0:
+        hvd.join()
+    else:
+        step()
+        for parameter, gradient in zip(model.parameters(), alone, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient / hvd.size())
+        result = hvd.allreduce(torch.ones(4), op=hvd.Sum, name="while.others.joined")
+        assert result.tolist() == [1.0] * 4
+        hvd.join()
+    step()
+
+
+def case_plans_on_different_devices_are_an_error(hvd):
+    engine = runtime.engine()
+    engine.transport.device_types = frozenset({"cpu", "odd"})
+    try:
+        with told(HorovodInternalError, "Mismatched devices", "sent odd"):
+            engine.register_plan(
+                "devices",
+                [Slot("weight", (3,), np.dtype(np.float32))],
+                op=ReduceOp.SUM,
+                place="odd:0" if hvd.rank() else "cpu",
+            )
+    finally:
+        engine.transport.device_types = frozenset({"cpu"})
+
+
+def case_ranks_that_share_a_device_are_staged(hvd):
+    hvd.shutdown()
+    pretend_device.SHARED.append(True)
+    try:
+        hvd.init()
+        own = torch.full((3,), float(hvd.rank()))
+        total = [float(sum(range(hvd.size())))] * 3
+
+        def work() -> None:
+            assert hvd.allreduce(own, op=hvd.Sum).tolist() == total
+            assert hvd.allreduce_(own.clone(), op=hvd.Sum).tolist() == total
+            assert hvd.broadcast(own, 1).tolist() == [1.0] * 3
+            assert hvd.broadcast_(own.clone(), 1).tolist() == [1.0] * 3
+            assert hvd.allgather(own[:1]).tolist() == [float(rank) for rank in range(hvd.size())]
+            model, optimizer = model_and_optimizer(hvd)
+            model(torch.ones(4, 5)).sum().backward()
+            optimizer.step()
+            if hvd.rank() == 0:
+                assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="staged").tolist() == [1.0] * 2
+            hvd.join()
+
+        assert launches(work) == 0
+    finally:
+        pretend_device.SHARED.clear()
+        hvd.shutdown()
+        hvd.init()
+
+
+def case_a_launch_that_fails_is_an_error_on_every_rank(hvd):
+    hvd.allreduce(torch.ones(2))
+    if hvd.rank() == 1:
+        pretend_device.FAIL_AT.append(pretend_device.LAUNCHES[0] + 1)
+    with told(HorovodInternalError, "pretended failure"):
+        hvd.allreduce(torch.ones(2), name="fails")
+    pretend_device.FAIL_AT.clear()
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2

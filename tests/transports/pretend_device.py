@@ -1,0 +1,88 @@
+"""A device without a GPU: tensors on the CPU travel as tensors on CUDA do, Gloo in NCCL's place, a thread for a stream.
+
+What is real: everything from the adapter to the process group, in its order of launching. What is not: streams, events
+and NCCL itself. ``python -m tests.transports.pretend_device MODULE FOLDER`` is what a rank runs, as in tests.ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdkit.transports.device import TorchDeviceCollectives
+from hvdkit.transports.nccl import exchange
+from hvdkit.transports.torch_distributed import TorchTransport
+from tests import ranks
+
+LAUNCHES = [0]
+FAIL_AT: list[int] = []  # numbers of launches that fail
+SHARED: list[bool] = []  # not empty: these ranks share their device
+
+
+class ThreadEnd:
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def query(self) -> bool:
+        if self._future.done():
+            self._future.result()
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        self._future.result()
+
+
+class ThreadStream:
+    """Runs what is launched one after the other, while the launching thread goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "pretend-stream")
+
+    def mark(self, device: torch.device) -> Any:
+        return "a mark"
+
+    def launch(self, device, after, tensors, work) -> ThreadEnd:
+        assert all(mark == "a mark" for mark in after)
+        LAUNCHES[0] += 1
+        if LAUNCHES[0] in FAIL_AT:
+            raise RuntimeError("pretended failure at launch")
+
+        def run() -> None:
+            with torch.no_grad():
+                work(lambda one: one.wait())
+
+        return ThreadEnd(self._thread.submit(run))
+
+
+def open_pretend(store, rank, size, place, timeout_seconds):
+    exchange(store, rank, size, place, timeout_seconds)
+    if SHARED:
+        return None
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+    return TorchDeviceCollectives(group, torch.device(place), ThreadStream())
+
+
+def pretend() -> None:
+    """Let the CPU be a device from the next hvd.init() on."""
+    real_init = TorchTransport.__init__
+
+    def init(self, world, generation, start_timeout_seconds) -> None:
+        real_init(self, world, generation, start_timeout_seconds)
+        self.device_types = frozenset({"cpu"})
+
+    TorchTransport.__init__ = init
+    TorchTransport._open_device = staticmethod(open_pretend)
+
+
+if __name__ == "__main__":
+    # Cases import this module by its name, which is not the name that it runs under.
+    from tests.transports import pretend_device
+
+    pretend_device.pretend()
+    ranks.main(sys.argv[1], sys.argv[2])

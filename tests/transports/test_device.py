@@ -1,0 +1,54 @@
+"""Collectives of a device on real ranks, with the CPU as the device, and pure decisions about NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from hvdkit.errors import PeerLostError
+from hvdkit.transports.nccl import exchange, shared_gpus, within
+from tests.ranks import RankedCases
+
+RUNNER = "tests.transports.pretend_device"
+CASES = RankedCases("tests.transports.device_cases", RUNNER)
+OPERATIONS = RankedCases("tests.torch.ops_cases", RUNNER)
+OPTIMIZER = RankedCases("tests.torch.optimizer_cases", RUNNER)
+# It looks for the addresses of numpy arrays.
+HOST_ONLY = {"case_gradients_live_in_the_fusion_buffer"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", CASES.names)
+def test_device(case, ranks):
+    CASES.check(case, ranks, "torch")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", OPERATIONS.names)
+def test_operations_give_the_same_on_a_device(case, ranks):
+    OPERATIONS.check(case, ranks, "torch")
+
+
+@pytest.mark.parametrize("case", [name for name in OPTIMIZER.names if name not in HOST_ONLY])
+def test_optimizers_do_the_same_on_a_device(case):
+    OPTIMIZER.check(case, 2, "torch")
+
+
+def test_ranks_that_share_a_gpu_are_found():
+    assert shared_gpus(["a", "b", "c"]) == []
+    assert shared_gpus(["a", "b", "a", "b"]) == [[0, 2], [1, 3]]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    with pytest.raises(PeerLostError, match=r"ranks \[1\]"):
+        exchange(dist.HashStore(), 0, 2, "gpu", 0.05)
+
+
+def test_connecting_has_a_time_limit_and_tells_what_failed():
+    import threading
+
+    with pytest.raises(PeerLostError, match="NCCL_DEBUG"):
+        within(0.05, threading.Event().wait, "NCCL to connect")
+    with pytest.raises(PeerLostError, match="no such device"):
+        within(5, lambda: (_ for _ in ()).throw(RuntimeError("no such device")), "NCCL to connect")
+    assert within(5, lambda: 3, "three") == 3
