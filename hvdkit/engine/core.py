@@ -339,10 +339,16 @@ class Engine(NamedOperations):
         extras = [extra for _, extra in names]
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
         root = group.members.index(root)
+
+        def trace(activity: str) -> None:
+            for submission in submissions:
+                self.timeline_end(str(submission.key))
+                self.timeline_begin(str(submission.key), activity)
+
         if submissions[0].signature.get("direct"):
             steps = self._execute_direct(group, process_set_id, kind, submissions, extras, root, tag)
         else:
-            steps = execute(group, kind, submissions, extras, root, tag)
+            steps = execute(group, kind, submissions, extras, root, tag, trace)
 
         def completed(results: list[Any]) -> None:
             if kind in ("add_process_set", "remove_process_set"):
@@ -353,6 +359,7 @@ class Engine(NamedOperations):
 
         def failed(error: HorovodInternalError) -> None:
             for submission in submissions:
+                self.timeline_end(str(submission.key))
                 submission.handle.fail(error)
 
         what = submissions[0].handle.what + (f" and {len(submissions) - 1} more" if len(submissions) > 1 else "")

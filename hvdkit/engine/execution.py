@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -50,11 +50,20 @@ def zeros_for(signature: Signature) -> list[Array]:
 
 
 def execute(
-    group: Group, kind: str, submissions: Sequence[Submission], extras: Sequence[Any], root: int, tag: int
+    group: Group,
+    kind: str,
+    submissions: Sequence[Submission],
+    extras: Sequence[Any],
+    root: int,
+    tag: int,
+    trace: Callable[[str], None] = lambda activity: None,
 ) -> Steps[list[Any]]:
-    """Run one batch; returns a result for each submission. Only allreduces come in batches of several."""
+    """Run one batch; returns a result for each submission. Only allreduces come in batches of several.
+
+    ``trace`` is told what is done from now on, for the timeline.
+    """
     if kind == "allreduce":
-        yield from _allreduce(group, submissions, tag)
+        yield from _allreduce(group, submissions, tag, trace)
         return [submission.arrays for submission in submissions]
     (submission,) = submissions
     if kind == "broadcast":
@@ -71,7 +80,7 @@ def execute(
     return [extras[0]]
 
 
-def _allreduce(group: Group, submissions: Sequence[Submission], tag: int) -> Steps[None]:
+def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace: Callable[[str], None]) -> Steps[None]:
     signature = submissions[0].signature
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
     by_dtype: dict[Any, list[Array]] = {}
@@ -85,7 +94,7 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int) -> Ste
         if len(arrays) == 1:
             yield from _reduce_flat(group, arrays[0].reshape(-1), [arrays[0].size], op, scale, tag)
         else:
-            yield from _reduce_fused(group, arrays, op, scale, tag)
+            yield from _reduce_fused(group, arrays, op, scale, tag, trace)
 
 
 def _reduce_flat(
@@ -97,14 +106,19 @@ def _reduce_flat(
         yield from allreduce(group, flat, op, scale, CODECS["none"], tag)
 
 
-def _reduce_fused(group: Group, arrays: Sequence[Array], op: ReduceOp, scale: float, tag: int) -> Steps[None]:
+def _reduce_fused(
+    group: Group, arrays: Sequence[Array], op: ReduceOp, scale: float, tag: int, trace: Callable[[str], None]
+) -> Steps[None]:
+    trace("MEMCPY_IN_FUSION_BUFFER")
     lengths = [array.size for array in arrays]
     scratch = SCRATCH.take(sum(array.nbytes for array in arrays))
     fused = scratch[: sum(array.nbytes for array in arrays)].view(arrays[0].dtype)
     ends = list(accumulate(lengths))
     for array, end in zip(arrays, ends, strict=True):
         fused[end - array.size : end] = array.reshape(-1)
+    trace("ALLREDUCE")
     yield from _reduce_flat(group, fused, lengths, op, scale, tag)
+    trace("MEMCPY_OUT_FUSION_BUFFER")
     for array, end in zip(arrays, ends, strict=True):
         array.reshape(-1)[...] = fused[end - array.size : end]
     SCRATCH.give_back(scratch)

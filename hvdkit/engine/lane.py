@@ -102,6 +102,13 @@ class Lane:
             self._engine.timeline_begin(self._row(bucket), "WAIT_FOR_TURN")
             self._engine.wake()
 
+    def copied(self, slot: int, started: float) -> None:
+        """For the timeline: the gradient was copied into its slot between ``started`` (perf_counter) and now."""
+        timeline = self._engine.timeline
+        if timeline is not None:
+            row = self._row(self._bucket_of[slot])
+            timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, perf_counter(), tensor=self.slots[slot].name)
+
     def unready_slots(self) -> list[int]:
         """The slots not handed over in this step."""
         with self._lock:
@@ -199,6 +206,8 @@ class Lane:
         """End every wait on this lane with ``error``; the lane is of no use afterwards."""
         if self.error is None:
             self.error = error
+            for place in range(min(self._completed, len(self._buckets)), min(self._started, len(self._buckets))):
+                self._engine.timeline_end(self._row(place))
 
     def names_in(self, place: int) -> list[str]:
         """The tensors of a bucket, for messages."""

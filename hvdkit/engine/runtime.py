@@ -146,6 +146,9 @@ def _say_goodbye(engine: Engine) -> bool:
     """Tell the others and wait a little for theirs. True if all ranks shut down now."""
     negotiation = engine.negotiation
     reason = ENDING.reason or "it called hvd.shutdown() or ended"
+    if negotiation.departed:
+        first, cause = next(iter(negotiation.departed.items()))
+        reason += f", after rank {first} had left ({cause})"
     deadline = monotonic() + (FAILED_GOODBYE_SECONDS if ENDING.code or engine.error else GOODBYE_SECONDS)
     told = [False]
 

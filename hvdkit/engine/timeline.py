@@ -48,6 +48,7 @@ class Timeline:
         self._events: deque[_Event] = deque()
         self._flushing = threading.Lock()
         self._rows: dict[str, int] = {}
+        self._open: dict[str, int] = {}  # activities begun and not ended, by row
         self._process = os.getpid()
         self._file: int | None = None
         self._end = 0  # where the closing bracket is, and the next event goes
@@ -68,10 +69,14 @@ class Timeline:
 
     def begin(self, row: str, activity: str, **args: Any) -> None:
         """An activity starts now; activities of a row nest."""
+        self._open[row] = self._open.get(row, 0) + 1
         self._record("B", row, activity, time.perf_counter(), 0.0, args)
 
     def end(self, row: str) -> None:
-        """The innermost activity of the row ends now."""
+        """The innermost activity of the row ends now; nothing happens where none was begun in this recording."""
+        if not self._open.get(row):
+            return
+        self._open[row] -= 1
         self._record("E", row, "", time.perf_counter(), 0.0, None)
 
     def span(self, row: str, activity: str, start_seconds: float, end_seconds: float, **args: Any) -> None:

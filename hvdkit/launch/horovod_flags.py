@@ -47,7 +47,7 @@ _VALUES = {
     "--binding-args": "hand them to mpirun with --mpi-args",
 }
 # What is so already: hvdkit's log lines carry no time of their own.
-_GRANTED = ("--log-without-timestamp", "--log-hide-timestamp")
+_GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
 
 _ELASTIC = (
     "a job keeps the ranks it started with",

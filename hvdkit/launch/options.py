@@ -118,7 +118,6 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--fusion-threshold-mb", type=_at_least(0, int))
     group.add_argument("--cycle-time-ms", type=_at_least(0, float))
     group.add_argument("--cache-capacity", type=_at_least(0, int))
-    group.add_argument("--disable-cache", action="store_true", help="the same as --cache-capacity 0")
     group.add_argument("--timeline-filename")
     _add_switch(group, "--timeline-mark-cycles", "--no-timeline-mark-cycles", "mark_cycles")
     _add_switch(group, "--stall-check", "--no-stall-check", "stall_check")
@@ -132,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
 def settings_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """The variables that the settings' flags stand for, under the names and in the units of Horovod."""
     fusion_mb, start_timeout = arguments.fusion_threshold_mb, arguments.start_timeout
-    capacity = 0 if arguments.disable_cache and arguments.cache_capacity is None else arguments.cache_capacity
+    capacity = arguments.cache_capacity
     mark, check = arguments.mark_cycles, arguments.stall_check
     values = {
         "HOROVOD_START_TIMEOUT": None if start_timeout is None else f"{start_timeout:g}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import ml_dtypes
@@ -91,7 +92,9 @@ class PlannedGradients:
     def hand_over(self, i: int) -> None:
         """A gradient is complete: put it into its slot and let it be reduced."""
         parameter = self.parameters[i]
+        started = perf_counter()
         self._fill(i, parameter)
+        self.lane.copied(i, started)
         gradient = parameter.grad
         if gradient is not None:
             self._in_flight[i] = gradient, gradient._version
@@ -161,6 +164,12 @@ class PlannedGradients:
         """Forget what was handed over in this step."""
         self.lane.abandon()
         self._end_step()
+
+    def move_out(self) -> None:
+        """After a failure: give each gradient memory of its own, since a late message may still write into slots."""
+        for slot, parameter in zip(self._slots, self.parameters, strict=True):
+            if parameter.grad is slot:
+                parameter.grad = slot.clone()
 
     def close(self) -> None:
         """Give the lane back."""

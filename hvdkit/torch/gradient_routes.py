@@ -116,6 +116,12 @@ class Routes:
             self.planned.abandon()
         self.named.abandon()
 
+    def move_out(self) -> None:
+        """After a failure: gradients leave the lane, which is given back."""
+        if self.planned is not None:
+            self.planned.move_out()
+            self.planned.close()
+
     def close(self) -> None:
         """Give the lane back; gradients must have moved out of it."""
         if self.planned is not None:

@@ -155,6 +155,8 @@ class GradientSynchronizer:
             else:
                 self._change_routes(self._routes, trainable)
         except HorovodInternalError:
+            if self._routes is not None:
+                self._routes.move_out()
             self._routes = None
             self._start_step()
             raise

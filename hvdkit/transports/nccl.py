@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdkit.environments.nccl import watchdog_options
 from hvdkit.errors import PeerLostError
 from hvdkit.transports.device import CudaStream, TorchDeviceCollectives
 
@@ -21,9 +21,6 @@ logger = logging.getLogger("hvdkit")
 
 # NCCL's watchdog gives up what takes longer. Deadlines are the engine's, which notices lost ranks over the transport.
 NEVER = timedelta(days=3650)
-# Read by ProcessGroupNCCL when it is made. 2: an error of the network ends the communicator, not the process. 0: wait()
-# holds the stream, not the thread.
-NCCL_OPTIONS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 
 
 def nccl_available() -> bool:
@@ -62,7 +59,7 @@ def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: flo
 
     def connect() -> TorchDeviceCollectives:
         torch.cuda.set_device(device)
-        with _nccl_options():
+        with watchdog_options():
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             nccl: Any = dist.ProcessGroupNCCL  # its collectives are missing from the stubs
@@ -118,18 +115,3 @@ def within(timeout_seconds: float, action: Callable[[], Any], what: str) -> Any:
             "HINT: see what the other ranks printed; set NCCL_DEBUG=INFO to see what NCCL waits for."
         )
     return outcome[0]
-
-
-@contextmanager
-def _nccl_options() -> Iterator[None]:
-    """NCCL_OPTIONS in the environment, for as long as it takes to make a process group."""
-    before = {name: os.environ.get(name) for name in NCCL_OPTIONS}
-    os.environ.update(NCCL_OPTIONS)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -121,7 +121,6 @@ def test_notes_are_lines_on_stderr_one_a_flag_and_the_job_runs():
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [
-        ("--disable-cache", {"HOROVOD_CACHE_CAPACITY": "0"}),
         ("--disable-cache --cache-capacity 9", {"HOROVOD_CACHE_CAPACITY": "9"}),
         ("--stall-check", {"HOROVOD_STALL_CHECK_DISABLE": "0"}),
         ("--no-stall-check", {"HOROVOD_STALL_CHECK_DISABLE": "1"}),

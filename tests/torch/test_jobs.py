@@ -7,8 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import run_ranks
 from tests.torch import train
 
@@ -44,9 +42,3 @@ def test_horovod_timeline_writes_a_trace_of_what_rank_0_did(transport: str, tmp_
     names = {event["name"] for event in events if "name" in event}
     assert any(name.startswith("NEGOTIATE_") for name in names), names
     assert any("CYCLE" in name for name in names), names
-
-
-@pytest.mark.parametrize("ranks", [2])
-def test_nothing_is_written_without_horovod_timeline(ranks: int, tmp_path: Path) -> None:
-    trained(ranks, "torch", HOROVOD_TIMELINE_MARK_CYCLES="1", TMPDIR=str(tmp_path))
-    assert not list(tmp_path.glob("*.json"))

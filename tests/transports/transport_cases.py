@@ -72,6 +72,7 @@ def case_the_timeline_is_valid_and_has_a_row_for_each_tensor(hvd):
     path = f"{tempfile.gettempdir()}/hvdkit-timeline-{os.getpid()}.json"
     hvd.start_timeline(path)
     hvd.allreduce(torch.ones(10), name="seen")
+    hvd.grouped_allreduce([torch.ones(10), torch.ones(20)], name="together")
     parameter = torch.nn.Parameter(torch.ones(100))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
     for _ in range(2):
@@ -86,9 +87,15 @@ def case_the_timeline_is_valid_and_has_a_row_for_each_tensor(hvd):
         rows = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
         activities = {event.get("name") for event in events}
         assert any("seen" in row for row in rows), rows
-        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= activities, activities
+        expected = {"NEGOTIATE_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"}
+        assert expected <= activities, activities
+        begun = [event["tid"] for event in events if event["ph"] == "B"]
+        ended = [event["tid"] for event in events if event["ph"] == "E"]
+        assert sorted(begun) == sorted(ended)
         if hvd.size() > 1:
-            assert any("bucket" in row for row in rows), rows
+            buckets = {event["tid"] for event in events if "bucket" in str(event.get("args", {}).get("name"))}
+            on_buckets = {event.get("name") for event in events if event["tid"] in buckets}
+            assert {"WAIT_FOR_TURN", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE"} <= on_buckets, on_buckets
     else:
         assert not os.path.exists(path)
 
@@ -135,11 +142,61 @@ def case_a_process_group_of_the_user_is_left_alone(hvd):
     good_allreduce(hvd)
 
 
+def case_settings_that_decide_the_layout_are_those_of_rank_0(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    hvd.shutdown()
+    before = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = str(1000 * (rank + 1))
+    try:
+        hvd.init()
+        assert runtime.engine().settings.fusion_threshold == 1000
+        parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(4)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+        for _ in range(2):
+            for one in parameters:
+                one.grad = torch.full((200,), float(rank))
+            optimizer.step()
+        assert all(one[0].item() == -2 * (size - 1) / 2 for one in parameters)
+    finally:
+        hvd.shutdown()
+        os.environ.pop("HOROVOD_FUSION_THRESHOLD")
+        if before is not None:
+            os.environ["HOROVOD_FUSION_THRESHOLD"] = before
+        hvd.init()
+
+
+def case_different_static_process_sets_are_an_error_on_every_rank(hvd):
+    if hvd.size() == 1:
+        return
+    rank = hvd.rank()
+    hvd.shutdown()
+    with pytest.raises(hvd.HorovodInternalError, match="different process sets"):
+        hvd.init(process_sets=[hvd.ProcessSet([rank % 2])])
+    hvd.init()
+    good_allreduce(hvd)
+
+
+def case_an_engine_of_the_parent_is_not_used_by_a_fork(hvd):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not _usable(hvd) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    good_allreduce(hvd)
+
+
+def _usable(hvd) -> bool:
+    try:
+        hvd.rank()
+    except ValueError:
+        return False
+    return True
+
+
 def case_a_list_of_ranks_makes_a_smaller_job(hvd):
     size, rank = hvd.size(), hvd.rank()
     hvd.shutdown()
     members = list(range(max(1, size - 1)))
-    if rank in members:
+    if rank in members:  # only these call init
         hvd.init(comm=members)
         assert (hvd.rank(), hvd.size()) == (rank, len(members))
         good_allreduce(hvd)
