@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.collectives.group import Array, Group
 from hvdkit.config import Settings
+from hvdkit.engine.batches import Batches
 from hvdkit.engine.buckets import DeviceBuckets, HostBuckets, Reduction
-from hvdkit.engine.direct import DeviceArray, execute_direct, execute_staged, zeros_on_device
+from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.driver import Driver
 from hvdkit.engine.ending import ENDING
-from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, execute, zeros_for
+from hvdkit.engine.execution import Submission
 from hvdkit.engine.handle import Handle
+from hvdkit.engine.joining import Joining
 from hvdkit.engine.lane import Lane
 from hvdkit.engine.messages import Message
 from hvdkit.engine.named import NamedOperations
@@ -40,8 +42,6 @@ logger = logging.getLogger("hvdkit")
 CLOSED_LANES = 64
 # How many of them keep their communicator of a device, which takes the device's memory.
 CLOSED_DEVICE_LANES = 4
-# Named operations count their tags below those of lanes; see lane.LANE_TAG.
-NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
 
 
 class Engine(NamedOperations):
@@ -59,19 +59,17 @@ class Engine(NamedOperations):
         self.timeline: Timeline | None = None
         self.error: HorovodInternalError | None = None  # why nothing works any more
         self.lanes: dict[int, Lane] = {}
-        self._closed_lanes: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank joins
-        self._joined_lanes: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
+        self.closed_lanes: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank joins
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
         self._groups: dict[int, Group] = {}
         self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
-        self._place: str | None = None  # the device that this rank's named operations use
+        self.place: str | None = None  # the device that this rank's named operations use
         self._inbox: deque[Callable[[], None]] = deque()
         self._automatic: dict[tuple[str, int], int] = {}
-        self._join_handle: Handle | None = None
-        self._last_joined: int | None = None  # set between the end of a join and the end of its last zeros
-        self._joined: set[int] = set()
         self._submit_lock = threading.Lock()
+        self.joining = Joining(self)
+        self.batches = Batches(self)
         self.negotiation = Negotiation(self, static_process_sets)
         self.watch = Watch(self)
         self.driver = Driver(
@@ -86,21 +84,13 @@ class Engine(NamedOperations):
             transport.set_waker(self.driver.wake)
             self.driver.start()
 
-    # -- joining -----------------------------------------------------------------------------------------------------
-
     def join(self, place: str | None = None) -> Handle:
         """Take part in what others reduce, with zeros, until all ranks have joined; the result is the last to join.
 
         ``place``: the device for zeros where this rank has used none so far.
         """
-        self._check_usable()
-        self._place = self._place or place
-        if self._join_handle is not None:
-            raise DuplicateNameError("hvd.join() was called again while this rank is still joined.")
-        handle = self._join_handle = Handle("join()", None, self._drive)
-        self._inbox.append(lambda: self.negotiation.send_to_coordinator(["join"]))
-        self.wake()
-        return handle
+        self.place = self.place or place
+        return self.joining.join()
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -143,12 +133,12 @@ class Engine(NamedOperations):
 
     def forget_lane(self, lane: Lane) -> None:
         if self.lanes.pop(lane.lane_id, None) is not None:
-            self._closed_lanes[lane.lane_id] = lane
-            for old in [one for one in self._closed_lanes.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
+            self.closed_lanes[lane.lane_id] = lane
+            for old in [one for one in self.closed_lanes.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
                 old.home.close()
-                del self._closed_lanes[old.lane_id]
-            while len(self._closed_lanes) > CLOSED_LANES:
-                self._closed_lanes.pop(next(iter(self._closed_lanes)))
+                del self.closed_lanes[old.lane_id]
+            while len(self.closed_lanes) > CLOSED_LANES:
+                self.closed_lanes.pop(next(iter(self.closed_lanes)))
 
     def drive_lane(self, lane: Lane) -> None:
         """Drive until every bucket of the lane's step is reduced or the lane has failed."""
@@ -167,7 +157,7 @@ class Engine(NamedOperations):
         """The collectives of a process set's named operations; all its ranks ask for the first time together."""
         key = process_set_id, device
         if key not in self._device_collectives:
-            place = self._place if self._place and self._place.partition(":")[0] == device else device
+            place = self.place if self.place and self.place.partition(":")[0] == device else device
             self._device_collectives[key] = self.transport.collectives_for(
                 place, self.process_sets[process_set_id], f"set{process_set_id}"
             )
@@ -179,7 +169,7 @@ class Engine(NamedOperations):
 
     def busy(self) -> bool:
         """Whether anything waits to be driven."""
-        return bool(self._inbox or self.operations or self.submissions or self._join_handle)
+        return bool(self._inbox or self.operations or self.submissions or self.joining.waiting)
 
     # -- timeline -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +217,8 @@ class Engine(NamedOperations):
     def _drive_until(self, finished: Callable[[], bool]) -> None:
         self.statistics.waited(self.driver.drive_until(finished))
 
-    def _drive(self, handle: Handle) -> None:
+    def drive(self, handle: Handle) -> None:
+        """Drive until an operation has ended."""
         with self.watch.waiting(handle, None):
             self._drive_until(handle.done)
 
@@ -258,28 +249,20 @@ class Engine(NamedOperations):
         self.negotiation.look_for_broken()
         for lane in list(self.lanes.values()):
             while lane.startable():
-                self._start_on(lane, lane.start())
+                self.operations.append(lane.start())
+                self.joining.tell_started(lane)
                 moved = True
-        for lane in self._joined_lanes.values():
-            while lane.zeros_startable():
-                self.operations.append(lane.start_zeros())
-                moved = True
+        moved |= self.joining.start_zeros()
         for operation in list(self.operations):
             moved |= self._advance(operation)
             if self.error is not None:
                 return True
-        if self._last_joined is not None:
-            self._end_join()
+        self.joining.end_if_over()
         timeline = self.timeline
         if moved and timeline is not None:
             timeline.mark_cycle()
         self.watch.look(monotonic())
         return moved
-
-    def _start_on(self, lane: Lane, operation: Operation) -> None:
-        self.operations.append(operation)
-        for rank in self._joined.intersection(lane.group.members) - {self.topology.rank}:
-            self.negotiation.send(rank, ["lane", lane.lane_id, lane.sequence])
 
     def _advance(self, operation: Operation) -> bool:
         try:
@@ -311,94 +294,9 @@ class Engine(NamedOperations):
             for submission in self.submissions.values():
                 submission.handle.fail(error)
             self.submissions.clear()
-        if self._join_handle is not None:
-            self._join_handle.fail(error)
-            self._join_handle = None
+        self.joining.fail(error)
 
     # -- what the coordinator decided ---------------------------------------------------------------------------------
-
-    def run(self, message: Message) -> None:
-        """Start a batch that all ranks run under the same sequence number."""
-        if self.error is not None:
-            return  # everyone is learning of it
-        _, sequence, process_set_id, kind, names, signatures = message
-        submissions = []
-        for index, (name, _) in enumerate(names):
-            key = Key(process_set_id, kind, name)
-            submission = self.submissions.pop(key, None)
-            if submission is None:
-                assert signatures is not None, f"{key} runs, but this rank neither asked for it nor joined"
-                on_host = kind == "allreduce" and not signatures[index].get("direct")
-                arrays = zeros_for(signatures[index]) if on_host else []
-                submission = Submission(key, signatures[index], arrays, None, Handle(str(key), None, self._drive))
-            submissions.append(submission)
-            self.timeline_end(str(key))
-            self.timeline_begin(str(key), kind.upper())
-        group = self.group(process_set_id)
-        root = submissions[0].signature.get("root", self.process_sets[process_set_id][0])
-        extras = [extra for _, extra in names]
-        tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
-        root = group.members.index(root)
-
-        def trace(activity: str) -> None:
-            for submission in submissions:
-                self.timeline_end(str(submission.key))
-                self.timeline_begin(str(submission.key), activity)
-
-        if submissions[0].signature.get("direct"):
-            steps = self._execute_direct(group, process_set_id, kind, submissions, extras, root, tag)
-        else:
-            steps = execute(group, kind, submissions, extras, root, tag, trace)
-
-        def completed(results: list[Any]) -> None:
-            if kind in ("add_process_set", "remove_process_set"):
-                self._change_process_sets(kind, submissions[0].signature, results)
-            for submission, result in zip(submissions, results, strict=True):
-                self.timeline_end(str(submission.key))
-                submission.handle.finish(result)
-
-        def failed(error: HorovodInternalError) -> None:
-            for submission in submissions:
-                self.timeline_end(str(submission.key))
-                submission.handle.fail(error)
-
-        what = submissions[0].handle.what + (f" and {len(submissions) - 1} more" if len(submissions) > 1 else "")
-        self.operations.append(Operation(what, steps, self.transport, completed, group.members, failed))
-
-    def _execute_direct(
-        self,
-        group: Group,
-        process_set_id: int,
-        kind: str,
-        submissions: Sequence[Submission],
-        extras: Sequence[Any],
-        root: int,
-        tag: int,
-    ) -> Steps[list[Any]]:
-        """The steps of a batch of DeviceArrays. The first one opens the device's collectives, where all ranks meet.
-
-        The order in which collectives are launched is that of the batches, on all ranks: a new operation is advanced
-        after all older ones, and launches everything before it first yields.
-        """
-        collectives = self.device_collectives(process_set_id, submissions[0].signature["device"])
-        for submission in submissions:
-            if not submission.arrays:  # this rank has joined
-                signature = submission.signature
-                submission.arrays = zeros_on_device(collectives, signature) if collectives else zeros_for(signature)
-        if collectives is None:
-            return (yield from execute_staged(group, kind, submissions, extras, root, tag))
-        return (yield from execute_direct(collectives, group, kind, submissions, extras, root))
-
-    def _change_process_sets(self, kind: str, signature: Signature, results: list[Any]) -> None:
-        if kind == "add_process_set" and results[0] is not None:
-            self.process_sets[results[0]] = list(signature["ranks"])
-        elif kind == "remove_process_set":
-            self.process_sets.pop(signature["id"], None)
-            self._groups.pop(signature["id"], None)
-            for key in [key for key in self._device_collectives if key[0] == signature["id"]]:
-                collectives = self._device_collectives.pop(key)
-                if collectives is not None:
-                    collectives.close()
 
     def reject(self, key: Key, text: str) -> None:
         """The coordinator found an error; this rank's request for ``key`` ends with it."""
@@ -407,54 +305,31 @@ class Engine(NamedOperations):
             self.timeline_end(str(key))
             submission.handle.fail(HorovodInternalError(text))
 
-    def joined(self, rank: int) -> None:
-        """A rank takes part with zeros from now on; tell it how far the lanes are that wait for it."""
-        self._joined.add(rank)
-        if rank != self.topology.rank:
-            for lane in self.lanes.values():
-                if rank in lane.group.members and not lane.idle() and lane.sequence:
-                    self.negotiation.send(rank, ["lane", lane.lane_id, lane.sequence])
-
-    def join_done(self, last: int) -> None:
-        """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
-        self._joined.clear()
-        # Ranks have made different numbers of calls without a name; from here on they count together again.
-        self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
-        self._last_joined = last
-
-    def _end_join(self) -> None:
-        over = all(lane.sequence >= lane.joined_until for lane in self._joined_lanes.values())
-        if self._join_handle is not None and not self.operations and over:
-            self._joined_lanes.clear()
-            self._join_handle.finish(self._last_joined)
-            self._join_handle = self._last_joined = None
-
-    def join_failed(self, text: str) -> None:
-        """A rank left, so that the join can never end."""
-        if self._join_handle is not None:
-            self._join_handle.fail(HorovodInternalError(text))
-            self._join_handle = None
-
-    @property
-    def joining(self) -> bool:
-        """Whether this rank waits in join()."""
-        return self._join_handle is not None
-
-    def take_part(self, lane_id: int, sequence: int) -> None:
-        """Contribute zeros to a lane up to an operation that others have started."""
-        lane = self.lanes.get(lane_id) or self._closed_lanes.get(lane_id)
-        if lane is not None and self._join_handle is not None:
-            lane.joined_until = max(lane.joined_until, sequence)
-            self._joined_lanes[lane_id] = lane
-
     def lane_failed(self, lane_id: int, text: str) -> None:
         lane = self.lanes.get(lane_id)
         if lane is not None:
             lane.fail(HorovodInternalError(text))
 
+    def change_process_sets(self, kind: str, signature: Signature, result: Any) -> None:
+        """All ranks have agreed to add or remove a set."""
+        if kind == "add_process_set" and result is not None:
+            self.process_sets[result] = list(signature["ranks"])
+        elif kind == "remove_process_set":
+            self.process_sets.pop(signature["id"], None)
+            self._groups.pop(signature["id"], None)
+            for key in [key for key in self._device_collectives if key[0] == signature["id"]]:
+                collectives = self._device_collectives.pop(key)
+                if collectives is not None:
+                    collectives.close()
+
+    def count_names_anew(self) -> None:
+        """After a join: ranks have made different numbers of calls without a name; now they count together again."""
+        self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise HorovodInternalError where this engine cannot communicate any more."""
         if self.error is not None:
             raise HorovodInternalError(
                 f"hvdkit cannot communicate any more: {self.error}\n"
@@ -471,7 +346,7 @@ class Engine(NamedOperations):
         process_set_id: int,
         wake: bool,
     ) -> Handle:
-        self._check_usable()
+        self.check_usable()
         ENDING.forget()  # a script that goes on has caught its SystemExit
         members = self.process_sets.get(process_set_id)
         if members is None or self.topology.rank not in members:
@@ -493,12 +368,12 @@ class Engine(NamedOperations):
                         f"processed: {other} '{name}'.\n"
                         "HINT: synchronize() the first one, or give each tensor a name of its own."
                     )
-            handle = Handle(str(key), label, self._drive)
+            handle = Handle(str(key), label, self.drive)
             signature = {"kind": kind, "ps": process_set_id, **fields}
             submission = Submission(key, signature, list(arrays), detail, handle)
             self.submissions[key] = submission
             if arrays and isinstance(arrays[0], DeviceArray):
-                self._place = arrays[0].place
+                self.place = arrays[0].place
         self.watch.seen_thread()
         self.timeline_begin(str(key), f"NEGOTIATE_{kind.upper()}")
         self._inbox.append(lambda: self.negotiation.announce(submission))

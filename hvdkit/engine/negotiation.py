@@ -108,17 +108,17 @@ class Negotiation:
     def _take(self, sender: int, message: Message) -> None:
         engine, kind = self._engine, message[0]
         if kind == "run":
-            engine.run(message)
+            engine.batches.run(message)
         elif kind == "error":
             engine.reject(Key(*message[1:4]), message[4])
         elif kind == "joined":
-            engine.joined(message[1])
+            engine.joining.joined(message[1])
         elif kind == "join_done":
-            engine.join_done(message[1])
+            engine.joining.done(message[1])
         elif kind == "join_error":
-            engine.join_failed(message[1])
+            engine.joining.fail(HorovodInternalError(message[1]))
         elif kind == "lane":
-            engine.take_part(message[1], message[2])
+            engine.joining.follow(message[1], message[2])
         elif kind == "lane_error":
             engine.lane_failed(message[1], message[2])
         elif kind == "ping":

@@ -157,8 +157,8 @@ class Watch:
                     f"{operation.what} on {self._engine.told()} waits for {self._engine.topology.told(rank)}, "
                     f"which has left the job: {departed[rank]}."
                 )
-        if 0 in departed and (self._engine.submissions or self._engine.joining):
-            if self._engine.joining:
+        if 0 in departed and (self._engine.submissions or self._engine.joining.waiting):
+            if self._engine.joining.waiting:
                 raise PeerLostError(f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.", 0)
             what = next(iter(self._engine.submissions.values())).handle.what
             first, reason = next(iter(departed.items()))  # the others often leave because this one did
@@ -172,7 +172,7 @@ class Watch:
     def _look_for_lost(self, now: float) -> None:
         engine = self._engine
         awaited = self._awaited_on_lanes()
-        if engine.submissions or engine.joining:
+        if engine.submissions or engine.joining.waiting:
             awaited.add(0)
         if engine.negotiation.coordinator is not None:
             awaited |= engine.negotiation.coordinator.awaited_ranks()

@@ -1,0 +1,101 @@
+"""Carries out what the coordinator decided: a batch of named operations, under one sequence number on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdkit.collectives.group import Group, Steps
+from hvdkit.engine.direct import execute_direct, execute_staged, zeros_on_device
+from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, execute, zeros_for
+from hvdkit.engine.handle import Handle
+from hvdkit.engine.messages import Message
+from hvdkit.engine.operation import Operation
+from hvdkit.engine.requests import Key, Signature
+from hvdkit.errors import HorovodInternalError
+
+if TYPE_CHECKING:
+    from hvdkit.engine.core import Engine
+
+# Named operations count their tags below those of lanes; see lane.LANE_TAG.
+NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
+
+
+class Batches:
+    """Starts batches; each ends in the handles of its submissions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, message: Message) -> None:
+        """Start a batch that all ranks run under the same sequence number."""
+        engine = self._engine
+        if engine.error is not None:
+            return  # everyone is learning of it
+        _, sequence, process_set_id, kind, names, signatures = message
+        submissions = [
+            self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
+            for index, (name, _) in enumerate(names)
+        ]
+        group = engine.group(process_set_id)
+        root = group.members.index(submissions[0].signature.get("root", group.members[0]))
+        extras = [extra for _, extra in names]
+        tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
+
+        def trace(activity: str) -> None:
+            for submission in submissions:
+                engine.timeline_end(str(submission.key))
+                engine.timeline_begin(str(submission.key), activity)
+
+        def completed(results: list[Any]) -> None:
+            engine.change_process_sets(kind, submissions[0].signature, results[0])
+            for submission, result in zip(submissions, results, strict=True):
+                engine.timeline_end(str(submission.key))
+                submission.handle.finish(result)
+
+        def failed(error: HorovodInternalError) -> None:
+            for submission in submissions:
+                engine.timeline_end(str(submission.key))
+                submission.handle.fail(error)
+
+        trace(kind.upper())
+        if submissions[0].signature.get("direct"):
+            steps = self._direct(group, process_set_id, kind, submissions, extras, root, tag)
+        else:
+            steps = execute(group, kind, submissions, extras, root, tag, trace)
+        what = submissions[0].handle.what + (f" and {len(submissions) - 1} more" if len(submissions) > 1 else "")
+        engine.operations.append(Operation(what, steps, engine.transport, completed, group.members, failed))
+
+    def _submission(self, key: Key, signature: Signature | None) -> Submission:
+        """What this rank submitted; zeros where it did not because it has joined."""
+        submission = self._engine.submissions.pop(key, None)
+        if submission is None:
+            assert signature is not None, f"{key} runs, but this rank neither asked for it nor joined"
+            on_host = key.kind == "allreduce" and not signature.get("direct")
+            arrays = zeros_for(signature) if on_host else []
+            submission = Submission(key, signature, arrays, None, Handle(str(key), None, self._engine.drive))
+        return submission
+
+    def _direct(
+        self,
+        group: Group,
+        process_set_id: int,
+        kind: str,
+        submissions: Sequence[Submission],
+        extras: Sequence[Any],
+        root: int,
+        tag: int,
+    ) -> Steps[list[Any]]:
+        """The steps of a batch of DeviceArrays. The first one opens the device's collectives, where all ranks meet.
+
+        The order in which collectives are launched is that of the batches, on all ranks: a new operation is advanced
+        after all older ones, and launches everything before it first yields.
+        """
+        collectives = self._engine.device_collectives(process_set_id, submissions[0].signature["device"])
+        for submission in submissions:
+            if not submission.arrays:  # this rank has joined
+                signature = submission.signature
+                submission.arrays = zeros_on_device(collectives, signature) if collectives else zeros_for(signature)
+        if collectives is None:
+            return (yield from execute_staged(group, kind, submissions, extras, root, tag))
+        return (yield from execute_direct(collectives, group, kind, submissions, extras, root))
