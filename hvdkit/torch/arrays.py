@@ -12,6 +12,8 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 
+HUGE_BYTES = 4 * 1024 * 1024
+
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -32,8 +34,7 @@ def as_tensor(array: Array) -> Tensor:
 
 def host_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy in host memory that nobody else holds."""
-    tensor = tensor.detach().resolve_neg()
-    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return host_like(tensor).copy_(tensor.detach())
 
 
 def host_view(tensor: Tensor) -> Tensor:
@@ -43,7 +44,11 @@ def host_view(tensor: Tensor) -> Tensor:
 
 def host_like(tensor: Tensor) -> Tensor:
     """Contiguous host memory of the tensor's shape and type, without its values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes < HUGE_BYTES:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    # numpy asks the kernel for huge pages, torch does not, and thousands of page faults cost more than the copy.
+    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(tensor.dtype).view(tensor.shape)
 
 
 def copy_back(tensor: Tensor, host: Tensor) -> None:
