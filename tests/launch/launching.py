@@ -17,6 +17,7 @@ from tests.ranks import ROOT, rank_environment
 
 # Far longer than anything here takes; a test that needs it has failed.
 PATIENCE_SECONDS = 60
+DYING_SECONDS = 2
 
 
 @dataclass
@@ -84,6 +85,14 @@ def marked(mark: str) -> list[psutil.Process]:
         if mark in line and not launcher and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
+
+
+def check_gone(mark: str) -> None:
+    """No process with this argument is left. One that was killed a moment ago may take that long to die."""
+    deadline = time.monotonic() + DYING_SECONDS
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.launch.launching import PATIENCE_SECONDS, call, marked, marker, running, wait_until
+from tests.launch.launching import PATIENCE_SECONDS, call, check_gone, marked, marker, running, wait_until
 
 RANK = "import os, sys, time, signal; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
 SLEEP = "time.sleep(600)"
@@ -25,7 +25,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_status(controller):
     assert result.status == 3
     assert "rank 1 on " in result.last_words
     assert "exited with code 3" in result.last_words
-    assert marked(mark) == []
+    check_gone(mark)
 
 
 def test_a_rank_that_is_killed_ends_the_job_with_its_signal(controller):
@@ -34,7 +34,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_signal(controller):
     assert result.status == 128 + 9
     assert "rank 0 on " in result.last_words
     assert "was killed by signal SIGKILL (9)" in result.last_words
-    assert marked(mark) == []
+    check_gone(mark)
 
 
 def test_a_rank_that_raises_shows_its_traceback_and_ends_the_job(controller):
@@ -48,7 +48,7 @@ def test_ranks_deaf_to_sigterm_and_their_children_end_too(controller):
     mark = marker()
     result = call([controller, "-np", "2"], f"{STUBBORN}\nif rank == '1': sys.exit(4)\n{SLEEP}", mark)
     assert result.status == 4
-    assert marked(mark) == []
+    check_gone(mark)
 
 
 def test_processes_that_left_the_ranks_group_end_with_a_failed_job(controller):
@@ -60,19 +60,21 @@ sys.exit(5)
 """
     result = call([controller, "-np", "1"], code, mark)
     assert result.status == 5
-    assert marked(mark) == []
+    check_gone(mark)
 
 
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda x: str(x)
 )
 def test_a_signal_to_the_launcher_leaves_no_process(controller, number, status):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("this signal is ignored here, as under nohup, and a launcher started here rightly ignores it too")
     mark = marker()
     with running([controller, "-np", "2"], f"{STUBBORN}\n{SLEEP}", mark) as launcher:
         wait_until(lambda: len(marked(mark)) >= 4, "both ranks and their children run")
         launcher.send_signal(number)
         assert launcher.wait(PATIENCE_SECONDS) == status
-        assert marked(mark) == []
+        check_gone(mark)
 
 
 def test_a_killed_launcher_leaves_no_process(controller):
@@ -104,7 +106,7 @@ def test_a_killed_worker_ends_the_job():
         wait_until(lambda: len(marked(mark)) >= 2, "both ranks run")
         marked(mark)[0].parent().kill()
         assert launcher.wait(PATIENCE_SECONDS) == 128 + 9
-        assert marked(mark) == []
+        check_gone(mark)
 
 
 def test_ranks_that_end_well_leave_no_process_in_their_group():
@@ -112,7 +114,7 @@ def test_ranks_that_end_well_leave_no_process_in_their_group():
     mark = marker()
     with running(["--gloo", "-np", "1"], STUBBORN, mark) as launcher:
         assert launcher.wait(PATIENCE_SECONDS) == 0
-        assert marked(mark) == []
+        check_gone(mark)
 
 
 def test_what_left_the_ranks_group_on_purpose_outlives_a_job_that_ends_well():

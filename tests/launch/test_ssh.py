@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.launch.launching import PATIENCE_SECONDS, call, marked, marker, running, wait_until
+from tests.launch.launching import PATIENCE_SECONDS, call, check_gone, marked, marker, running, wait_until
 
 # Takes the options off, wants the host's name, and starts the rest through a shell as sshd does.
 SSH = """#!/bin/sh
@@ -59,7 +59,7 @@ def test_a_rank_that_fails_on_another_host_ends_all(path, ending, status, words)
     result = call(HOSTS, code, mark, PATH=path)
     assert result.status == status
     assert words in result.last_words
-    assert marked(mark) == []
+    check_gone(mark)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["stopped", "killed"])
@@ -98,4 +98,4 @@ def test_a_rank_that_fails_under_mpirun_on_another_host_is_named_with_it(path):
     result = call(["--mpi", "-np", "3", "-H", "localhost:1,far.invalid:2"], code, mark, PATH=path)
     assert result.status == 6
     assert "rank 2 on far.invalid exited with code 6" in result.last_words
-    assert marked(mark) == []
+    check_gone(mark)
