@@ -62,7 +62,7 @@ class Negotiation:
     def send(self, rank: int, message: Message) -> None:
         if rank == self._rank:
             self._take(rank, message)
-        elif rank not in self.departed:
+        elif rank not in self.departed or message[0] == "bye":  # who said goodbye waits for ours
             self._engine.transport.send_control(rank, encode(message))
 
     def tell_everyone(self, message: Message) -> None:
@@ -97,7 +97,10 @@ class Negotiation:
     def look_for_broken(self) -> None:
         """Raise PeerLostError where a connection broke to a rank that did not say goodbye."""
         engine = self._engine
-        for rank, how in engine.transport.lost_peers().items():
+        lost = engine.transport.lost_peers()
+        if lost.keys() - self.departed.keys():
+            self.exchange()  # a goodbye comes before the connection ends, but maybe after we last looked
+        for rank, how in lost.items():
             if rank not in self.departed and engine.error is None:
                 raise PeerLostError(
                     f"{engine.topology.told(rank)} is lost: its connection to {engine.told()} broke, {how}\n"
