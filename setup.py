@@ -12,7 +12,7 @@ from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-CSRC = "hvdkit/kernels/csrc"
+CSRC = ("hvdkit/kernels/csrc", "hvdkit/transports/csrc")
 # No contraction: a fused multiply-add would round differently from one processor to the next.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 if os.environ.get("HVDKIT_WERROR") == "1":
@@ -58,8 +58,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "hvdkit.kernels._native",
-            sources=sorted(str(path) for path in Path(CSRC).glob("*.cpp")),
-            depends=sorted(str(path) for path in Path(CSRC).glob("*.h")),
+            sources=sorted(str(path) for folder in CSRC for path in Path(folder).glob("*.cpp")),
+            depends=sorted(str(path) for folder in CSRC for path in Path(folder).glob("*.h")),
             cxx_std=17,
             extra_compile_args=FLAGS,
         )

@@ -1,154 +1,26 @@
-"""What every benchmark shares: jobs of ranks, peers in interleaved rounds, statistics, tables, JSON and plots."""
+"""What every benchmark shares: peers in interleaved rounds, statistics, tables, flags, JSON and plots."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import datetime
-import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from jobs import Peer, has_mpi
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-SHUTDOWN_SECONDS = 20
-
-HVDKIT = ("hvdkit mpi", "hvdkit torch")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One contestant: what its worker does, and what starts its ranks.
-
-    ``launcher``: ``mpi`` and ``gloo`` are hvdkit's own, ``plain`` starts one process a rank with torchrun's variables,
-    ``horovod`` is Horovod's own without MPI.
-    """
-
-    name: str
-    worker: str
-    launcher: str
-
-
-@functools.cache
-def _horovod_engines() -> tuple[str, ...]:
-    """Which engines an installed Horovod was built with; asked in another process, since importing it loads MPI."""
-    code = "import horovod.torch as h; print('mpi' * h.mpi_built(), 'gloo' * h.gloo_built())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return tuple(done.stdout.split()) if done.returncode == 0 else ()
-
-
-def has_mpi() -> bool:
-    """True if mpi4py is installed."""
-    return importlib.util.find_spec("mpi4py") is not None
-
-
-def horovods() -> list[Peer]:
-    """hvdkit over each of its engines, and Horovod over each of its own where it is installed."""
-    peers = [Peer("hvdkit mpi", "hvdkit", "mpi")] if has_mpi() else []
-    peers.append(Peer("hvdkit torch", "hvdkit", "gloo"))
-    engines = _horovod_engines()
-    if "mpi" in engines:
-        peers.append(Peer("Horovod mpi", "horovod", "mpi"))
-    if "gloo" in engines:
-        peers.append(Peer("Horovod gloo", "horovod", "horovod"))
-    return peers
-
-
-def _environment(threads: int, launcher: str) -> dict[str, str]:
-    """This process's environment, less what a launcher may have left in it."""
-    prefixes = ("OMPI_", "PMI", "PRTE_", "SLURM_", "HOROVOD_", "HVDKIT_", "TORCHELASTIC_")
-    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(prefixes) and key not in names}
-    path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    environment.update(OMP_NUM_THREADS=str(threads), PYTHONPATH=os.pathsep.join(path))
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    if launcher in ("mpi", "gloo"):
-        environment["HVDKIT_TRANSPORT"] = {"mpi": "mpi", "gloo": "torch"}[launcher]
-    return environment
-
-
-def _start(command: list[str], ranks: int, launcher: str, threads: int, output: Any) -> list[subprocess.Popen[bytes]]:
-    environment = _environment(threads, launcher)
-    start = functools.partial(subprocess.Popen, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
-    if launcher != "plain":
-        module = "horovod.runner.launch" if launcher == "horovod" else "hvdkit.launch"
-        engine = "--mpi" if launcher == "mpi" else "--gloo"
-        return [start([sys.executable, "-m", module, "-np", str(ranks), engine, *command], env=environment)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
-    return [start(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-
-
-def run_job(script: str, peer: Peer, flags: Sequence[object], ranks: int, threads: int, timeout: float) -> list[Any]:
-    """Run ``script`` as a worker of ``peer`` on ``ranks`` ranks. Returns what each rank reported, by rank.
-
-    Reports travel through files, because launchers may cut and mix long lines of output.
-    Raises RuntimeError with the end of the output if a rank did not report within ``timeout`` seconds.
-    """
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
-        command = [sys.executable, script, "--worker", peer.worker, "--report", folder, *map(str, flags)]
-        reports = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        processes = _start(command, ranks, peer.launcher, threads, output)
-        try:
-            problem = _wait(processes, reports, timeout)
-        finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        missing = [rank for rank, path in enumerate(reports) if not path.exists()]
-        if missing:
-            output.seek(0)
-            text = output.read().decode(errors="replace")[-3000:]
-            raise RuntimeError(f"{peer.name}: {problem or 'ended'}; no report of rank {missing}\n{text}")
-        if problem:
-            tqdm.write(f"{peer.name}: all ranks reported, then {problem}")
-        return [json.loads(path.read_text()) for path in reports]
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], reports: Sequence[Path], timeout: float) -> str | None:
-    """Wait until a job has ended, or cannot end well any more. Returns what was wrong with its end, or None.
-
-    A rank that has reported has done its work: where an engine then hangs while it shuts down, the figures still hold.
-    """
-    deadline, reported = time.monotonic() + timeout, False
-    while True:
-        statuses = [process.poll() for process in processes]
-        if failed := [status for status in statuses if status]:
-            return f"exit status {failed[0]}"
-        if None not in statuses:
-            return None
-        if not reported and all(path.exists() for path in reports):
-            reported, deadline = True, time.monotonic() + SHUTDOWN_SECONDS
-        if time.monotonic() > deadline:
-            return f"did not end within {SHUTDOWN_SECONDS if reported else timeout:.0f} s"
-        time.sleep(0.05)
-
-
-def report(folder: Path, rank: int, payload: Any) -> None:
-    """What a worker calls at its end."""
-    path = Path(folder, f"{rank}.json")
-    path.with_suffix(".tmp").write_text(json.dumps(payload))
-    path.with_suffix(".tmp").replace(path)
 
 
 def run_rounds(
@@ -254,9 +126,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def add_common_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
+def add_common_flags(parser: argparse.ArgumentParser, rounds: int, ranks: bool = True) -> None:
     """Flags of all benchmarks that run jobs, and the two hidden ones that turn the script into a worker."""
-    parser.add_argument("--ranks", type=int, default=2, help="processes of each job")
+    if ranks:
+        parser.add_argument("--ranks", type=int, default=2, help="processes of each job")
     parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds; each runs every peer once")
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="only these peers, e.g. --peers 'hvdkit mpi' DDP")
@@ -274,8 +147,15 @@ def chosen(peers: Sequence[Peer], names: Sequence[str] | None) -> list[Peer]:
     """The peers that ``--peers`` names, or all."""
     unknown = sorted(set(names or []) - {peer.name for peer in peers})
     if unknown:
-        raise SystemExit(f"no such peer: {', '.join(unknown)}; there are {', '.join(peer.name for peer in peers)}")
+        raise SystemExit(
+            f"no such peer: {', '.join(unknown)}; there are {', '.join(dict.fromkeys(peer.name for peer in peers))}"
+        )
     return [peer for peer in peers if names is None or peer.name in names]
+
+
+def colour(name: str) -> str:
+    """hvdkit's bars differ from all others'."""
+    return "tab:blue" if name.startswith("hvdkit") else "tab:orange"
 
 
 def pyplot() -> Any:

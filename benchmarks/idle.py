@@ -1,9 +1,11 @@
-"""What a rank costs that only waits: share of a core and wake-ups while its main thread sleeps.
+"""What a rank costs that only waits: share of a core and wake-ups while it sleeps, or waits for a slow rank.
 
     python benchmarks/idle.py
     python benchmarks/idle.py --seconds 2 --rounds 1       # a quick look
 
-"torch" is a process that has imported PyTorch and sleeps: what the measurement itself reads when there is no engine.
+asleep: the main thread of each rank sleeps. "torch" is a process that has imported PyTorch and sleeps: what the
+measurement itself reads when there is no engine. waiting: all ranks but the last are in an allreduce that the last one
+joins only after a sleep; the figures are those of the ranks that wait.
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import allreduce
 import common
+import jobs
 import numpy as np
-from common import Peer
+from jobs import Peer
+
+TITLES = {"asleep": "A rank whose main thread sleeps", "waiting": "A rank in an allreduce,\nwhile another sleeps"}
+WARM_CALLS = 10
+NUMBERS = 1000
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -26,8 +34,21 @@ def parse_arguments() -> argparse.Namespace:
         description="CPU share of an idle rank", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     common.add_common_flags(parser, rounds=3)
-    parser.add_argument("--seconds", type=float, default=10, help="how long the main thread sleeps")
+    parser.add_argument("--mode", choices=[*TITLES, "both"], default="both", help="what the ranks do")
+    parser.add_argument("--seconds", type=float, default=10, help="asleep: how long the main thread sleeps")
+    parser.add_argument("--slow-seconds", type=float, default=2, help="waiting: how long the last rank sleeps")
     return parser.parse_args()
+
+
+class Meter:
+    """What all threads of this process have used since it was made."""
+
+    def __init__(self) -> None:
+        self.cpu, self.wakes, self.began = time.process_time(), wake_ups(), time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        used, wall = time.process_time() - self.cpu, time.perf_counter() - self.began
+        return {"cpu_percent": 100 * used / wall, "wakeups_per_second": (wake_ups() - self.wakes) / wall}
 
 
 def wake_ups() -> int:
@@ -36,8 +57,8 @@ def wake_ups() -> int:
     return sum(int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE).group(1)) for text in texts)
 
 
-def work(args: argparse.Namespace) -> None:
-    """What a rank runs: init, a few reductions, a second's rest, then the measured sleep."""
+def sleep(args: argparse.Namespace) -> None:
+    """What a rank runs that sleeps: init, a few reductions, a second's rest, then the measured sleep."""
     import torch
 
     torch.set_num_threads(args.threads)
@@ -46,25 +67,59 @@ def work(args: argparse.Namespace) -> None:
         hvd = importlib.import_module(f"{args.worker}.torch")
         hvd.init()
         rank, close = hvd.rank(), hvd.shutdown
-        for _ in range(10):
-            hvd.allreduce(torch.ones(1000), name="warm")
+        for _ in range(WARM_CALLS):
+            hvd.allreduce(torch.ones(NUMBERS), name="warm")
     time.sleep(1)
-    before, wakes, began = time.process_time(), wake_ups(), time.perf_counter()
+    meter = Meter()
     time.sleep(args.seconds)
-    used, wall = time.process_time() - before, time.perf_counter() - began  # of all threads of this process
-    wakes = wake_ups() - wakes
-    common.report(args.report, rank, {"cpu_percent": 100 * used / wall, "wakeups_per_second": wakes / wall})
+    jobs.report(args.report, rank, meter.read())
     if close is not None:
         close()
 
 
+def wait(args: argparse.Namespace) -> None:
+    """What a rank runs that waits, or that the others wait for: a few reductions, then the measured one."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    peer = allreduce.WORKERS[args.worker](False)
+    for _ in range(WARM_CALLS):
+        peer.call(torch.ones(NUMBERS))
+    meter = Meter()
+    if peer.rank == peer.ranks - 1:
+        time.sleep(args.slow_seconds)
+    peer.call(torch.ones(NUMBERS))
+    jobs.report(args.report, peer.rank, meter.read())
+    peer.close()
+
+
+def contestants(mode: str) -> list[Peer]:
+    if mode == "asleep":
+        return [Peer("torch", "torch", "plain"), *jobs.horovods()]
+    return [peer for peer in allreduce.contestants() if not peer.flags and peer.name != allreduce.MEMORY]
+
+
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: rounds of jobs, then the table."""
-    peers = common.chosen([Peer("torch", "torch", "plain"), *common.horovods()], args.peers)
-    flags = ["--threads", args.threads, "--seconds", args.seconds]
+    """What the script itself runs: for each mode rounds of jobs, then the table."""
+    modes = list(TITLES) if args.mode == "both" else [args.mode]
+    common.chosen([peer for mode in modes for peer in contestants(mode)], args.peers)  # says which are unknown
+    results, errors = {}, {}
+    for mode in modes:
+        peers = [peer for peer in contestants(mode) if args.peers is None or peer.name in args.peers]
+        if peers:
+            results[mode] = measure(args, peers, mode)
+            errors.update({f"{name}, {mode}": error for name, error in results[mode]["errors"].items()})
+    common.save("idle", args, {"modes": results}, draw(results))
+    common.finish(errors)
+
+
+def measure(args: argparse.Namespace, peers: list[Peer], mode: str) -> dict[str, Any]:
+    flags = ["--threads", args.threads, "--mode", mode]
+    flags += ["--seconds", args.seconds, "--slow-seconds", args.slow_seconds]
 
     def job(peer: Peer) -> list[dict[str, float]]:
-        return common.run_job(__file__, peer, flags, args.ranks, args.threads, args.timeout)
+        reports = jobs.run_job(__file__, peer, flags, args.ranks, args.threads, args.timeout)
+        return reports if mode == "asleep" else reports[:-1]
 
     rounds, errors = common.run_rounds(peers, args.rounds, job)
     rows, summary = [], []
@@ -85,24 +140,30 @@ def compare(args: argparse.Namespace) -> None:
                 f"{np.median(wakes):.0f}",
             ]
         )
-    print(f"\nidle rank, {args.ranks} ranks, {args.seconds:g} s asleep in each of {args.rounds} rounds")
+    seconds = args.seconds if mode == "asleep" else args.slow_seconds
+    print(f"\n{mode}, {args.ranks} ranks, {seconds:g} s in each of {args.rounds} rounds")
     print(common.table(["peer", "% of a core", "smallest to largest", "by rank", "wake-ups/s"], rows))
-    common.save("idle", args, {"summary": summary, "rounds": rounds, "errors": errors}, draw(summary))
-    common.finish(errors)
+    return {"summary": summary, "rounds": rounds, "errors": errors}
 
 
-def draw(summary: list[dict[str, Any]]) -> Any:
+def draw(results: dict[str, Any]) -> Any:
     plt = common.pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4))
-    axes.bar([one["peer"] for one in summary], [one["cpu_percent"]["median"] for one in summary])
-    axes.bar_label(axes.containers[-1], fmt="%.2f")
-    axes.set(ylabel="% of a core (median)", title="A rank whose main thread sleeps")
+    figure, panels = plt.subplots(1, len(results), figsize=(5.5 * len(results), 4), squeeze=False)
+    for axes, (mode, one) in zip(panels[0], results.items(), strict=True):
+        names = [entry["peer"] for entry in one["summary"]]
+        axes.bar(names, [entry["cpu_percent"]["median"] for entry in one["summary"]], color=list(map(colour, names)))
+        axes.bar_label(axes.containers[-1], fmt="%.2f")
+        axes.set(ylabel="% of a core (median)", title=TITLES[mode])
     return figure
+
+
+def colour(name: str) -> str:
+    return "tab:gray" if name == "torch" else common.colour(name)
 
 
 if __name__ == "__main__":
     arguments = parse_arguments()
     if arguments.worker:
-        work(arguments)
+        {"asleep": sleep, "waiting": wait}[arguments.mode](arguments)
     else:
         compare(arguments)

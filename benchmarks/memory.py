@@ -19,11 +19,12 @@ import sys
 from typing import Any
 
 import common
+import jobs
 import numpy as np
 import psutil
-from common import Peer
+from jobs import Peer
 
-sys.path.insert(0, str(common.ROOT / "examples"))
+sys.path.insert(0, str(jobs.ROOT / "examples"))
 
 PLAIN = "plain"
 MEASURES = ("rss", "pss", "uss", "peak")
@@ -77,7 +78,7 @@ def work(args: argparse.Namespace) -> None:
         next_byte_loss(trained, torch.randint(256, (4, 129), generator=data)).backward()
         optimizer.step()
     gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
-    common.report(args.report, rank, {"gradients": gradients, **read_memory()})
+    jobs.report(args.report, rank, {"gradients": gradients, **read_memory()})
     del trained  # DDP must let go of its process group before that is destroyed, or the exit may hang
     if close is not None:
         close()
@@ -85,7 +86,7 @@ def work(args: argparse.Namespace) -> None:
 
 def contestants() -> list[Peer]:
     peers = [Peer(PLAIN, PLAIN, "plain"), Peer("DDP", "ddp", "plain")]
-    for peer in common.horovods():
+    for peer in jobs.horovods():
         peers.append(Peer(f"{peer.name} + init", peer.worker, peer.launcher))
         peers.append(Peer(f"{peer.name} wrapped", f"{peer.worker}+wrapped", peer.launcher))
     return peers
@@ -98,7 +99,7 @@ def compare(args: argparse.Namespace) -> None:
 
     def job(peer: Peer) -> dict[str, float]:
         """Bytes by kind, averaged over the ranks."""
-        reports = common.run_job(__file__, peer, flags, args.ranks, args.threads, args.timeout)
+        reports = jobs.run_job(__file__, peer, flags, args.ranks, args.threads, args.timeout)
         return {key: float(np.mean([one[key] for one in reports])) for key in reports[0]}
 
     rounds, errors = common.run_rounds(peers, args.rounds, job)

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import common
+import jobs
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(common.ROOT / "examples"))
+sys.path.insert(0, str(jobs.ROOT / "examples"))
 
 MODELS = {"small": {"layers": 6, "width": 64}, "large": {"layers": 6, "width": 512}}
 CONTEXT = 128

@@ -21,6 +21,16 @@ _LOG_LEVELS = {
     "error": "error",
     "fatal": "critical",
 }
+_ALLREDUCES = (
+    "auto",
+    "all_to_all",
+    "two_phase",
+    "ring",
+    "tree",
+    "butterfly",
+    "round_robin",
+    "master_worker",
+)
 _TRANSPORTS = ("auto", "mpi", "torch", "solo")
 
 
@@ -67,12 +77,20 @@ def _milliseconds(text: str) -> float:
     return _number(text, 0, "expected milliseconds, zero or more")
 
 
-def _positive(text: str) -> int:
-    return _whole_number(text, 1, "expected a whole number above zero")
-
-
 def _not_negative(text: str) -> int:
     return _whole_number(text, 0, "expected a whole number, zero or more")
+
+
+def _bytes_or_auto(text: str) -> int | None:
+    if text.strip().lower() == "auto":
+        return None
+    return _whole_number(text, 0, "expected bytes, a whole number, zero or more, or auto")
+
+
+def _allreduce(text: str) -> str:
+    if text not in _ALLREDUCES:
+        raise ValueError(f"expected one of {', '.join(_ALLREDUCES)}")
+    return text
 
 
 def _transport(text: str) -> str:
@@ -120,12 +138,13 @@ class Settings:
         "s",
         "how long `hvd.init()` waits for all ranks; raise it on clusters that start slowly",
     )
-    fusion_threshold: int = _setting(
-        8 * MEBIBYTE,
-        _not_negative,
+    fusion_threshold: int | None = _setting(
+        None,
+        _bytes_or_auto,
         "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
-        "bytes",
-        "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone",
+        "bytes, auto",
+        "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone; "
+        "`auto` measures the network at init",
     )
     cycle_time_ms: float = _setting(
         1.0,
@@ -148,12 +167,21 @@ class Settings:
         "ms",
         "pause between two looks at a polling transport while nothing is pending",
     )
-    max_buckets_in_flight: int = _setting(
-        4,
-        _positive,
-        "HVDKIT_MAX_BUCKETS_IN_FLIGHT",
-        "buckets",
-        "how many buckets of a plan are on the wire at once; each takes scratch memory of its own size",
+    max_bytes_in_flight: int | None = _setting(
+        None,
+        _bytes_or_auto,
+        "HVDKIT_MAX_BYTES_IN_FLIGHT",
+        "bytes, auto",
+        "how much of a plan is on the wire at once, which takes as much scratch memory; 0 is one bucket at a time; "
+        "`auto` is four buckets, or what the network holds",
+    )
+    allreduce: str = _setting(
+        "auto",
+        _allreduce,
+        "HVDKIT_ALLREDUCE",
+        ", ".join(_ALLREDUCES),
+        "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order. ring, "
+        "tree and butterfly round half precision at each hop",
     )
     cache_capacity: int = _setting(
         1024,
@@ -161,6 +189,13 @@ class Settings:
         "HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY",
         "signatures",
         "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off",
+    )
+    node_memory: bool = _setting(
+        True,
+        _boolean,
+        "HVDKIT_NODE_MEMORY",
+        "0 or 1",
+        "0 lets ranks of one host talk over the transport instead of memory that they share",
     )
     stall_check_disable: bool = _setting(
         False,
@@ -246,8 +281,9 @@ def markdown_table() -> str:
     lines = ["| variable | default | unit | what it does |", "|---|---|---|---|"]
     for setting in fields(Settings):
         assert setting.default is not MISSING
+        default = "auto" if setting.default is None else setting.default
         names = "<br>".join(f"`{name}`" for name in setting.metadata["names"])
-        default = str(int(setting.default) if isinstance(setting.default, bool) else setting.default) or "(none)"
+        default = str(int(default) if isinstance(default, bool) else default) or "(none)"
         lines.append(f"| {names} | {default} | {setting.metadata['unit']} | {setting.metadata['about']} |")
     return "\n".join(lines)
 

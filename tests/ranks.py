@@ -66,25 +66,55 @@ def mpirun(size: int) -> list[str]:
     return [program, *options, "-np", str(size)]
 
 
-def start_ranks(command: list[str], size: int, transport: str, **extra: str) -> list[subprocess.Popen[str]]:
-    """Start ``command`` on ``size`` ranks: one mpirun for ``mpi``, one process a rank for ``torch``."""
-    environment = rank_environment(HVDKIT_TRANSPORT=transport, **extra)
+def place_on_node(rank: int, size: int, per_node: int) -> dict[str, int]:
+    """Where a rank is if nodes of ``per_node`` ranks are filled one after the other; the last one may have fewer."""
+    node = rank // per_node
+    return {
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_WORLD_SIZE": min(per_node, size - node * per_node),
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": -(-size // per_node),
+    }
+
+
+def start_ranks(
+    command: list[str], size: int, transport: str, per_node: int | None = None, **extra: str
+) -> list[subprocess.Popen[str]]:
+    """Start ``command`` on ``size`` ranks: one mpirun for ``mpi``, one process a rank for ``torch``.
+
+    ``per_node``: how many ranks shall take each other for ranks of one node; all, if None.
+    """
+    environment = rank_environment(HVDKIT_TRANSPORT=transport, RANKS_PER_NODE=str(per_node or size), **extra)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     if transport == "mpi":
+        if per_node is not None:
+            # What mpirun told a rank is overwritten before the rank starts.
+            script = (
+                f"n={per_node}; r=$OMPI_COMM_WORLD_RANK; left=$(({size} - r / n * n)); "
+                "export OMPI_COMM_WORLD_LOCAL_RANK=$((r % n)); "
+                "export OMPI_COMM_WORLD_LOCAL_SIZE=$((left < n ? left : n)); "
+                'exec "$@"'
+            )
+            command = ["sh", "-c", script, "sh", *command]
         return [subprocess.Popen([*mpirun(size), *command], env=environment, **pipes)]
-    environment.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    return [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
-        for rank in range(size)
-    ]
+    environment.update(WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    processes = []
+    for rank in range(size):
+        place = {name: str(value) for name, value in place_on_node(rank, size, per_node or size).items()}
+        processes.append(subprocess.Popen(command, env={**environment, "RANK": str(rank), **place}, **pipes))
+    return processes
 
 
 def run_ranks(
-    command: list[str], size: int, transport: str, timeout: float = JOB_TIMEOUT_SECONDS, **extra: str
+    command: list[str],
+    size: int,
+    transport: str,
+    timeout: float = JOB_TIMEOUT_SECONDS,
+    per_node: int | None = None,
+    **extra: str,
 ) -> tuple[int, str]:
     """Run ``command`` on ``size`` ranks to its end. Returns the largest exit status and all that was printed."""
-    processes = start_ranks(command, size, transport, **extra)
+    processes = start_ranks(command, size, transport, per_node, **extra)
     outputs, statuses = [], []
     try:
         for process in processes:
@@ -110,8 +140,11 @@ def case_names(module: str) -> list[str]:
 class RankedCases:
     """The cases of one module; a job of a size on a transport runs once, the first time one of its cases is checked."""
 
-    def __init__(self, module: str, runner: str = "tests.ranks", **environment: str) -> None:
+    def __init__(
+        self, module: str, runner: str = "tests.ranks", per_node: int | None = None, **environment: str
+    ) -> None:
         self.module = module
+        self.per_node = per_node
         self.runner = runner
         self.environment = environment
         self.names = case_names(module)
@@ -120,7 +153,7 @@ class RankedCases:
     def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", self.runner, self.module, folder]
-            status, output = run_ranks(command, size, transport, **self.environment)
+            status, output = run_ranks(command, size, transport, per_node=self.per_node, **self.environment)
             reports = [
                 json.loads(path.read_text()) if (path := Path(folder, f"{rank}.json")).exists() else {}
                 for rank in range(size)

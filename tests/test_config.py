@@ -31,12 +31,14 @@ CASES = {
         "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT", 30.0, ("5", 5.0), ("7", 7.0), ("0", "-1", "soon")
     ),
     "fusion_threshold": Case(
-        "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD", 8 << 20, ("0", 0), ("4096", 4096), ("-1", "1.5", "64MB")
+        "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD", None, ("0", 0), ("4096", 4096), ("-1", "1.5", "64MB")
     ),
     "cycle_time_ms": Case("HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME", 1.0, ("3.5", 3.5), ("0", 0.0), ("-1", "inf", "x")),
     "spin_microseconds": Case("HVDKIT_SPIN_MICROSECONDS", 200, ("0", 0), ("50", 50), ("-1", "1.5")),
     "idle_poll_ms": Case("HVDKIT_IDLE_POLL_MS", 10.0, ("0.5", 0.5), ("20", 20.0), ("-1", "x")),
-    "max_buckets_in_flight": Case("HVDKIT_MAX_BUCKETS_IN_FLIGHT", 4, ("1", 1), ("8", 8), ("0", "-1", "many")),
+    "max_bytes_in_flight": Case("HVDKIT_MAX_BYTES_IN_FLIGHT", None, ("0", 0), ("4096", 4096), ("-1", "1.5", "many")),
+    "allreduce": Case("HVDKIT_ALLREDUCE", "auto", ("ring", "ring"), ("tree", "tree"), ("star", "RING")),
+    "node_memory": Case("HVDKIT_NODE_MEMORY", True, ("0", False), ("1", True), ("2", "maybe")),
     "cache_capacity": Case("HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY", 1024, ("0", 0), ("9", 9), ("-1", "x")),
     "stall_check_disable": Case("HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE", **SWITCH),
     "stall_check_seconds": Case(
@@ -68,7 +70,7 @@ def test_each_name_sets_its_setting_and_no_other(setting, name):
     for text, value in (CASES[setting].first, CASES[setting].second):
         settings = from_environment({name: text, "UNKNOWN": "1"})
         assert settings == Settings(**{setting: value})
-        assert type(getattr(settings, setting)) is type(CASES[setting].default)
+        assert type(getattr(settings, setting)) is type(CASES[setting].first[1])
 
 
 @pytest.mark.parametrize("setting", [setting for setting, case in CASES.items() if " " in case.names])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdkit import kernels
-from hvdkit.collectives.allreduce import exchange_and_reduce
 from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.collectives.two_phase import exchange_and_reduce
 from hvdkit.compression.codec import CODECS
 from hvdkit.kernels import ReduceOp
 

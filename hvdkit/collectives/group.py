@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.collectives.choice import AUTO, Choice
 from hvdkit.transports.base import CACHE_LINE, Bytes, Transfer, Transport
 
 Array = npt.NDArray[Any]
@@ -20,14 +21,17 @@ class Group:
     """The ranks ``members`` of a transport (ascending, this rank among them); ``rank`` is the place in ``members``.
 
     Counts the payload bytes that this rank sends, so that an algorithm's traffic can be held against its formula.
+    ``choice`` is how an allreduce among these ranks chooses its algorithm: the same on all of them.
     """
 
-    def __init__(self, transport: Transport, members: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, members: Sequence[int], choice: Choice = AUTO) -> None:
         self.transport = transport
+        self.choice = choice
         self.members = list(members)
         self.rank = self.members.index(transport.rank)
         self.size = len(self.members)
         self.bytes_sent = 0
+        self.layout: Any = None  # how the members lie on nodes that share memory; see hierarchical.Layout
 
     def peers(self) -> list[int]:
         """Everyone else, each rank beginning with the one after itself so that no rank is sent to by all at once."""
@@ -39,6 +43,15 @@ class Group:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Transfer:
         return self.transport.irecv(as_bytes(array), self.members[peer], tag)
+
+    def sendrecv(self, outgoing: Array, receiver: int, incoming: Array, sender: int, tag: int) -> list[Transfer]:
+        """Both at once. What is empty does not travel; both ends know by its length."""
+        transfers = []
+        if incoming.size:
+            transfers.append(self.irecv(incoming, sender, tag))
+        if outgoing.size:
+            transfers.append(self.isend(outgoing, receiver, tag))
+        return transfers
 
 
 def as_bytes(array: Array) -> Bytes:

@@ -37,25 +37,25 @@ class Batches:
             self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
             for index, (name, _) in enumerate(names)
         ]
-        group = engine.group(process_set_id)
+        group = engine.groups.group(process_set_id)
         root = group.members.index(submissions[0].signature.get("root", group.members[0]))
         extras = [extra for _, extra in names]
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
 
         def trace(activity: str) -> None:
             for submission in submissions:
-                engine.timeline_end(str(submission.key))
-                engine.timeline_begin(str(submission.key), activity)
+                engine.timeline_end(submission.key)
+                engine.timeline_begin(submission.key, activity)
 
         def completed(results: list[Any]) -> None:
-            engine.change_process_sets(kind, submissions[0].signature, results[0])
+            engine.groups.change(kind, submissions[0].signature, results[0])
             for submission, result in zip(submissions, results, strict=True):
-                engine.timeline_end(str(submission.key))
+                engine.timeline_end(submission.key)
                 submission.handle.finish(result)
 
         def failed(error: HorovodInternalError) -> None:
             for submission in submissions:
-                engine.timeline_end(str(submission.key))
+                engine.timeline_end(submission.key)
                 submission.handle.fail(error)
 
         trace(kind.upper())
@@ -73,7 +73,7 @@ class Batches:
             assert signature is not None, f"{key} runs, but this rank neither asked for it nor joined"
             on_host = key.kind == "allreduce" and not signature.get("direct")
             arrays = zeros_for(signature) if on_host else []
-            submission = Submission(key, signature, arrays, None, Handle(str(key), None, self._engine.drive))
+            submission = Submission(key, signature, arrays, None, Handle(key, None, self._engine.drive))
         return submission
 
     def _direct(
@@ -91,7 +91,9 @@ class Batches:
         The order in which collectives are launched is that of the batches, on all ranks: a new operation is advanced
         after all older ones, and launches everything before it first yields.
         """
-        collectives = self._engine.device_collectives(process_set_id, submissions[0].signature["device"])
+        collectives = self._engine.groups.device_collectives(
+            process_set_id, submissions[0].signature["device"], self._engine.place
+        )
         for submission in submissions:
             if not submission.arrays:  # this rank has joined
                 signature = submission.signature

@@ -12,11 +12,13 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.hierarchical import Layout, layout_allreduce
 from hvdkit.compression import CODECS
 from hvdkit.engine.execution import effective
 from hvdkit.engine.plan import Bucket
+from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
-from hvdkit.transports.base import DeviceCollectives
+from hvdkit.transports.base import DeviceCollectives, aligned_empty
 
 
 @dataclass(frozen=True)
@@ -33,22 +35,32 @@ class Buckets(ABC):
     """Memory that can be sliced and assigned to like a flat array, and its reduction over a group."""
 
     on_device: bool
+    told: str  # how and why, for the timeline
 
     @abstractmethod
-    def allocate(self, bucket: Bucket) -> Any:
-        """Zeros. The gaps between slots travel too: they must not hold signalling NaNs."""
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """From now on the lane has these buckets; what its memory holds is lost."""
 
     @abstractmethod
-    def zeros(self, bucket: Bucket) -> Any:
-        """What a rank that has joined contributes."""
+    def buffers(self) -> list[Any]:
+        """The memory of each bucket, zeros at first: the gaps between slots travel too."""
 
     @abstractmethod
     def mark(self) -> Any:
         """What the calling thread has done so far; the reduction of what it wrote comes after that."""
 
     @abstractmethod
-    def reduce(self, buffer: Any, marks: Sequence[Any], tag: int) -> Steps[None]:
-        """Replace ``buffer`` by its reduction over all ranks."""
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        """The steps that replace a piece by its reduction over all ranks; a rank that has joined contributes zeros.
+
+        They hold the memory they need from this call on.
+
+        ``sequence`` counts the lane's operations, alike on all ranks; ``tag`` and ``tag + 1`` are this one's.
+        """
+
+    @abstractmethod
+    def forget(self, quiet: bool) -> None:
+        """The lane was closed: keep no memory, but be ready to give zeros. ``quiet``: nothing is in flight."""
 
     @abstractmethod
     def close(self) -> None:
@@ -56,34 +68,54 @@ class Buckets(ABC):
 
 
 class HostBuckets(Buckets):
-    """numpy arrays in memory of the transport's."""
+    """numpy arrays in this rank's own memory; ``layout``: how ranks lie on nodes, where some of them share memory."""
 
     on_device = False
 
-    def __init__(self, group: Group, reduction: Reduction) -> None:
+    def __init__(self, group: Group, reduction: Reduction, layout: Layout | None) -> None:
         self._group = group
         self._reduction = reduction
+        self._layout = layout
+        self._buckets: list[Bucket] = []
+        self._buffers: list[Any] = []
+        self.told = "over nodes" if layout is not None else "no shared memory"
 
-    def allocate(self, bucket: Bucket) -> Any:
-        buffer = self._group.transport.allocate(bucket.nbytes).view(bucket.dtype)
-        buffer[...] = 0
-        return buffer
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets, self._buffers = list(buckets), []
 
-    def zeros(self, bucket: Bucket) -> Any:
-        return np.zeros(bucket.elements, bucket.dtype)
+    def buffers(self) -> list[Any]:
+        if not self._buffers:
+            self._buffers = [aligned_empty(bucket.nbytes).view(bucket.dtype) for bucket in self._buckets]
+            for buffer in self._buffers:
+                buffer[...] = 0
+        return self._buffers
 
     def mark(self) -> Any:
         return None
 
-    def reduce(self, buffer: Any, marks: Sequence[Any], tag: int) -> Steps[None]:
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        if joined:
+            buffer = np.zeros(piece.end - piece.begin, self._buckets[piece.bucket].dtype)
+        else:
+            buffer = self._buffers[piece.bucket][piece.begin : piece.end]
+        return self._steps(buffer, tag)
+
+    def _steps(self, buffer: Any, tag: int) -> Steps[None]:
         reduction = self._reduction
         op, scale = effective(reduction.op, reduction.postscale, self._group.size)
         if reduction.prescale != 1.0:
             kernels.scale_into(buffer, buffer, reduction.prescale)
-        yield from allreduce(self._group, buffer, op, scale, CODECS[reduction.codec], tag)
+        codec = CODECS[reduction.codec]
+        if self._layout is None:
+            yield from allreduce(self._group, buffer, op, scale, codec, tag)
+        else:
+            yield from layout_allreduce(self._group, self._layout, buffer, op, scale, codec, tag, (0, 0))
+
+    def forget(self, quiet: bool) -> None:
+        self._buffers = []
 
     def close(self) -> None:
-        """The arrays go with the lane."""
+        self._buffers = []
 
 
 class DeviceBuckets(Buckets):
@@ -95,22 +127,37 @@ class DeviceBuckets(Buckets):
         self._group = group
         self._reduction = reduction
         self._collectives = collectives
+        self._buckets: list[Bucket] = []
+        self._buffers: list[Any] = []
+        self.told = "the device's collectives"
 
-    def allocate(self, bucket: Bucket) -> Any:
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets, self._buffers = list(buckets), []
+
+    def _allocate(self, bucket: Bucket) -> Any:
         return self._collectives.allocate(bucket.elements, str(bucket.dtype))
 
-    def zeros(self, bucket: Bucket) -> Any:
-        return self.allocate(bucket)
+    def buffers(self) -> list[Any]:
+        if not self._buffers:
+            self._buffers = [self._allocate(bucket) for bucket in self._buckets]
+        return self._buffers
 
     def mark(self) -> Any:
         return self._collectives.mark()
 
-    def reduce(self, buffer: Any, marks: Sequence[Any], tag: int) -> Steps[None]:
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        buffer = self._allocate(self._buckets[piece.bucket]) if joined else self._buffers[piece.bucket]
+        return self._steps(buffer, marks)
+
+    def _steps(self, buffer: Any, marks: Sequence[Any]) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         op, scale = effective(reduction.op, reduction.postscale, size)
         transfer = self._collectives.allreduce([buffer], op, reduction.prescale, scale, reduction.codec, marks)
         self._group.bytes_sent += 2 * buffer.nbytes * (size - 1) // size  # as a ring sends, whatever the library does
         yield [transfer]
+
+    def forget(self, quiet: bool) -> None:
+        self._buffers = []
 
     def close(self) -> None:
         self._collectives.close()

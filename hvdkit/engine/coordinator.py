@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
+from hvdkit.engine.fusing import batch_size
 from hvdkit.engine.requests import DATA_KINDS, KINDS, Key, Request, Signature, mismatch
 
 Message = list[Any]
@@ -22,6 +22,11 @@ class Entry:
     since: float
     requests: dict[int, Request] = field(default_factory=dict)
     warned: bool = False
+
+    @property
+    def signature(self) -> Signature:
+        """What was asked for, where all who asked agree."""
+        return next(iter(self.requests.values())).signature
 
 
 @dataclass
@@ -122,18 +127,9 @@ class Coordinator:
 
     def _run_ready(self) -> None:
         while self._ready:
-            batch = [self._ready.pop(0)]
-            key, entry = batch[0]
-            nbytes = _fusible_bytes(entry)
-            while nbytes is not None and self._ready:
-                next_key, next_entry = self._ready[0]
-                more = _fusible_bytes(next_entry)
-                if more is None or next_key.process_set != key.process_set or nbytes + more > self._threshold:
-                    break
-                if _fusion_class(entry) != _fusion_class(next_entry):
-                    break
-                nbytes += more
-                batch.append(self._ready.pop(0))
+            asked = [(key.process_set, entry.signature) for key, entry in self._ready]
+            count = batch_size(asked, self._threshold)
+            batch, self._ready = self._ready[:count], self._ready[count:]
             self._run(batch)
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
@@ -171,15 +167,17 @@ class Coordinator:
         if key.process_set not in self.members:
             self._fail([key], f"{key}: there is no such process set; it was removed.")
             return
-        gone = [member for member in self._missing(key, entry) if member in self._departed]
-        if gone:
-            self._fail([key], self._departed_text(key, gone[0]))
-            return
-        rivals = [Key(key.process_set, kind, key.name) for kind in DATA_KINDS if kind != key.kind]
-        for rival in rivals:
-            if rival in self._pending:
-                self._fail([key, rival], self._other_kind_text(key, rival))
+        if self._departed:
+            gone = [member for member in self._missing(key, entry) if member in self._departed]
+            if gone:
+                self._fail([key], self._departed_text(key, gone[0]))
                 return
+        if len(self._pending) > 1:
+            rivals = [Key(key.process_set, kind, key.name) for kind in DATA_KINDS if kind != key.kind]
+            for rival in rivals:
+                if rival in self._pending:
+                    self._fail([key, rival], self._other_kind_text(key, rival))
+                    return
         self._check_complete(key)
 
     def _other_kind_text(self, key: Key, rival: Key) -> str:
@@ -261,11 +259,11 @@ class Coordinator:
         members = list(self.members[first_key.process_set])
         for key, entry in batch:
             if key.kind == "remove_process_set":
-                self._remove(next(iter(entry.requests.values())).signature["id"])
+                self._remove(entry.signature["id"])
         for rank in members:
             # A rank that has joined never sent the signatures; it needs them to contribute zeros.
             absent = any(rank not in entry.requests for _, entry in batch)
-            shapes = [next(iter(entry.requests.values())).signature for _, entry in batch] if absent else None
+            shapes = [entry.signature for _, entry in batch] if absent else None
             self._outgoing.append((rank, ["run", self._sequence, first_key.process_set, first_key.kind, names, shapes]))
 
     def _remove(self, process_set: int) -> None:
@@ -287,14 +285,14 @@ class Coordinator:
             self._lanes += 1
             return self._lanes
         if key.kind == "add_process_set":
-            asked = next(iter(entry.requests.values())).signature["ranks"]
+            asked = entry.signature["ranks"]
             if asked in self.members.values():
                 return None
             self._process_sets += 1
             self.members[self._process_sets] = list(asked)
             return self._process_sets
         if key.kind == "remove_process_set":
-            return next(iter(entry.requests.values())).signature["id"] in self.members
+            return entry.signature["id"] in self.members
         return None
 
     # -- dead-locks ---------------------------------------------------------------------------------------------------
@@ -346,18 +344,3 @@ class Coordinator:
                 for member in stuck:
                     self._blocked.pop(member)
             self._blocked.pop(who, None)
-
-
-def _fusible_bytes(entry: Entry) -> int | None:
-    """Bytes of an allreduce that may share a batch, else None."""
-    signature = next(iter(entry.requests.values())).signature
-    if signature["kind"] != "allreduce" or len(set(signature["dtype"])) != 1:
-        return None
-    # 8 bytes is the widest element; an estimate is enough to bound a batch.
-    return 8 * sum(int(prod(shape)) for shape in signature["shape"])
-
-
-def _fusion_class(entry: Entry) -> tuple[Any, ...]:
-    signature = next(iter(entry.requests.values())).signature
-    fields = ("op", "prescale", "postscale", "device", "direct")
-    return (signature["dtype"][0], *(signature.get(name) for name in fields))

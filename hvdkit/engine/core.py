@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.collectives.group import Array, Group
+from hvdkit.collectives.choice import Choice
+from hvdkit.collectives.group import Array
 from hvdkit.config import Settings
 from hvdkit.engine.batches import Batches
-from hvdkit.engine.buckets import DeviceBuckets, HostBuckets, Reduction
+from hvdkit.engine.bell import new_bell
+from hvdkit.engine.buckets import Reduction
 from hvdkit.engine.direct import DeviceArray
-from hvdkit.engine.driver import Driver
+from hvdkit.engine.driver import Driver, spin_seconds, usable_cores
 from hvdkit.engine.ending import ENDING
 from hvdkit.engine.execution import Submission
+from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.joining import Joining
 from hvdkit.engine.lane import Lane
@@ -25,45 +28,51 @@ from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
+from hvdkit.engine.plans import Plan, keep_closed, register
 from hvdkit.engine.requests import DATA_KINDS, Key, Signature
+from hvdkit.engine.schedule import Network, choose_sizes
 from hvdkit.engine.statistics import CommunicationStatistics, Statistics
 from hvdkit.engine.topology import Topology
 from hvdkit.engine.watch import Watch
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
 from hvdkit.kernels import ReduceOp
-from hvdkit.transports.base import DeviceCollectives, Transport
+from hvdkit.transports.base import Transport
 
 if TYPE_CHECKING:
     from hvdkit.engine.timeline import Timeline
 
 logger = logging.getLogger("hvdkit")
 
-# How many closed plans are remembered; see Engine.forget_lane.
-CLOSED_LANES = 64
-# How many of them keep their communicator of a device, which takes the device's memory.
-CLOSED_DEVICE_LANES = 4
+# How long a pass over shared memory watches the other ranks before the engine looks at other operations.
+PASS_SPIN_SECONDS = 20e-6
 
 
 class Engine(NamedOperations):
     """All collective communication of this process."""
 
     def __init__(
-        self, transport: Transport, topology: Topology, settings: Settings, static_process_sets: Sequence[list[int]]
+        self,
+        transport: Transport,
+        topology: Topology,
+        settings: Settings,
+        network: Network,
+        static_process_sets: Sequence[list[int]],
     ) -> None:
         self.transport = transport
         self.topology = topology
         self.settings = settings
+        self.network = network
+        self.sizes = choose_sizes(network, settings.fusion_threshold, settings.max_bytes_in_flight)
         self.statistics = Statistics()
-        self.process_sets: dict[int, list[int]] = {0: list(range(transport.size))}
-        self.process_sets.update(enumerate(static_process_sets, start=1))
+        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology, usable_cores())
+        choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)
+        self.groups = Groups(transport, static_process_sets, choice, min(spin, PASS_SPIN_SECONDS))
         self.timeline: Timeline | None = None
         self.error: HorovodInternalError | None = None  # why nothing works any more
         self.lanes: dict[int, Lane] = {}
         self.closed_lanes: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank joins
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
-        self._groups: dict[int, Group] = {}
-        self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
         self.place: str | None = None  # the device that this rank's named operations use
         self._inbox: deque[Callable[[], None]] = deque()
         self._automatic: dict[tuple[str, int], int] = {}
@@ -75,8 +84,9 @@ class Engine(NamedOperations):
         self.driver = Driver(
             self._round,
             self.busy,
+            transport.bell or new_bell(),
             transport.polling,
-            settings.spin_microseconds * 1e-6,
+            spin,
             settings.cycle_time_ms * 1e-3,
             settings.idle_poll_ms * 1e-3,
         )
@@ -112,33 +122,19 @@ class Engine(NamedOperations):
         ``place``: the device ("cuda:0") on which slots shall live if the transport has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
-        signature = {
-            "slots": [[slot.name, list(slot.shape), str(slot.dtype)] for slot in slots],
-            "op": int(op),
-            "prescale": float(prescale),
-            "postscale": float(postscale),
-            "codec": codec,
-            "groups": [list(group) for group in groups],
-            "device": device if (device := place.partition(":")[0]) in self.transport.device_types else "cpu",
-        }
-        lane_id = self._submit("plan", [], signature, None, name, process_set_id, False).wait()
-        group, reduction = self.group(process_set_id), Reduction(op, prescale, postscale, codec)
-        collectives = None
-        if signature["device"] != "cpu" or "cpu" in self.transport.device_types:
-            collectives = self.transport.collectives_for(place, group.members, f"lane{lane_id}")
-        home = HostBuckets(group, reduction) if collectives is None else DeviceBuckets(group, reduction, collectives)
-        lane = Lane(self, lane_id, name, slots, group, home, codec, groups)
-        self.lanes[lane_id] = lane
+        reduction = Reduction(op, float(prescale), float(postscale), codec)
+        lane = register(self, Plan(name, slots, reduction, process_set_id, groups, place))
+        self.lanes[lane.lane_id] = lane
         return lane
 
+    def submit_plan(self, name: str, signature: Signature, process_set_id: int) -> Handle:
+        """Ask all ranks of a process set to agree on a plan; the result is the lane's number."""
+        return self._submit("plan", [], signature, None, name, process_set_id, False)
+
     def forget_lane(self, lane: Lane) -> None:
+        """A lane was closed."""
         if self.lanes.pop(lane.lane_id, None) is not None:
-            self.closed_lanes[lane.lane_id] = lane
-            for old in [one for one in self.closed_lanes.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
-                old.home.close()
-                del self.closed_lanes[old.lane_id]
-            while len(self.closed_lanes) > CLOSED_LANES:
-                self.closed_lanes.pop(next(iter(self.closed_lanes)))
+            keep_closed(self.closed_lanes, lane)
 
     def drive_lane(self, lane: Lane) -> None:
         """Drive until every bucket of the lane's step is reduced or the lane has failed."""
@@ -147,25 +143,9 @@ class Engine(NamedOperations):
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
-    def group(self, process_set_id: int) -> Group:
-        """The ranks of a process set that this rank is in."""
-        if process_set_id not in self._groups:
-            self._groups[process_set_id] = Group(self.transport, self.process_sets[process_set_id])
-        return self._groups[process_set_id]
-
-    def device_collectives(self, process_set_id: int, device: str) -> DeviceCollectives | None:
-        """The collectives of a process set's named operations; all its ranks ask for the first time together."""
-        key = process_set_id, device
-        if key not in self._device_collectives:
-            place = self.place if self.place and self.place.partition(":")[0] == device else device
-            self._device_collectives[key] = self.transport.collectives_for(
-                place, self.process_sets[process_set_id], f"set{process_set_id}"
-            )
-        return self._device_collectives[key]
-
     def communication_statistics(self) -> CommunicationStatistics:
         """What communication cost this rank since init."""
-        return self.statistics.totals(sum(group.bytes_sent for group in self._groups.values()))
+        return self.statistics.totals(self.groups.bytes_sent())
 
     def busy(self) -> bool:
         """Whether anything waits to be driven."""
@@ -186,15 +166,15 @@ class Engine(NamedOperations):
         if timeline is not None:
             timeline.close()
 
-    def timeline_begin(self, row: str, activity: str, **args: Any) -> None:
+    def timeline_begin(self, row: object, activity: str, **args: Any) -> None:
         timeline = self.timeline  # another thread may stop it
         if timeline is not None:
-            timeline.begin(row, activity, **args)
+            timeline.begin(str(row), activity, **args)
 
-    def timeline_end(self, row: str) -> None:
+    def timeline_end(self, row: object) -> None:
         timeline = self.timeline
         if timeline is not None:
-            timeline.end(row)
+            timeline.end(str(row))
 
     def later(self, message: Message) -> None:
         """Have the driver tell the coordinator something."""
@@ -224,24 +204,27 @@ class Engine(NamedOperations):
 
     def _round(self) -> bool:
         """One pass over all that is in flight. Nothing is raised: an error ends every wait with itself."""
+        broken = self.error is not None
         try:
             return self._pass()
-        except PeerLostError as error:
-            if self.error is None:
-                self.negotiation.tell_everyone(["lost", -1, str(error)])
-            self.fail(error)
         except HorovodInternalError as error:
-            self.fail(error)
+            failure = error
         except Exception as error:  # a defect of ours: whoever waits must learn of it, on whatever thread it happens
-            logger.exception("the engine failed on %s", self.told())
-            self.fail(HorovodInternalError(f"the engine failed on {self.told()}: {error!r}"))
-        return True
+            if not broken:
+                logger.exception("the engine failed on %s", self.told())
+            failure = HorovodInternalError(f"the engine failed on {self.told()}: {error!r}")
+        if not broken:
+            rank = -1 if isinstance(failure, PeerLostError) else self.topology.rank
+            self.negotiation.tell_everyone(["lost", rank, str(failure)])  # they would wait for this rank
+        self.fail(failure)
+        return not broken
 
     def _pass(self) -> bool:
         moved = False
         while self._inbox:
             self._inbox.popleft()()
             moved = True
+        moved |= self.transport.advance()
         moved |= self.negotiation.exchange()
         if self.error is not None:
             self.fail(self.error)  # also what was submitted while it failed
@@ -302,25 +285,13 @@ class Engine(NamedOperations):
         """The coordinator found an error; this rank's request for ``key`` ends with it."""
         submission = self.submissions.pop(key, None)
         if submission is not None:
-            self.timeline_end(str(key))
+            self.timeline_end(key)
             submission.handle.fail(HorovodInternalError(text))
 
     def lane_failed(self, lane_id: int, text: str) -> None:
         lane = self.lanes.get(lane_id)
         if lane is not None:
             lane.fail(HorovodInternalError(text))
-
-    def change_process_sets(self, kind: str, signature: Signature, result: Any) -> None:
-        """All ranks have agreed to add or remove a set."""
-        if kind == "add_process_set" and result is not None:
-            self.process_sets[result] = list(signature["ranks"])
-        elif kind == "remove_process_set":
-            self.process_sets.pop(signature["id"], None)
-            self._groups.pop(signature["id"], None)
-            for key in [key for key in self._device_collectives if key[0] == signature["id"]]:
-                collectives = self._device_collectives.pop(key)
-                if collectives is not None:
-                    collectives.close()
 
     def count_names_anew(self) -> None:
         """After a join: ranks have made different numbers of calls without a name; now they count together again."""
@@ -345,10 +316,11 @@ class Engine(NamedOperations):
         name: str | None,
         process_set_id: int,
         wake: bool,
+        sources: Sequence[Array] | None = None,
     ) -> Handle:
         self.check_usable()
         ENDING.forget()  # a script that goes on has caught its SystemExit
-        members = self.process_sets.get(process_set_id)
+        members = self.groups.ranks.get(process_set_id)
         if members is None or self.topology.rank not in members:
             there = "does not exist" if members is None else f"has the ranks {members}"
             raise ValueError(
@@ -361,21 +333,23 @@ class Engine(NamedOperations):
                 number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
                 name = f"{kind}.noname.{number}"
             key = Key(process_set_id, kind, name)
-            for other in DATA_KINDS if kind in DATA_KINDS else (kind,):
+            for other in () if not self.submissions else DATA_KINDS if kind in DATA_KINDS else (kind,):
                 if Key(process_set_id, other, name) in self.submissions:
                     raise DuplicateNameError(
                         f"Requested to {kind} a tensor with the same name as another tensor that is currently being "
                         f"processed: {other} '{name}'.\n"
                         "HINT: synchronize() the first one, or give each tensor a name of its own."
                     )
-            handle = Handle(str(key), label, self.drive)
+            handle = Handle(key, label, self.drive)
             signature = {"kind": kind, "ps": process_set_id, **fields}
-            submission = Submission(key, signature, list(arrays), detail, handle)
+            submission = Submission(
+                key, signature, list(arrays), detail, handle, None if sources is None else list(sources)
+            )
             self.submissions[key] = submission
             if arrays and isinstance(arrays[0], DeviceArray):
                 self.place = arrays[0].place
         self.watch.seen_thread()
-        self.timeline_begin(str(key), f"NEGOTIATE_{kind.upper()}")
+        self.timeline_begin(key, f"NEGOTIATE_{kind.upper()}")
         self._inbox.append(lambda: self.negotiation.announce(submission))
         if wake or self.transport.size == 1:
             self.wake()

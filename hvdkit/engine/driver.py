@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
+from hvdkit.engine.bell import Bell
 from hvdkit.engine.signal import Signal
+from hvdkit.engine.topology import Topology
+from hvdkit.transports.base import Transport
 
 SHORTEST_PAUSE = 50e-6
+# After a shorter wait a thread does not wake the background thread, which would cost as much; it looks by itself.
+SHORT_VISIT = 0.004
 # An event-driven transport wakes its driver; the timeout only bounds how late a time-out is noticed.
 EVENT_PAUSE, EVENT_IDLE_PAUSE = 0.05, 0.5
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def spin_seconds(asked: float, transport: Transport, topology: Topology, cores: int) -> float:
+    """For how long a thread that waits may watch without giving up its core: not at all where ranks share cores."""
+    if not (transport.polling or transport.bell is not None):
+        return 0.0  # events come from threads of this process, which need the core
+    ranks_here = len(next(node for node in topology.nodes if topology.rank in node))
+    return asked if ranks_here <= cores else 0.0
 
 
 class Driver:
@@ -21,6 +40,7 @@ class Driver:
         self,
         round_: Callable[[], bool],
         busy: Callable[[], bool],
+        bell: Bell,
         polling: bool,
         spin_seconds: float,
         longest_pause: float,
@@ -28,14 +48,16 @@ class Driver:
     ) -> None:
         self._round = round_
         self._busy = busy
+        self._bell = bell  # rung by whoever has something for this rank: its own threads, and ranks of its node
         self._polling = polling
-        self._spin = spin_seconds if polling else 0.0
+        self._spin = spin_seconds
         self._longest_pause = max(longest_pause, SHORTEST_PAUSE)
         self._idle_pause = idle_pause
         self._turn = threading.Lock()  # held during a round
-        self._guests: tuple[Signal, ...] = ()  # of the threads that wait for something and drive meanwhile
+        self._guests = 0  # threads that wait for something and drive meanwhile
+        self._guest_since = 0.0
         self._guests_lock = threading.Lock()
-        self._background_signal = Signal()
+        self._last_guest_left = Signal()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -47,17 +69,14 @@ class Driver:
     def stop(self) -> None:
         """End the background thread after its present round."""
         self._stopping = True
-        self._background_signal.set()
+        self._last_guest_left.set()
+        self._bell.ring()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def wake(self) -> None:
         """Something has come in or was submitted."""
-        guests = self._guests
-        for guest in guests:
-            guest.set()
-        if not guests:
-            self._background_signal.set()
+        self._bell.ring()
 
     @contextmanager
     def halted(self, seconds: float) -> Iterator[bool]:
@@ -72,9 +91,9 @@ class Driver:
     def drive_until(self, finished: Callable[[], bool]) -> float:
         """Drive from the calling thread until ``finished()``. Returns the seconds that it took."""
         started = perf_counter()
-        signal = Signal()
         with self._guests_lock:
-            self._guests = (*self._guests, signal)
+            self._guests += 1
+            self._guest_since = started
         try:
             moved_at = perf_counter()
             pause = SHORTEST_PAUSE
@@ -82,44 +101,48 @@ class Driver:
                 if not self._turn.acquire(timeout=0.001):
                     continue
                 try:
+                    seen = self._bell.count()
                     moved = self._round()
                 finally:
                     self._turn.release()
                 if moved:
                     moved_at, pause = perf_counter(), SHORTEST_PAUSE
-                    if len(self._guests) > 1:
+                    if self._guests > 1:
                         self.wake()  # it may have been what another thread waits for
                 elif not self._polling:
-                    signal.wait(EVENT_PAUSE)
+                    if not finished():  # in that round, without anything that counts as moving
+                        self._bell.sleep(seen, EVENT_PAUSE, self._spin)
                 elif perf_counter() - moved_at > self._spin:
-                    signal.wait(pause)
+                    self._bell.sleep(seen, pause)
                     pause = min(2 * pause, self._longest_pause)
         finally:
             with self._guests_lock:
-                self._guests = tuple(guest for guest in self._guests if guest is not signal)
-            if self._busy():
-                self.wake()
+                self._guests -= 1
+            if self._busy() or perf_counter() - started > SHORT_VISIT:
+                self._last_guest_left.set()
         return perf_counter() - started
 
     def _serve(self) -> None:
         pause = SHORTEST_PAUSE
         while not self._stopping:
-            if self._guests:
-                self._background_signal.wait(0.1)  # a guest drives, and wakes us when it goes with work left
+            if self._guests:  # they drive meanwhile
+                young = perf_counter() - self._guest_since < SHORT_VISIT
+                self._last_guest_left.wait(SHORT_VISIT / 4 if young else 0.1)
                 continue
             if not self._turn.acquire(timeout=0.1):
                 continue
             try:
+                seen = self._bell.count()
                 moved = self._round()
             finally:
                 self._turn.release()
             if moved:
                 pause = SHORTEST_PAUSE
             elif not self._busy():
-                self._background_signal.wait(self._idle_pause if self._polling else EVENT_IDLE_PAUSE)
+                self._bell.sleep(seen, self._idle_pause if self._polling else EVENT_IDLE_PAUSE)
                 pause = SHORTEST_PAUSE
             elif self._polling:
-                self._background_signal.wait(pause)
+                self._bell.sleep(seen, pause)
                 pause = min(2 * pause, self._longest_pause)
             else:
-                self._background_signal.wait(EVENT_PAUSE)
+                self._bell.sleep(seen, EVENT_PAUSE)

@@ -16,6 +16,7 @@ from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.broadcast import broadcast
 from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
 from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.collectives.hierarchical import layout_allreduce
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CODECS
 from hvdkit.engine.handle import Handle
@@ -34,6 +35,14 @@ class Submission:
     arrays: list[Any]  # numpy arrays, or DeviceArrays
     detail: Any
     handle: Handle
+    # For each array, where its values are if not in the array itself, which then only takes the result.
+    sources: list[Any] | None = None
+
+    def gather_sources(self) -> None:
+        """Bring the values into the arrays, for what works in place."""
+        for array, source in zip(self.arrays, self.sources or [], strict=False):
+            array[...] = source
+        self.sources = None
 
 
 def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, float]:
@@ -83,31 +92,51 @@ def execute(
 def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace: Callable[[str], None]) -> Steps[None]:
     signature = submissions[0].signature
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
+    layout = group.layout
+    if len(submissions) == 1 and len(submissions[0].arrays) == 1 and layout is not None:
+        sources, array = submissions[0].sources, submissions[0].arrays[0]
+        if sources and signature["prescale"] == 1.0 and op != ReduceOp.ADASUM and array.size:
+            flat, source = array.reshape(-1), sources[0].reshape(-1)
+            yield from layout_allreduce(group, layout, flat, op, scale, CODECS["none"], tag, layout.draw(), source)
+            return
     by_dtype: dict[Any, list[Array]] = {}
     for submission in submissions:
+        submission.gather_sources()
         for array in submission.arrays:
             by_dtype.setdefault(array.dtype, []).append(array)
-    for arrays in by_dtype.values():
+    staged = layout is not None and op != ReduceOp.ADASUM
+    all_turns = [
+        layout.draw() if staged and any(array.size for array in arrays) else (0, 0) for arrays in by_dtype.values()
+    ]
+    for arrays, turns in zip(by_dtype.values(), all_turns, strict=True):
         if signature["prescale"] != 1.0:
             for array in arrays:
                 kernels.scale_into(array.reshape(-1), array.reshape(-1), signature["prescale"])
         if len(arrays) == 1:
-            yield from _reduce_flat(group, arrays[0].reshape(-1), [arrays[0].size], op, scale, tag)
+            yield from _reduce_flat(group, arrays[0].reshape(-1), [arrays[0].size], op, scale, tag, turns)
         else:
-            yield from _reduce_fused(group, arrays, op, scale, tag, trace)
+            yield from _reduce_fused(group, arrays, op, scale, tag, turns, trace)
 
 
 def _reduce_flat(
-    group: Group, flat: Array, lengths: Sequence[int], op: ReduceOp, scale: float, tag: int
+    group: Group, flat: Array, lengths: Sequence[int], op: ReduceOp, scale: float, tag: int, turns: tuple[int, int]
 ) -> Steps[None]:
     if op == ReduceOp.ADASUM:
         yield from adasum(group, flat, lengths, scale, tag)
+    elif flat.size and group.layout is not None:
+        yield from layout_allreduce(group, group.layout, flat, op, scale, CODECS["none"], tag, turns)
     elif flat.size:
         yield from allreduce(group, flat, op, scale, CODECS["none"], tag)
 
 
 def _reduce_fused(
-    group: Group, arrays: Sequence[Array], op: ReduceOp, scale: float, tag: int, trace: Callable[[str], None]
+    group: Group,
+    arrays: Sequence[Array],
+    op: ReduceOp,
+    scale: float,
+    tag: int,
+    turns: tuple[int, int],
+    trace: Callable[[str], None],
 ) -> Steps[None]:
     trace("MEMCPY_IN_FUSION_BUFFER")
     lengths = [array.size for array in arrays]
@@ -117,7 +146,7 @@ def _reduce_fused(
     for array, end in zip(arrays, ends, strict=True):
         fused[end - array.size : end] = array.reshape(-1)
     trace("ALLREDUCE")
-    yield from _reduce_flat(group, fused, lengths, op, scale, tag)
+    yield from _reduce_flat(group, fused, lengths, op, scale, tag, turns)
     trace("MEMCPY_OUT_FUSION_BUFFER")
     for array, end in zip(arrays, ends, strict=True):
         array.reshape(-1)[...] = fused[end - array.size : end]

@@ -9,15 +9,20 @@ from typing import Any
 class Handle:
     """Returned by every asynchronous operation. The engine finishes it once, with a result or an error."""
 
-    __slots__ = ("_drive", "_error", "_finished", "_result", "label", "what")
+    __slots__ = ("_drive", "_error", "_finished", "_result", "_what", "label")
 
-    def __init__(self, what: str, label: str | None, drive: Callable[[Handle], None]) -> None:
-        self.what = what  # for messages: "allreduce 'loss'"
+    def __init__(self, what: object, label: str | None, drive: Callable[[Handle], None]) -> None:
+        self._what = what
         self.label = label  # the name that the user gave, None for an automatic one
         self._drive = drive
         self._finished = False
         self._result: Any = None
         self._error: BaseException | None = None
+
+    @property
+    def what(self) -> str:
+        """For messages: "allreduce 'loss'"."""
+        return str(self._what)
 
     def done(self) -> bool:
         """True when ``wait`` returns at once."""

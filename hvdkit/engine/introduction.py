@@ -15,14 +15,16 @@ import hvdkit
 from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.config import Settings
+from hvdkit.engine.bell import new_bell
 from hvdkit.engine.operation import Operation
-from hvdkit.engine.signal import Signal
 from hvdkit.engine.topology import Topology, topology_of
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports import Transport
 
 STARTUP_TAG = 0
+# Buckets are laid out and algorithms chosen by these, so ranks that differed would wait for each other for ever.
+SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce")
 
 
 def introduce(
@@ -40,7 +42,7 @@ def introduce(
         "cross_rank": world.cross_rank,
         "cross_size": world.cross_size,
         "process_sets": [list(ranks) for ranks in process_sets],
-        "fusion_threshold": settings.fusion_threshold,
+        **{name: getattr(settings, name) for name in SHARED_SETTINGS},
     }
     payloads = [json.dumps(mine).encode()]
     if transport.size > 1:
@@ -53,8 +55,7 @@ def introduce(
         "hvd.init() was given different process sets",
         "pass the same process_sets in the same order on every rank.",
     )
-    # Buckets are laid out by it, so ranks that differed would send each other buckets of different lengths.
-    settings = dataclasses.replace(settings, fusion_threshold=told[0]["fusion_threshold"])
+    settings = dataclasses.replace(settings, **{name: told[0][name] for name in SHARED_SETTINGS})
     return topology_of(transport.rank, told), settings
 
 
@@ -79,16 +80,31 @@ def exchange_blobs(transport: Transport, mine: bytes, timeout_seconds: float) ->
         yield from allgather(group, np.frombuffer(bytearray(mine), dtype=np.uint8), blobs, STARTUP_TAG + 1)
         return [blob.tobytes() for blob in blobs]
 
-    result: list[list[bytes]] = []
-    operation = Operation("hvd.init()", steps(), transport, result.append)
-    signal = Signal()
-    transport.set_waker(signal.set)
+    blobs: list[bytes] = run_alone(transport, steps(), timeout_seconds)
+    return blobs
+
+
+def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, pause: float = 0.0002) -> Any:
+    """Drive one algorithm to its end while there is no engine. Raises PeerLostError where ranks do not come.
+
+    ``pause``: seconds between two looks at a transport that must be polled.
+    """
+    result: list[Any] = []
+    operation = Operation("hvd.init()", steps, transport, result.append)
+    bell = transport.bell or new_bell()
+    transport.set_waker(bell.ring)
     deadline = monotonic() + timeout_seconds
-    while not operation.advance():
+    while True:
+        seen = bell.count()
+        transport.advance()
+        if operation.advance():
+            return result[0]
+        lost = transport.lost_peers()
+        for rank in operation.awaited_peers() & lost.keys():
+            raise PeerLostError(f"hvd.init() on rank {transport.rank} waits for rank {rank}: {lost[rank]}", rank)
         if monotonic() > deadline:
             raise PeerLostError(
                 f"hvd.init() on rank {transport.rank} waited {timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) for ranks "
                 f"{sorted(operation.awaited_peers())}.\nHINT: see what those ranks printed."
             )
-        signal.wait(0.0002 if transport.polling else 0.05)
-    return result[0]
+        bell.sleep(seen, pause if transport.polling else 0.05)

@@ -81,6 +81,9 @@ class Joining:
         if self._last is None or self._engine.operations:
             return
         if self._handle is not None and all(lane.sequence >= lane.joined_until for lane in self._lanes.values()):
+            for lane in self._lanes.values():
+                if lane.closed:  # its memory was mapped anew for the zeros
+                    lane.home.forget(quiet=True)
             self._lanes.clear()
             self._handle.finish(self._last)
             self._handle = self._last = None

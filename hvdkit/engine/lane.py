@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.compression import CODECS
+from hvdkit.engine.arrangement import UNSEEN, arrange
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.operation import Operation
-from hvdkit.engine.plan import Slot, first_order, lay_out, observed_order
+from hvdkit.engine.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
 
 if TYPE_CHECKING:
     from hvdkit.engine.core import Engine
+
+# How far the newest operation of a lane may be ahead of the oldest one in flight; see shared_buckets.CELLS.
+SPAN = 32
 
 # Tags of lanes lie above those of named operations: lane, then place in the lane's sequence, then phase.
 LANE_TAG = 1 << 21
@@ -34,10 +39,11 @@ def lane_tag(lane: int, sequence: int) -> int:
 class Lane:
     """The buckets of one plan on this rank.
 
-    A training thread writes gradients into slots and hands them over with ``ready``; the engine's driver starts a
-    bucket when all of its slots are ready and all earlier buckets were started. The first step ends with one small
-    allreduce in which all ranks adopt the order that rank 0 observed and combine their flags. Buffers are what ``home``
-    allocates, numpy arrays or tensors of a device; here they are only sliced and assigned to.
+    A training thread writes gradients into slots and hands them over with ``ready``; the engine's driver starts the
+    pieces of a bucket when all of its slots are ready and all pieces before them in the agreed order were started. The
+    first step ends with one small exchange in which all ranks learn when rank 0 saw its gradients become ready, and
+    with that the order of all later steps. Buffers are what ``home`` allocates, numpy arrays or tensors of a device;
+    here they are only sliced and assigned to.
     """
 
     def __init__(
@@ -59,19 +65,18 @@ class Lane:
         self.first_step = True
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
+        self.closed = False
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
         self.home = home
-        self._buffers: list[Any] = []
         self._views: dict[int, Any] = {}
-        self._bucket_of: dict[int, int] = {}
         self._engine = engine
         self._codec = codec
         self._groups = [list(members) for members in groups]
         self._lock = threading.Lock()
-        self._observed: list[int] = []
-        self._flags = bytes(len(slots))
-        self._combined_flags: bytes | None = None
-        self._lay_out(first_order(len(slots)))
+        self._started = 0  # operations of this step
+        self._completed = 0
+        self._observed: dict[int, float] = {}  # when each slot was ready in the first step, in seconds
+        self._arrange([UNSEEN] * len(slots))
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -84,15 +89,18 @@ class Lane:
         """The slot's flat memory in its fusion buffer. Fetch it again when ``generation`` has changed."""
         return self._views[slot]
 
-    def ready(self, slot: int) -> None:
-        """Slot ``slot`` holds this rank's gradient; it is the engine's until ``finish``."""
+    def ready(self, slot: int, since: float | None = None) -> None:
+        """Slot ``slot`` holds this rank's gradient; it is the engine's until ``finish``.
+
+        ``since`` (perf_counter): when it was complete, if that was before now.
+        """
         mark = self.home.mark()
         with self._lock:
             if slot in self._ready:
                 raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
             self._ready.add(slot)
             if self.first_step:
-                self._observed.append(slot)
+                self._observed[slot] = perf_counter() if since is None else since
             bucket = self._bucket_of[slot]
             if mark is not None:
                 self._marks[bucket].append(mark)
@@ -119,23 +127,18 @@ class Lane:
         """Whether some slot was handed over in this step."""
         return bool(self._ready)
 
-    def finish(self, flags: bytes | None = None) -> bytes | None:
+    def finish(self) -> None:
         """Wait until every bucket is reduced. Every slot must be ready.
 
-        Returns, at the end of the first step, the maximum over all ranks of ``flags`` (one byte a slot), else None.
         Raises HorovodInternalError where a rank is lost or does something else.
         """
         assert not self.unready_slots(), "finish() before every slot was ready"
-        if flags is not None:
-            self._flags = flags
-        first = self.first_step
         self._finishing = True
         self._engine.drive_lane(self)
         if self.error is not None:
             raise self.error
         with self._lock:
             self._end_step()
-        return self._combined_flags if first else None
 
     def abandon(self) -> None:
         """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used."""
@@ -147,8 +150,10 @@ class Lane:
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
-        self._buffers, self._views = [], {}
+        self.closed = True
+        self._views = {}
         self._engine.forget_lane(self)
+        self.home.forget(quiet=self.error is None and not self._in_flight)
 
     # -- the engine's driver ------------------------------------------------------------------------------------------
 
@@ -162,82 +167,113 @@ class Lane:
             return self._may_start()
 
     def _may_start(self) -> bool:
-        if self.error is not None or self._started - self._completed >= self._engine.settings.max_buckets_in_flight:
+        if self.error is not None or not self._room():
             return False
-        if self._started < len(self._buckets):
-            return self._left[self._started] == 0
-        # The exchange of observations comes after all buckets, when the training thread has set its flags.
-        return self._finishing and self._started < self._planned() and self._completed == len(self._buckets)
+        if self._started < len(self._pieces):
+            return bool(self._left[self._pieces[self._started].bucket] == 0)
+        return self._finishing and self._may_observe()
+
+    def _may_observe(self) -> bool:
+        """The exchange of observations comes after all pieces."""
+        return self._started < self._planned() and self._completed == len(self._pieces)
+
+    def _room(self) -> bool:
+        """Whether what is on its way leaves room for the next operation."""
+        if not self._in_flight:
+            return True
+        nbytes = self._piece_bytes[self._started] if self._started < len(self._pieces) else 0
+        near = self.sequence - min(self._in_flight) < SPAN
+        return near and sum(self._in_flight.values()) + nbytes <= self._engine.sizes.in_flight
 
     def start(self) -> Operation:
         """Start the next operation of this step."""
-        place = self._started
-        self._started += 1
-        if place < len(self._buckets):
-            self._engine.timeline_end(self._row(place))
-            steps = self._reduce(self._buffers[place], self._marks[place], place, self._next_tag())
-            what = f"bucket {place} of {self.name}"
-        else:
-            steps = self._exchange_observations(self._observed, self._flags, self._next_tag())
-            what = f"the gradient order of {self.name}"
-        return self._operation(what, steps)
+        return self._start_next(joined=False)
 
     def zeros_startable(self) -> bool:
         """Whether this rank has joined, others have started the next operation, and it may start here."""
-        return (
-            self.error is None
-            and self.sequence < self.joined_until
-            and self._started < self._planned()
-            and (self._started < len(self._buckets) or self._completed == len(self._buckets))
-        )
+        if self.error is not None or self.sequence >= self.joined_until or not self._room():
+            return False
+        return self._started < len(self._pieces) or self._may_observe()
 
     def start_zeros(self) -> Operation:
         """Start the next operation with zeros, as a rank that has joined does."""
-        place = self._started
-        self._started += 1
-        if place < len(self._buckets):
-            zeros = self.home.zeros(self._buckets[place])
-            steps = self._reduce(zeros, [self.home.mark()], place, self._next_tag())
-            return self._operation(f"bucket {place} of {self.name} (joined)", steps, joined=True)
-        steps = self._exchange_observations([], bytes(len(self.slots)), self._next_tag())
-        return self._operation(f"the gradient order of {self.name} (joined)", steps, joined=True)
+        return self._start_next(joined=True)
+
+    def _start_next(self, joined: bool) -> Operation:
+        """All ranks start the operations of a lane in the same order, so they number them alike."""
+        place, sequence = self._started, self.sequence
+        self._started, self.sequence = place + 1, sequence + 1
+        tag = lane_tag(self.lane_id, sequence)
+        if place < len(self._pieces):
+            self._in_flight[sequence] = self._piece_bytes[place]
+            marks = [self.home.mark()] if joined else self._marks[self._pieces[place].bucket]
+            steps = self._traced(place, joined, self.home.reduce(self._pieces[place], joined, marks, sequence, tag))
+            what = self._told(place)
+        else:
+            self._in_flight[sequence] = 0
+            steps = self._exchange_observations(tag, joined)
+            what = f"the gradient order of {self.name}"
+
+        def completed(_: Any) -> None:
+            del self._in_flight[sequence]
+            self._completed += 1  # from here on the training thread may begin the next step
+            # The training thread of a joined rank is in join(): nobody else will begin the next step.
+            if joined and self._completed == self._planned():
+                self._end_step()
+                self._engine.wake()
+
+        what += " (joined)" if joined else ""
+        return Operation(what, steps, self._engine.transport, completed, self.group.members)
 
     def fail(self, error: HorovodInternalError) -> None:
         """End every wait on this lane with ``error``; the lane is of no use afterwards."""
         if self.error is None:
             self.error = error
-            for place in range(min(self._completed, len(self._buckets)), min(self._started, len(self._buckets))):
-                self._engine.timeline_end(self._row(place))
+            for place in range(min(self._completed, len(self._pieces)), min(self._started, len(self._pieces))):
+                self._engine.timeline_end(self._piece_row(place))
 
     def names_in(self, place: int) -> list[str]:
-        """The tensors of a bucket, for messages."""
-        return [self.slots[slot].name for slot in self._buckets[place].slots] if place < len(self._buckets) else []
+        """The tensors of an operation of this step, for messages."""
+        if place >= len(self._pieces):
+            return []
+        return [self.slots[slot].name for slot in self._buckets[self._pieces[place].bucket].slots]
 
     def waiting_for(self) -> str:
         """What this lane is at, for messages."""
         names = self.names_in(self._completed)
         told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"optimizer '{self.name}', bucket {self._completed} of {len(self._buckets)} ({told})"
+        return f"optimizer '{self.name}', operation {self._completed} of {len(self._pieces)} ({told})"
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _planned(self) -> int:
-        return len(self._buckets) + self.first_step
+        return len(self._pieces) + self.first_step
 
-    def _row(self, place: int) -> str:
-        return f"{self.name}/bucket{place}"
+    def _row(self, bucket: int) -> str:
+        return f"{self.name}/bucket{bucket}"
 
-    def _lay_out(self, order: Sequence[int]) -> None:
-        """New buckets and buffers. Gradients that still are views of the old ones keep those alive."""
+    def _piece_row(self, place: int) -> str:
+        piece = self._pieces[place]
+        return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")
+
+    def _told(self, place: int) -> str:
+        piece = self._pieces[place]
+        part = f"part {piece.part} of " if piece.parts > 1 else ""
+        return f"{part}bucket {piece.bucket} of {self.name}"
+
+    def _arrange(self, ready_at: Sequence[float]) -> None:
+        """Buckets, pieces and their order, from when each slot is ready."""
         engine = self._engine
-        self._buckets = lay_out(self.slots, order, engine.settings.fusion_threshold, self._groups)
-        self._buffers, self._views, self._bucket_of = [], {}, {}
-        for place, bucket in enumerate(self._buckets):
-            buffer = self.home.allocate(bucket)
-            self._buffers.append(buffer)
-            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
-                self._views[slot] = buffer[offset : offset + self.slots[slot].elements]
-                self._bucket_of[slot] = place
+        largest_piece = 0 if self.on_device else engine.sizes.bucket
+        plan = arrange(self.slots, ready_at, self._groups, engine.sizes, engine.network, self.group.size, largest_piece)
+        self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
+        self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
+        self.home.lay_out(self._buckets)
+        if not self.closed:
+            self._views = {}
+            for bucket, buffer in zip(self._buckets, self.home.buffers(), strict=True):
+                for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+                    self._views[slot] = buffer[offset : offset + self.slots[slot].elements]
         self._begin_step()
 
     def _end_step(self) -> None:
@@ -245,12 +281,11 @@ class Lane:
         if self.first_step:
             self.first_step = False
             self.generation += 1
-            old = self._views
-            self._lay_out(self._next_order)
+            # The new buckets may lie in the same memory.
+            old = {slot: view.clone() if self.on_device else view.copy() for slot, view in self._views.items()}
+            self._arrange(self._ready_at)
             for slot, view in old.items():
                 self._views[slot][...] = view
-            if not old:  # closed: nobody will write gradients here
-                self._buffers, self._views = [], {}
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -258,40 +293,30 @@ class Lane:
         self._ready: set[int] = set()
         self._left = [len(bucket.slots) for bucket in self._buckets]
         self._marks: list[list[Any]] = [[] for _ in self._buckets]
+        self._in_flight: dict[int, int] = {}  # bytes by sequence
         self._started = 0
         self._completed = 0
 
-    def _next_tag(self) -> int:
-        """The tag of the operation that starts now. All ranks start the operations of a lane in the same order."""
-        tag = lane_tag(self.lane_id, self.sequence)
-        self.sequence += 1
-        return tag
-
-    def _operation(self, what: str, steps: Steps[None], joined: bool = False) -> Operation:
-        def completed(_: Any) -> None:
-            self._completed += 1
-            # The training thread of a joined rank is in join(): nobody else will begin the next step.
-            if joined and self._completed == self._planned():
-                self._end_step()
-                self._engine.wake()
-
-        return Operation(what, steps, self._engine.transport, completed, self.group.members)
-
-    def _reduce(self, buffer: Any, marks: Sequence[Any], place: int, tag: int) -> Steps[None]:
-        row, nbytes = self._row(place), self._buckets[place].nbytes
+    def _traced(self, place: int, joined: bool, steps: Steps[None]) -> Steps[None]:
+        engine, piece, row, nbytes = self._engine, self._pieces[place], self._piece_row(place), self._piece_bytes[place]
         started = perf_counter()
-        self._engine.timeline_begin(row, "ALLREDUCE", bytes=nbytes, codec=self._codec)
-        yield from self.home.reduce(buffer, marks, tag)
-        self._engine.timeline_end(row)
-        self._engine.statistics.reduced(nbytes, perf_counter() - started)
+        if piece.part == 0 and not joined:
+            engine.timeline_end(self._row(piece.bucket))  # its wait for its turn
+        order = f"{place + 1} of {len(self._pieces)}: {self._reasons[place]}"
+        engine.timeline_begin(
+            row, "ALLREDUCE", bytes=nbytes, codec=self._codec, algorithm=self.home.told, order=order,
+            size=engine.sizes.reason,
+        )  # fmt: skip
+        yield from steps
+        engine.timeline_end(row)
+        engine.statistics.reduced(nbytes, perf_counter() - started)
 
-    def _exchange_observations(self, observed: Sequence[int], flags: bytes, tag: int) -> Steps[None]:
-        """Rank 0's order and everyone's flags, in one allreduce of their maximum."""
-        count = len(self.slots)
-        message = np.full(2 * count, -1, dtype=np.int32)
-        if self.group.rank == 0:
-            message[:count] = observed_order(observed, count)
-        message[count:] = np.frombuffer(flags, dtype=np.uint8)
-        yield from allreduce(self.group, message, ReduceOp.MAX, 1.0, CODECS["none"], tag)
-        self._combined_flags = message[count:].astype(np.uint8).tobytes()
-        self._next_order = message[:count].tolist()
+    def _exchange_observations(self, tag: int, joined: bool) -> Steps[None]:
+        """Tell all ranks when rank 0 saw its slots become ready, in microseconds since the first one."""
+        message = np.full(len(self.slots), -1, dtype=np.int64)
+        if self.group.rank == 0 and not joined and self._observed:
+            first = min(self._observed.values())
+            for slot, at in self._observed.items():
+                message[slot] = int((at - first) * 1e6)
+        yield from allreduce(self.group, message, ReduceOp.MAX, 1.0, CODECS["none"], tag, AUTO)
+        self._ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in message.tolist()]

@@ -30,6 +30,7 @@ class NamedOperations(ABC):
         name: str | None,
         process_set_id: int,
         wake: bool,
+        sources: Sequence[Array] | None = None,
     ) -> Handle:
         """Announce an operation to all ranks of a process set."""
 
@@ -44,8 +45,13 @@ class NamedOperations(ABC):
         process_set_id: int,
         device: str = "cpu",
         wake: bool = True,
+        sources: Sequence[Array] | None = None,
     ) -> Handle:
-        """Reduce each array in place over the ranks of a process set; several arrays are one operation."""
+        """Reduce each array in place over the ranks of a process set; several arrays are one operation.
+
+        ``sources``: arrays of the same shapes that hold the values, where the arrays only take the results. They must
+        not change until the operation is done.
+        """
         signature = {
             **_described(arrays),
             "op": int(op),
@@ -54,7 +60,7 @@ class NamedOperations(ABC):
             "device": device,
             **_way(arrays),
         }
-        return self._submit("allreduce", arrays, signature, None, name, process_set_id, wake)
+        return self._submit("allreduce", arrays, signature, None, name, process_set_id, wake, sources)
 
     def allgather(
         self,

@@ -33,7 +33,7 @@ class Negotiation:
         self.departed: dict[int, str] = {}
         self.coordinator: Coordinator | None = None
         if self._rank == 0:
-            self.coordinator = Coordinator(engine.transport.size, engine.settings.fusion_threshold)
+            self.coordinator = Coordinator(engine.transport.size, engine.sizes.bucket)
             self.coordinator.add_static_process_sets(static_process_sets)
 
     def announce(self, submission: Submission) -> None:
@@ -89,7 +89,9 @@ class Negotiation:
                     f"understand: {error!r} in {payload[:200]!r}"
                 ) from error
         if self.coordinator is not None:
-            for rank, message in self.coordinator.take_outgoing():
+            outgoing = self.coordinator.take_outgoing()
+            # First what others wait for; then this rank's own part of it.
+            for rank, message in sorted(outgoing, key=lambda one: one[0] == self._rank):
                 moved = True
                 self.send(rank, message)
         return moved
@@ -99,6 +101,7 @@ class Negotiation:
         engine = self._engine
         lost = engine.transport.lost_peers()
         if lost.keys() - self.departed.keys():
+            engine.transport.advance()
             self.exchange()  # a goodbye comes before the connection ends, but maybe after we last looked
         for rank, how in lost.items():
             if rank not in self.departed and engine.error is None:

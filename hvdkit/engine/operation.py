@@ -52,5 +52,9 @@ class Operation:
 
     def awaited_peers(self) -> set[int]:
         """The ranks whose transfers are not done; all members where a device's collective does not tell."""
-        peers = {transfer.peer for transfer in self._pending if not transfer.done()}
+        peers: set[int] = set()
+        for transfer in self._pending:
+            if not transfer.done():
+                several = getattr(transfer, "awaited", None)
+                peers.update([transfer.peer] if several is None else several())
         return peers.difference((-1,)).union(self._members) if -1 in peers else peers

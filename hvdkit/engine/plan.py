@@ -39,15 +39,25 @@ class Bucket:
         return self.elements * self.dtype.itemsize
 
 
+def total_bytes(slots: Sequence[Slot]) -> int:
+    """What all buckets of these slots take, in whatever order they are laid out."""
+    return sum(_padded(slot) * slot.dtype.itemsize for slot in slots)
+
+
 def lay_out(
-    slots: Sequence[Slot], order: Sequence[int], threshold: int, groups: Sequence[Sequence[int]] = ()
+    slots: Sequence[Slot],
+    order: Sequence[int],
+    threshold: int,
+    groups: Sequence[Sequence[int]] = (),
+    first_threshold: int | None = None,
 ) -> list[Bucket]:
     """Buckets of at most ``threshold`` bytes, in the order in which they are complete if slots get ready in ``order``.
 
     A slot larger than the threshold has a bucket of its own; the slots of a group share one bucket whatever its size.
-    Threshold 0 gives every slot (or group) its own bucket.
+    Threshold 0 gives every slot (or group) its own bucket. ``first_threshold`` is that of the first bucket.
     """
     buckets: list[Bucket] = []
+    first = threshold if first_threshold is None else first_threshold
     filling: dict[np.dtype[Any], tuple[list[int], int]] = {}  # by dtype: slots and bytes so far
     for unit in _units(order, groups):
         by_dtype: dict[np.dtype[Any], list[int]] = {}
@@ -56,11 +66,12 @@ def lay_out(
         for dtype, members in by_dtype.items():
             nbytes = sum(_padded(slots[slot]) * dtype.itemsize for slot in members)
             held, held_bytes = filling.pop(dtype, ([], 0))
-            if held and held_bytes + nbytes > threshold:
+            limit = threshold if buckets else first
+            if held and held_bytes + nbytes > limit:
                 buckets.append(_bucket(slots, held, dtype))
                 held, held_bytes = [], 0
             filling[dtype] = (held + members, held_bytes + nbytes)
-            if held_bytes + nbytes >= threshold:
+            if held_bytes + nbytes >= limit:
                 buckets.append(_bucket(slots, filling.pop(dtype)[0], dtype))
     buckets += [_bucket(slots, held, dtype) for dtype, (held, _) in filling.items()]
     position = {slot: place for place, slot in enumerate(order)}

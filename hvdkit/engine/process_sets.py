@@ -90,7 +90,7 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 def _ranks_of(process_set: ProcessSet) -> list[int]:
     assert process_set.process_set_id is not None
-    ranks = runtime.engine().process_sets.get(process_set.process_set_id)
+    ranks = runtime.engine().groups.ranks.get(process_set.process_set_id)
     if ranks is None:
         raise ValueError(f"{process_set} is not part of this job: it was removed, or hvd.init() was called again.")
     return ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit.kernels import ReduceOp
 
@@ -21,8 +21,7 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """What identifies an operation on all ranks: the same name may be used by other kinds and process sets at once."""
 
     process_set: int
@@ -45,6 +44,8 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
     """What is wrong between the requests of all ranks for one key, each rank's value named; None where they agree."""
     ranks = sorted(requests)
     first = requests[ranks[0]].signature
+    if all(request.signature == first for request in requests.values()):
+        return _detail_mismatch(key, first, {rank: requests[rank].detail for rank in ranks})
     for field, title in (
         ("dtype", "data types"),
         ("shape", "shapes"),

@@ -10,7 +10,10 @@ from typing import Any
 from hvdkit import config, environments
 from hvdkit.engine.core import Engine
 from hvdkit.engine.ending import ENDING, abort_mpi
-from hvdkit.engine.introduction import introduce
+from hvdkit.engine.introduction import exchange_blobs, introduce
+from hvdkit.engine.measuring import measure_network
+from hvdkit.engine.schedule import Network
+from hvdkit.engine.sharing import share_memory
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, NotInitializedError, PeerLostError
 from hvdkit.transports import Transport, open_mpi_communicator, open_transport
@@ -62,7 +65,14 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
     try:
         static = _static_ranks(sets, transport.size, comm if _is_communicator(comm) else None)
         topology, settings = introduce(transport, world, settings, static)
-        _engine = Engine(transport, topology, settings, static)
+        bare = transport
+        transport = share_memory(
+            bare, topology, settings, lambda blob: exchange_blobs(bare, blob, settings.timeout_seconds)
+        )
+        network = Network(0.0, 0.0)
+        if transport.size > 1:
+            network = measure_network(transport, topology.nodes, settings.timeout_seconds)
+        _engine = Engine(transport, topology, settings, network, static)
     except BaseException:
         transport.close(graceful=False)
         raise

@@ -19,6 +19,7 @@ class Topology:
     cross_size: int
     is_homogeneous: bool
     hosts: tuple[str, ...]  # the host of each rank
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, ascending
 
     def told(self, rank: int) -> str:
         """A rank with its host, for messages."""
@@ -42,7 +43,8 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
     cross_size = mine["cross_size"] if mine["cross_size"] is not None else len(column)
     homogeneous = len({len(members) for members in nodes}) == 1
     hosts = tuple(str(one["host"]) for one in told)
-    return Topology(rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts)
+    placed = tuple(tuple(members) for members in nodes)
+    return Topology(rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts, placed)
 
 
 def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -60,3 +62,12 @@ def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:
             nodes.append(home)
         home.append(rank)
     return nodes
+
+
+def nodes_that_share(nodes: Sequence[Sequence[int]], failed: Sequence[int]) -> list[list[int]]:
+    """Which ranks share memory with each other: a node on which any rank failed falls into single ranks."""
+    shared: list[list[int]] = []
+    for node in nodes:
+        together = not any(rank in failed for rank in node)
+        shared += [list(node)] if together else [[rank] for rank in node]
+    return sorted(shared)

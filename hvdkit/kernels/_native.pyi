@@ -1,8 +1,92 @@
+from typing import overload
+
 from hvdkit.kernels.checks import Array
 from hvdkit.kernels.reduce_op import ReduceOp
 
 def reduce_into(
-    destination: Array, sources: list[Array] | tuple[Array, ...], op: ReduceOp, scale: float = 1.0
+    destination: Array | list[Array] | tuple[Array, ...],
+    sources: list[Array] | tuple[Array, ...],
+    op: ReduceOp,
+    scale: float = 1.0,
 ) -> None: ...
 def scale_into(destination: Array, source: Array, factor: float) -> None: ...
 def convert_into(destination: Array, source: Array) -> None: ...
+
+class Window:
+    """A part of a memory file, mapped into this process; a buffer of bytes."""
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None: ...
+    def populate(self, begin: int, nbytes: int) -> None: ...
+    def give_back_at_end(self, begin: int, nbytes: int) -> None: ...
+    def __buffer__(self, flags: int) -> memoryview: ...
+
+class Cells:
+    """Counters in a window, each on a cache line and written by one rank."""
+
+    def __init__(self, window: Window, offset: int, count: int) -> None: ...
+    def get(self, index: int) -> int: ...
+    def set(self, index: int, number: int) -> None: ...
+
+class Bell:
+    """See hvdkit.engine.bell.Bell; in a window, where other processes ring it, or in this process's memory."""
+
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(self, window: Window, offset: int) -> None: ...
+    def count(self) -> int: ...
+    def ring(self) -> None: ...
+    def sleep(self, seen: int, seconds: float, spin_seconds: float = 0.0) -> None: ...
+
+class Message:
+    """A send or a receive between ranks of a node."""
+
+    peer: int
+    def done(self) -> bool: ...
+
+class Post:
+    """Tagged messages between the ranks of a node."""
+
+    @staticmethod
+    def bytes_needed(ranks: int, data_capacity: int, control_capacity: int) -> int: ...
+    def __init__(
+        self,
+        window: Window,
+        offset: int,
+        ranks: int,
+        me: int,
+        data_capacity: int,
+        control_capacity: int,
+        bells: list[Bell],
+    ) -> None: ...
+    def send(self, peer: int, tag: int, buffer: Array) -> Message: ...
+    def receive(self, peer: int, tag: int, buffer: Array) -> Message: ...
+    def send_control(self, peer: int, payload: bytes) -> None: ...
+    def progress(self) -> bool: ...
+    def take_control(self) -> list[tuple[int, bytes]]: ...
+
+class Area:
+    """Slots of shared memory in which the ranks of a group stage chunks of tensors."""
+
+    slot_bytes: int
+    @staticmethod
+    def bytes_needed(ranks: int, depth: int, slot_bytes: int) -> int: ...
+    def __init__(
+        self, window: Window, offset: int, ranks: int, me: int, depth: int, slot_bytes: int, bells: list[Bell]
+    ) -> None: ...
+
+class Staged:
+    """One collective in place on a flat array, through an area; see csrc/staged.h."""
+
+    def __init__(
+        self,
+        area: Area,
+        mode: int,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        shares: list[tuple[int, int]],
+        source: Array | None = None,
+    ) -> None: ...
+    def advance(self, spin_seconds: float) -> bool: ...
+    def awaited(self) -> list[int]: ...

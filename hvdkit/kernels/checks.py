@@ -33,14 +33,14 @@ def check_array(function: str, argument: str, array: object, writable: bool = Fa
         raise ValueError(_message(function, argument, "a writable array", "a read-only one"))
 
 
-def check_array_list(function: str, argument: str, arrays: object) -> None:
+def check_array_list(function: str, argument: str, arrays: object, writable: bool = False) -> None:
     """At least one of them."""
     if not isinstance(arrays, list | tuple):
         raise TypeError(_message(function, argument, "a list or tuple of arrays", type(arrays).__name__))
     if not arrays:
         raise ValueError(_message(function, argument, "at least one array", "none"))
     for k, array in enumerate(arrays):
-        check_array(function, f"{argument}[{k}]", array)
+        check_array(function, f"{argument}[{k}]", array, writable)
 
 
 def check_op(function: str, op: object) -> None:
@@ -63,16 +63,27 @@ def check_pair(function: str, destination: Array, argument: str, source: Array) 
         raise ValueError(_message(function, argument, expected, "a partial overlap"))
 
 
-def check_reduction_dtypes(function: str, destination: Array, names: list[str], sources: list[Array]) -> None:
+def check_apart(function: str, name: str, destination: Array, other_name: str, other: Array) -> None:
+    """Two destinations have no memory in common, and one dtype."""
+    if destination.dtype != other.dtype:
+        raise TypeError(_message(function, other_name, f"{destination.dtype} as in {name}", str(other.dtype)))
+    begin, other_begin = destination.ctypes.data, other.ctypes.data
+    if begin < other_begin + other.nbytes and other_begin < begin + destination.nbytes:
+        raise ValueError(_message(function, other_name, f"memory apart from that of {name}", "an overlap"))
+
+
+def check_reduction_dtypes(
+    function: str, name: str, destination: Array, names: list[str], sources: list[Array]
+) -> None:
     """Sources share one dtype, which is the destination's; halves may also go to a float32 destination."""
     first = sources[0].dtype
-    for name, source in zip(names, sources, strict=True):
+    for source_name, source in zip(names, sources, strict=True):
         if source.dtype != first:
-            raise TypeError(_message(function, name, f"{first} as in {names[0]}", str(source.dtype)))
+            raise TypeError(_message(function, source_name, f"{first} as in {names[0]}", str(source.dtype)))
     mixed = first in HALVES and destination.dtype == np.float32
     if destination.dtype != first and not mixed:
         expected = f"{first}{' or float32' if first in HALVES else ''} for sources of {first}"
-        raise TypeError(_message(function, "destination", expected, str(destination.dtype)))
+        raise TypeError(_message(function, name, expected, str(destination.dtype)))
 
 
 def check_scale(function: str, argument: str, dtype: np.dtype[Any], scale: float) -> None:

@@ -15,8 +15,15 @@ from hvdkit.kernels.reduce_op import ReduceOp
 _BLOCK = 1 << 15
 
 
-def reduce_into(destination: Array, sources: list[Array] | tuple[Array, ...], op: ReduceOp, scale: float = 1.0) -> None:
+def reduce_into(
+    destination: Array | list[Array] | tuple[Array, ...],
+    sources: list[Array] | tuple[Array, ...],
+    op: ReduceOp,
+    scale: float = 1.0,
+) -> None:
     """``destination[i] = scale * (sources[0][i] op sources[1][i] op ...)``, in the order of the sources.
+
+    ``destination`` may be several arrays, apart from each other, which all get the result in one pass.
 
     ``op`` is SUM, MIN, MAX or PRODUCT. All arrays are flat, contiguous and of one length and dtype. float16 and
     bfloat16 are accumulated and scaled in float32 and rounded to nearest even once, or not at all if ``destination``
@@ -28,10 +35,15 @@ def reduce_into(destination: Array, sources: list[Array] | tuple[Array, ...], op
     Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap, operation or scale.
     """
     function = "reduce_into"
-    checks.check_array(function, "destination", destination, writable=True)
+    if isinstance(destination, list | tuple):
+        checks.check_array_list(function, "destination", destination, writable=True)
+        destinations = {f"destination[{k}]": array for k, array in enumerate(destination)}
+    else:
+        checks.check_array(function, "destination", destination, writable=True)
+        destinations = {"destination": destination}
     checks.check_array_list(function, "sources", sources)
     checks.check_op(function, op)
-    _run(function, "scale", destination, [f"sources[{k}]" for k in range(len(sources))], list(sources), op, scale)
+    _run(function, "scale", destinations, [f"sources[{k}]" for k in range(len(sources))], list(sources), op, scale)
 
 
 def scale_into(destination: Array, source: Array, factor: float) -> None:
@@ -39,7 +51,7 @@ def scale_into(destination: Array, source: Array, factor: float) -> None:
     function = "scale_into"
     checks.check_array(function, "destination", destination, writable=True)
     checks.check_array(function, "source", source)
-    _run(function, "factor", destination, ["source"], [source], ReduceOp.SUM, factor)
+    _run(function, "factor", {"destination": destination}, ["source"], [source], ReduceOp.SUM, factor)
 
 
 def convert_into(destination: Array, source: Array) -> None:
@@ -65,26 +77,33 @@ def convert_into(destination: Array, source: Array) -> None:
 def _run(
     function: str,
     scale_name: str,
-    destination: Array,
+    destinations: dict[str, Array],
     names: list[str],
     sources: list[Array],
     op: ReduceOp,
     scale: float,
 ) -> None:
     scale = float(scale)
-    checks.check_reduction_dtypes(function, destination, names, sources)
-    checks.check_scale(function, scale_name, sources[0].dtype, scale)
-    for name, source in zip(names, sources, strict=True):
-        checks.check_pair(function, destination, name, source)
+    for into, destination in destinations.items():
+        checks.check_reduction_dtypes(function, into, destination, names, sources)
+        checks.check_scale(function, scale_name, sources[0].dtype, scale)
+        for name, source in zip(names, sources, strict=True):
+            checks.check_pair(function, destination, name, source)
+        for other_name, other in destinations.items():
+            if other_name != into:
+                checks.check_apart(function, into, destination, other_name, other)
+    first = next(iter(destinations.values()))
     with np.errstate(all="ignore"):
-        for begin in range(0, destination.size, _BLOCK):
+        for begin in range(0, first.size, _BLOCK):
             block = slice(begin, begin + _BLOCK)
             accumulator = _widened(sources[0][block])
             for source in sources[1:]:
                 accumulator = _combined(op, accumulator, _widened(source[block]))
             if scale != 1.0:
                 accumulator = _scaled(accumulator, scale)
-            destination[block] = accumulator.astype(destination.dtype)
+            result = accumulator.astype(first.dtype)
+            for destination in destinations.values():
+                destination[block] = result
 
 
 def _widened(values: Array) -> Array:

@@ -10,9 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hvdkit.torch.result_memory import RESULTS
+
 Array = npt.NDArray[Any]
 
-HUGE_BYTES = 4 * 1024 * 1024
+# From here on memory is used again; see result_memory.
+HUGE_BYTES = 1 << 20
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -47,8 +50,7 @@ def host_like(tensor: Tensor) -> Tensor:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes < HUGE_BYTES:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    # numpy asks the kernel for huge pages, torch does not, and thousands of page faults cost more than the copy.
-    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(tensor.dtype).view(tensor.shape)
+    return torch.from_numpy(RESULTS.take(nbytes)).view(tensor.dtype).view(tensor.shape)
 
 
 def copy_back(tensor: Tensor, host: Tensor) -> None:

@@ -89,8 +89,8 @@ class PlannedGradients:
         self._generation = self.lane.generation
         self._slots = [tensor_on(self.lane.slot_array(i), parameter) for i, parameter in enumerate(self.parameters)]
 
-    def hand_over(self, i: int) -> None:
-        """A gradient is complete: put it into its slot and let it be reduced."""
+    def hand_over(self, i: int, since: float | None = None) -> None:
+        """A gradient is complete, ``since`` if not just now: put it into its slot and let it be reduced."""
         parameter = self.parameters[i]
         started = perf_counter()
         self._fill(i, parameter)
@@ -98,7 +98,7 @@ class PlannedGradients:
         gradient = parameter.grad
         if gradient is not None:
             self._in_flight[i] = gradient, gradient._version
-        self.lane.ready(i)
+        self.lane.ready(i, since)
 
     def _fill(self, i: int, parameter: torch.Tensor) -> None:
         gradient, slot = parameter.grad, self._slots[i]
@@ -135,7 +135,12 @@ class PlannedGradients:
     def _end_step(self) -> None:
         self._in_flight.clear()
         if self.lane.generation != self._generation:
+            old = self._slots
             self._fetch_slots()
+            # The old slots may be memory of other gradients now.
+            for parameter, before, slot in zip(self.parameters, old, self._slots, strict=True):
+                if parameter.grad is before:
+                    parameter.grad = slot
 
     def _give_back(self, i: int, parameter: torch.Tensor) -> None:
         gradient, slot = parameter.grad, self._slots[i]

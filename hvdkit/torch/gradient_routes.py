@@ -90,11 +90,14 @@ class Routes:
         )
         return PlannedGradients(lane, parameters, self.sparse_dims)
 
-    def hand_over(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete. Parameters that were no part of the agreement are left for the next one."""
+    def hand_over(self, parameter: torch.Tensor, since: float | None = None) -> None:
+        """A gradient is complete, ``since`` (perf_counter) if not just now.
+
+        Parameters that were no part of the agreement are left for the next one.
+        """
         i = self.planned.index.get(id(parameter)) if self.planned is not None else None
         if i is not None and self.planned is not None:
-            self.planned.hand_over(i)
+            self.planned.hand_over(i, since)
         elif id(parameter) in self.named.index:
             self.named.hand_over(parameter)
 

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._routes: Routes | None = None
-        self._early: list[torch.Tensor] = []  # complete before there were routes
+        self._early: list[tuple[torch.Tensor, float]] = []  # complete before there were routes, and when (perf_counter)
         self._is_synchronized = False
         self._for_scaler = False
         with suppress(NotInitializedError):  # unpickled before hvd.init(); the first step asks again
@@ -127,7 +128,7 @@ class GradientSynchronizer:
 
     def _complete(self, parameter: torch.Tensor) -> None:
         if self._routes is None or not is_current(self._engine):
-            self._early.append(parameter)
+            self._early.append((parameter, perf_counter()))
         else:
             self._routes.hand_over(parameter)
 
@@ -147,8 +148,8 @@ class GradientSynchronizer:
         try:
             if self._routes is None:
                 self._routes = self._agree(trainable)
-                for parameter in self._early:
-                    self._routes.hand_over(parameter)
+                for parameter, since in self._early:
+                    self._routes.hand_over(parameter, since)
                 self._routes.finish(self.name_of)
             elif self._routes.ids == list(trainable):
                 self._routes.finish(self.name_of)

@@ -12,7 +12,7 @@ from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import checks
-from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_view
+from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
 from hvdkit.torch.autograd import apply, gradient_name
 from hvdkit.torch.compression import Compression, Compressor
 from hvdkit.torch.direct import device_array, device_copy, device_view, reduces_directly, result_tensor
@@ -46,10 +46,16 @@ def _submit(
     prescale = checks.check_factor(function, "prescale_factor", prescale_factor)
     postscale = checks.check_factor(function, "postscale_factor", postscale_factor)
     direct = reduces_directly(engine, tensors, op, prescale, postscale)
+    sources = None
     if direct:
         buffers = [device_view(tensor) if in_place else device_copy(tensor) for tensor in tensors]
-    else:
-        buffers = [host_view(tensor) if in_place else host_copy(tensor) for tensor in tensors]
+    elif in_place:
+        buffers = [host_view(tensor) for tensor in tensors]
+    elif wake:
+        buffers = [host_copy(tensor) for tensor in tensors]
+    else:  # the caller waits, so the tensors cannot change before they are read
+        sources = [host_view(tensor) for tensor in tensors]
+        buffers = [host_like(tensor) for tensor in tensors]
     handle = engine.allreduce(
         [device_array(buffer) if direct else as_array(buffer) for buffer in buffers],
         name=name,
@@ -59,6 +65,7 @@ def _submit(
         process_set_id=process_set_id,
         device=tensors[0].device.type,
         wake=wake,
+        sources=None if sources is None else [as_array(source) for source in sources],
     )
 
     def finish(results: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.environments.base import World
+from hvdkit.environments.openmpi import use_the_wire_both_ways
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport, aligned_empty
 
@@ -90,6 +91,7 @@ def open_mpi_communicator(communicator: Any, start_timeout_seconds: float) -> Tr
 
 
 def _open_mpi(world: World, members: Sequence[int] | None, start_timeout_seconds: float) -> Transport:
+    use_the_wire_both_ways()
     from mpi4py import MPI
 
     from hvdkit.transports.mpi import MpiTransport

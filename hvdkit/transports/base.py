@@ -1,5 +1,5 @@
-"""The contract every transport keeps: tagged bytes from rank to rank, small control messages, buffer memory, and
-perhaps collectives of a device."""
+"""The contract every transport keeps: tagged bytes from rank to rank, small control messages, and perhaps collectives
+of a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHE_LINE = 64
 class Transfer(Protocol):
     """One nonblocking send or receive."""
 
-    peer: int  # -1: all ranks of the group
+    peer: int  # -1: several; which, a method ``awaited()`` tells where there is one, else all ranks of the group
 
     def done(self) -> bool:
         """True when the buffer may be used again. Raises PeerLostError if the peer's connection broke."""
@@ -81,6 +81,10 @@ class Transport(ABC):
     size: int
     # True: done() and poll_control() must be called for anything to advance (MPI). False: events call the waker.
     polling: bool
+    # Ranks that share memory, by node; empty: no two do.
+    nodes: Sequence[Sequence[int]] = ()
+    # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.bell.
+    bell: Any = None
     # The devices ("cuda") for which there may be collectives; tensors on others are staged in host memory.
     device_types: frozenset[str] = frozenset()
 
@@ -96,6 +100,10 @@ class Transport(ABC):
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message of any length; the payload is copied."""
 
+    def advance(self) -> bool:
+        """Move what does not move by itself; called in every round of the engine. True if anything moved."""
+        return False
+
     @abstractmethod
     def poll_control(self) -> list[tuple[int, bytes]]:
         """The control messages that have come in since the last call, as (sender, payload)."""
@@ -106,10 +114,6 @@ class Transport(ABC):
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         """Call the waker when all of these are done. A polling transport has nothing to do."""
-
-    def allocate(self, nbytes: int) -> Bytes:
-        """Memory for a fusion buffer. A transport may return memory that the ranks of a node share."""
-        return aligned_empty(nbytes)
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         """Register what an event-driven transport calls when a transfer or a control message has come in."""

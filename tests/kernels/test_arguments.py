@@ -18,7 +18,27 @@ SUM = ReduceOp.SUM
 KNOWN = "expected a dtype that the kernels know, got"
 
 WRONG = [
-    ("reduce_into", ([1.0], [f4], SUM), TypeError, "destination: expected a numpy.ndarray, got list"),
+    ("reduce_into", (1.0, [f4], SUM), TypeError, "destination: expected a numpy.ndarray, got float"),
+    ("reduce_into", ([1.0], [f4], SUM), TypeError, "destination[0]: expected a numpy.ndarray, got float"),
+    ("reduce_into", ([], [f4], SUM), ValueError, "destination: expected at least one array, got none"),
+    (
+        "reduce_into",
+        ([f4, read_only], [f4], SUM),
+        ValueError,
+        "destination[1]: expected a writable array, got a read-only one",
+    ),
+    (
+        "reduce_into",
+        ([shared[:4], shared[2:6]], [f4], SUM),
+        ValueError,
+        "destination[1]: expected memory apart from that of destination[0], got an overlap",
+    ),
+    (
+        "reduce_into",
+        ([np.zeros(4, np.float16), f4], [np.zeros(4, np.float16)], SUM),
+        TypeError,
+        "destination[1]: expected float16 as in destination[0], got float32",
+    ),
     ("reduce_into", (f4, f4, SUM), TypeError, "sources: expected a list or tuple of arrays, got ndarray"),
     ("reduce_into", (f4, [], SUM), ValueError, "sources: expected at least one array, got none"),
     ("reduce_into", (f4, [f4, None], SUM), TypeError, "sources[1]: expected a numpy.ndarray, got NoneType"),

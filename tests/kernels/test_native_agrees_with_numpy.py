@@ -39,6 +39,25 @@ def test_reduce_gives_the_same_bits(dtype, op, seed, size, count, offset, scale)
         assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@few
+@given(seed=seeds, size=sizes, count=st.integers(1, 6), outs=st.integers(1, 4), offset=offsets, scale=scales)
+def test_several_destinations_get_the_same_bits(dtype, op, seed, size, count, outs, offset, scale):
+    rng = np.random.default_rng(seed)
+    sources = [misaligned(values(rng, dtype, size), offset + k) for k in range(count)]
+    scale = 1.0 if dtype == np.bool_ else scale
+    expected = np.empty(size, dtype)
+    numpy_kernels.reduce_into(expected, [source.copy() for source in sources], op, scale)
+    for kernels in (numpy_kernels, native):
+        # As one pass over shared buffers does it: what is read is what is written.
+        mine = [source.copy() for source in sources]
+        others = [misaligned(np.zeros(size, dtype), offset + k) for k in range(max(0, outs - count))]
+        kernels.reduce_into([*mine[:outs], *others], mine, op, scale)
+        for into in [*mine[:outs], *others]:
+            assert_same_bits(into, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @few
 @given(seed=seeds, size=sizes, count=st.integers(1, 4), data=st.data())

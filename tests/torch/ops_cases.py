@@ -9,7 +9,7 @@ import warnings
 
 import torch
 
-from tests.ranks import Skip
+from tests.ranks import Skip, place_on_node
 from tests.torch.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
 from tests.torch.told import told
 
@@ -424,10 +424,13 @@ def case_average_counts_joined_ranks_with_zeros(hvd):
 def case_who_am_i(hvd):
     assert 0 <= hvd.rank() < hvd.size()
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
-    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())  # all ranks are on this node
-    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    per_node = int(os.environ["RANKS_PER_NODE"])
+    place = place_on_node(hvd.rank(), hvd.size(), per_node)
+    assert (hvd.local_rank(), hvd.local_size()) == (place["LOCAL_RANK"], place["LOCAL_WORLD_SIZE"])
+    if per_node == hvd.size():
+        assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.is_initialized()
-    assert hvd.is_homogeneous() is True
+    assert hvd.is_homogeneous() is (hvd.size() % per_node == 0)
     assert (hvd.mpi_enabled(), hvd.gloo_enabled()) == {"mpi": (True, False), "torch": (False, True)}[
         os.environ["HVDKIT_TRANSPORT"]
     ]

@@ -28,7 +28,12 @@ def backward(hvd: Any, net: Five, order: list[str]) -> None:
 
 def bucket_order(optimizer: Any) -> list[str]:
     lane = optimizer._synchronizer._routes.planned.lane
-    return [name for place in range(len(lane._buckets)) for name in lane.names_in(place)]
+    return [lane.slots[slot].name for bucket in lane._buckets for slot in bucket.slots]
+
+
+def travel_order(optimizer: Any) -> list[str]:
+    lane = optimizer._synchronizer._routes.planned.lane
+    return [name for place in range(len(lane._pieces)) for name in lane.names_in(place)]
 
 
 class Announcements:
@@ -61,6 +66,9 @@ def case_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
         backward(hvd, net, mine)
         optimizer.step()
         assert hvd.allgather_object(bucket_order(optimizer)) == [SEEN] * hvd.size(), step
+        orders = hvd.allgather_object(travel_order(optimizer))
+        assert orders == [orders[0]] * hvd.size(), step
+        assert sorted(orders[0]) == sorted(SEEN), step
         for parameter in net.parameters():
             assert_close(parameter.grad, torch.full((8,), (hvd.size() + 1) / 2))
 

@@ -70,7 +70,8 @@ Array array_argument(const char* function, const std::string& argument, py::hand
     return {argument, *dtype, std::move(numpy_dtype), static_cast<std::size_t>(array.size()), data};
 }
 
-std::vector<Array> array_list_argument(const char* function, const std::string& argument, py::handle object) {
+std::vector<Array> array_list_argument(const char* function, const std::string& argument, py::handle object,
+                                       Access access) {
     if (!py::isinstance<py::list>(object) && !py::isinstance<py::tuple>(object)) {
         throw py::type_error(message(function, argument, "a list or tuple of arrays", type_name(object)));
     }
@@ -80,7 +81,7 @@ std::vector<Array> array_list_argument(const char* function, const std::string& 
     arrays.reserve(sequence.size());
     for (std::size_t k = 0; k < sequence.size(); ++k) {
         const std::string element = argument + "[" + std::to_string(k) + "]";
-        arrays.push_back(array_argument(function, element, sequence[k], Access::read));
+        arrays.push_back(array_argument(function, element, sequence[k], access));
     }
     return arrays;
 }
@@ -108,6 +109,22 @@ void check_pair(const char* function, const Array& destination, const Array& sou
     if (!same && begin < source_end && source_begin < end) {
         throw py::value_error(message(function, source.argument, "the destination's own memory or memory apart from it",
                                       "a partial overlap"));
+    }
+}
+
+void check_apart(const char* function, const Array& destination, const Array& other) {
+    if (&destination == &other) return;
+    if (destination.dtype != other.dtype) {
+        throw py::type_error(
+            message(function, other.argument, name(destination) + " as in " + destination.argument, name(other)));
+    }
+    const auto begin = reinterpret_cast<std::uintptr_t>(destination.data);
+    const auto other_begin = reinterpret_cast<std::uintptr_t>(other.data);
+    const auto end = begin + destination.count * size_of(destination.dtype);
+    const auto other_end = other_begin + other.count * size_of(other.dtype);
+    if (begin < other_end && other_begin < end) {
+        throw py::value_error(
+            message(function, other.argument, "memory apart from that of " + destination.argument, "an overlap"));
     }
 }
 

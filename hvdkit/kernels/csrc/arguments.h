@@ -23,11 +23,15 @@ struct Array {
 enum class Access { read, write };
 
 Array array_argument(const char* function, const std::string& argument, pybind11::handle object, Access access);
-std::vector<Array> array_list_argument(const char* function, const std::string& argument, pybind11::handle object);
+std::vector<Array> array_list_argument(const char* function, const std::string& argument, pybind11::handle object,
+                                       Access access);
 Op op_argument(const char* function, pybind11::handle object);
 
 // Lengths agree, and no source overlaps the destination unless it is the destination.
 void check_pair(const char* function, const Array& destination, const Array& source);
+
+// Two destinations have no memory in common, and one dtype.
+void check_apart(const char* function, const Array& destination, const Array& other);
 
 // Sources share one dtype, which is the destination's; halves may also go to a float32 destination.
 void check_reduction_dtypes(const char* function, const Array& destination, const std::vector<Array>& sources);

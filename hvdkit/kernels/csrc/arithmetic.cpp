@@ -93,6 +93,28 @@ HVDKIT_INLINE void multiply_as(std::byte* out, const std::byte* in, double facto
     }
 }
 
+// All inputs of an element are read before any output is written: an output may be one of the inputs.
+template <typename T, std::size_t Outs, std::size_t Ins>
+HVDKIT_INLINE void fused_as(std::byte* const* outs, const std::byte* const* ins, double factor, std::size_t count) {
+    const T scale = static_cast<T>(factor);
+    std::byte* const out0 = outs[0];
+    std::byte* const out1 = outs[Outs - 1];
+    const std::byte* const in0 = ins[0];
+    const std::byte* const in1 = ins[Ins > 1 ? 1 : 0];
+    const std::byte* const in2 = ins[Ins > 2 ? 2 : 0];
+    const std::byte* const in3 = ins[Ins > 3 ? 3 : 0];
+    HVDKIT_ELEMENTWISE
+    for (std::size_t i = 0; i < count; ++i) {
+        T sum = load<T>(in0, i);
+        if constexpr (Ins > 1) sum = sum + load<T>(in1, i);
+        if constexpr (Ins > 2) sum = sum + load<T>(in2, i);
+        if constexpr (Ins > 3) sum = sum + load<T>(in3, i);
+        sum = sum * scale;
+        store<T>(out0, i, sum);
+        if constexpr (Outs > 1) store<T>(out1, i, sum);
+    }
+}
+
 }  // namespace
 
 // Clones must be plain functions with a name of their own: compilers do not clone templates reliably.
@@ -160,6 +182,39 @@ HVDKIT_CLONES void combine_bool(Op op, std::byte* out, const std::byte* a, const
         case DType::bfloat16:                    \
             break;                               \
     }
+
+#define HVDKIT_FUSED(T, OUTS, INS)                                                                                    \
+    HVDKIT_CLONES void fused_##T##_##OUTS##_##INS(std::byte* const* outs, const std::byte* const* ins, double factor, \
+                                                  std::size_t count) {                                                \
+        fused_as<T, OUTS, INS>(outs, ins, factor, count);                                                             \
+    }
+#define HVDKIT_FUSED_ALL(T) \
+    HVDKIT_FUSED(T, 1, 1)   \
+    HVDKIT_FUSED(T, 1, 2)   \
+    HVDKIT_FUSED(T, 1, 3)   \
+    HVDKIT_FUSED(T, 1, 4)   \
+    HVDKIT_FUSED(T, 2, 1)   \
+    HVDKIT_FUSED(T, 2, 2)   \
+    HVDKIT_FUSED(T, 2, 3)   \
+    HVDKIT_FUSED(T, 2, 4)
+
+HVDKIT_FUSED_ALL(float)
+HVDKIT_FUSED_ALL(double)
+
+void fused_sum(DType dtype, std::byte* const* outs, std::size_t out_count, const std::byte* const* ins,
+               std::size_t in_count, double factor, std::size_t count) {
+    using Fused = void (*)(std::byte* const*, const std::byte* const*, double, std::size_t);
+    static constexpr Fused of_float[kFusedOutputs][kFusedSources] = {
+        {fused_float_1_1, fused_float_1_2, fused_float_1_3, fused_float_1_4},
+        {fused_float_2_1, fused_float_2_2, fused_float_2_3, fused_float_2_4},
+    };
+    static constexpr Fused of_double[kFusedOutputs][kFusedSources] = {
+        {fused_double_1_1, fused_double_1_2, fused_double_1_3, fused_double_1_4},
+        {fused_double_2_1, fused_double_2_2, fused_double_2_3, fused_double_2_4},
+    };
+    const auto& table = dtype == DType::float64 ? of_double : of_float;
+    table[out_count - 1][in_count - 1](outs, ins, factor, count);
+}
 
 void combine(DType dtype, Op op, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count) {
     if (dtype == DType::boolean) return combine_bool(op, out, a, b, count);

@@ -114,7 +114,7 @@ HVDKIT_CLONES void widen_float64(float* out, const std::byte* in, std::size_t co
         const double size = value < 0.0 ? -value : value;
         const double back_size = back < 0.0 ? -back : back;
         const uint32_t truncated = back_size > size ? word - 1u : word;
-        out[i] = bits<float>((back != value) & (value == value) ? (truncated | 1u) : word);
+        out[i] = bits<float>(((back != value) & (value == value)) ? (truncated | 1u) : word);
     }
 }
 

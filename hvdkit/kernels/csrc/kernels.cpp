@@ -10,6 +10,13 @@ namespace {
 
 std::byte* as_bytes(float* block) { return reinterpret_cast<std::byte*>(block); }
 
+// What the first destination holds goes to the others, out of the cache.
+void copy_to_others(const Reduction& reduction, std::size_t known, std::size_t offset, std::size_t nbytes) {
+    for (std::size_t d = known; d < reduction.destinations.size(); ++d) {
+        std::memcpy(reduction.destinations[d] + offset, reduction.destinations.front() + offset, nbytes);
+    }
+}
+
 void reduce_half_block(const Reduction& reduction, std::size_t begin, std::size_t count) {
     alignas(64) float accumulator[kBlock];
     alignas(64) float widened[kBlock];
@@ -22,20 +29,23 @@ void reduce_half_block(const Reduction& reduction, std::size_t begin, std::size_
     if (reduction.scale != 1.0) {
         multiply(DType::float32, as_bytes(accumulator), as_bytes(accumulator), reduction.scale, count);
     }
+    std::byte* const destination = reduction.destinations.front();
     if (reduction.destination_dtype == DType::float32) {
-        std::memcpy(reduction.destination + begin * sizeof(float), accumulator, count * sizeof(float));
+        std::memcpy(destination + begin * sizeof(float), accumulator, count * sizeof(float));
+        copy_to_others(reduction, 1, begin * sizeof(float), count * sizeof(float));
     } else {
-        narrow(reduction.destination_dtype, reduction.destination + offset, accumulator, count);
+        narrow(reduction.destination_dtype, destination + offset, accumulator, count);
+        copy_to_others(reduction, 1, offset, count * sizeof(std::uint16_t));
     }
 }
 
-// The destination is written only by the last step: until then it may still be a source that has to be read.
+// Destinations are written only by the last step: until then they may still be sources that have to be read.
 void reduce_plain_block(const Reduction& reduction, std::size_t begin, std::size_t count) {
     alignas(64) std::byte accumulator[kBlock * sizeof(double)];
     const DType dtype = reduction.source_dtype;
     const std::size_t offset = begin * size_of(dtype);
     const std::size_t last = reduction.sources.size() - 1;
-    std::byte* const destination = reduction.destination + offset;
+    std::byte* const destination = reduction.destinations.front() + offset;
     const bool scaled = reduction.scale != 1.0;
     const std::byte* sum = reduction.sources.front() + offset;
     for (std::size_t k = 1; k <= last; ++k) {
@@ -50,6 +60,24 @@ void reduce_plain_block(const Reduction& reduction, std::size_t begin, std::size
     } else if (sum != destination) {
         std::memcpy(destination, sum, count * size_of(dtype));
     }
+    copy_to_others(reduction, 1, offset, count * size_of(dtype));
+}
+
+void reduce_fused_block(const Reduction& reduction, std::size_t begin, std::size_t count) {
+    const std::size_t offset = begin * size_of(reduction.source_dtype);
+    const std::size_t outputs = std::min(kFusedOutputs, reduction.destinations.size());
+    std::byte* outs[kFusedOutputs];
+    const std::byte* ins[kFusedSources];
+    for (std::size_t d = 0; d < outputs; ++d) outs[d] = reduction.destinations[d] + offset;
+    for (std::size_t k = 0; k < reduction.sources.size(); ++k) ins[k] = reduction.sources[k] + offset;
+    fused_sum(reduction.source_dtype, outs, outputs, ins, reduction.sources.size(), reduction.scale, count);
+    copy_to_others(reduction, outputs, offset, count * size_of(reduction.source_dtype));
+}
+
+bool can_fuse(const Reduction& reduction) {
+    const bool plain_copy = reduction.sources.size() == 1 && reduction.scale == 1.0;  // memcpy keeps every NaN's bits
+    const bool real = reduction.source_dtype == DType::float32 || reduction.source_dtype == DType::float64;
+    return real && reduction.op == Op::sum && reduction.sources.size() <= kFusedSources && !plain_copy;
 }
 
 }  // namespace
@@ -78,9 +106,14 @@ std::size_t size_of(DType dtype) {
 }
 
 void reduce(const Reduction& reduction) {
-    const auto reduce_block = is_half(reduction.source_dtype) ? reduce_half_block : reduce_plain_block;
-    for (std::size_t begin = 0; begin < reduction.count; begin += kBlock) {
-        reduce_block(reduction, begin, std::min(kBlock, reduction.count - begin));
+    const auto reduce_block = is_half(reduction.source_dtype) ? reduce_half_block
+                              : can_fuse(reduction)           ? reduce_fused_block
+                                                              : reduce_plain_block;
+    // With all outputs fused there is nothing to keep in the cache from one loop to the next.
+    const bool whole = reduce_block == reduce_fused_block && reduction.destinations.size() <= kFusedOutputs;
+    const std::size_t block = whole ? std::max<std::size_t>(reduction.count, 1) : kBlock;
+    for (std::size_t begin = 0; begin < reduction.count; begin += block) {
+        reduce_block(reduction, begin, std::min(block, reduction.count - begin));
     }
 }
 
@@ -99,7 +132,7 @@ void convert(DType destination_dtype, std::byte* destination, DType source_dtype
     const std::size_t source_size = size_of(source_dtype);
     const std::size_t destination_size = size_of(destination_dtype);
     if (destination_dtype == source_dtype) {
-        if (destination != source) std::memcpy(destination, source, count * source_size);
+        if (destination != source && count > 0) std::memcpy(destination, source, count * source_size);
         return;
     }
     if (destination_dtype == DType::float32 && source_dtype == DType::float64) {

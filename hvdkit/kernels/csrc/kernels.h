@@ -42,7 +42,7 @@ struct Reduction {
     Op op;
     double scale;
     std::size_t count;
-    std::byte* destination;
+    std::vector<std::byte*> destinations;  // each apart from the others
     std::vector<const std::byte*> sources;
 };
 
@@ -53,6 +53,13 @@ void convert(DType destination_dtype, std::byte* destination, DType source_dtype
 
 // out[i] = a[i] op b[i], in the dtype's own arithmetic. Not for halves: they have none.
 void combine(DType dtype, Op op, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count);
+
+// outs[d][i] = factor * (ins[0][i] + ins[1][i] + ...), one pass over memory. Only for float32 and float64, up to
+// kFusedSources inputs and kFusedOutputs outputs.
+constexpr std::size_t kFusedSources = 4;
+constexpr std::size_t kFusedOutputs = 2;
+void fused_sum(DType dtype, std::byte* const* outs, std::size_t out_count, const std::byte* const* ins,
+               std::size_t in_count, double factor, std::size_t count);
 
 // out[i] = in[i] * factor. Not for halves and bool.
 void multiply(DType dtype, std::byte* out, const std::byte* in, double factor, std::size_t count);

@@ -1,4 +1,6 @@
 // The binding: checks arguments, lets go of the interpreter, runs a kernel.
+#include "../../transports/csrc/module.h"
+
 #include <pybind11/pybind11.h>
 
 #include "arguments.h"
@@ -9,30 +11,36 @@ namespace py = pybind11;
 namespace hvdkit {
 namespace {
 
-void run(const char* function, const char* scale_name, const Array& destination, const std::vector<Array>& sources,
-         Op op, double scale) {
-    check_reduction_dtypes(function, destination, sources);
-    check_scale(function, scale_name, sources.front().dtype, scale);
-    Reduction reduction{sources.front().dtype, destination.dtype, op, scale, destination.count, destination.data, {}};
-    for (const Array& source : sources) {
-        check_pair(function, destination, source);
-        reduction.sources.push_back(source.data);
+void run(const char* function, const char* scale_name, const std::vector<Array>& destinations,
+         const std::vector<Array>& sources, Op op, double scale) {
+    const Array& first = destinations.front();
+    Reduction reduction{sources.front().dtype, first.dtype, op, scale, first.count, {}, {}};
+    for (const Array& destination : destinations) {
+        check_reduction_dtypes(function, destination, sources);
+        check_scale(function, scale_name, sources.front().dtype, scale);
+        for (const Array& source : sources) check_pair(function, destination, source);
+        for (const Array& other : destinations) check_apart(function, destination, other);
+        reduction.destinations.push_back(destination.data);
     }
+    for (const Array& source : sources) reduction.sources.push_back(source.data);
     const py::gil_scoped_release unlocked;
     reduce(reduction);
 }
 
 void reduce_into(py::handle destination, py::handle sources, py::handle op, double scale) {
     constexpr const char* function = "reduce_into";
-    const Array into = array_argument(function, "destination", destination, Access::write);
-    const std::vector<Array> from = array_list_argument(function, "sources", sources);
+    const bool several = py::isinstance<py::list>(destination) || py::isinstance<py::tuple>(destination);
+    const std::vector<Array> into =
+        several ? array_list_argument(function, "destination", destination, Access::write)
+                : std::vector<Array>{array_argument(function, "destination", destination, Access::write)};
+    const std::vector<Array> from = array_list_argument(function, "sources", sources, Access::read);
     run(function, "scale", into, from, op_argument(function, op), scale);
 }
 
 void scale_into(py::handle destination, py::handle source, double factor) {
     constexpr const char* function = "scale_into";
     const Array into = array_argument(function, "destination", destination, Access::write);
-    run(function, "factor", into, {array_argument(function, "source", source, Access::read)}, Op::sum, factor);
+    run(function, "factor", {into}, {array_argument(function, "source", source, Access::read)}, Op::sum, factor);
 }
 
 void convert_into(py::handle destination, py::handle source) {
@@ -50,9 +58,10 @@ void convert_into(py::handle destination, py::handle source) {
 }  // namespace hvdkit
 
 PYBIND11_MODULE(_native, module) {
-    module.doc() = "The kernels in C++; numpy_kernels.py says what they do.";
+    module.doc() = "The kernels in C++, which numpy_kernels.py explains, and the memory that a node's ranks share.";
     module.def("reduce_into", &hvdkit::reduce_into, py::arg("destination"), py::arg("sources"), py::arg("op"),
                py::arg("scale") = 1.0);
     module.def("scale_into", &hvdkit::scale_into, py::arg("destination"), py::arg("source"), py::arg("factor"));
     module.def("convert_into", &hvdkit::convert_into, py::arg("destination"), py::arg("source"));
+    hvdkit::bind_shared_memory(module);
 }

@@ -3,7 +3,14 @@
 
 // Several versions of one function in one binary, chosen when the module is loaded. It needs ifunc, thus glibc, and
 // sanitizers cannot start before the resolvers run.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute) && !defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define HVDKIT_SANITIZED
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+#define HVDKIT_SANITIZED
+#endif
+#endif
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute) && !defined(HVDKIT_SANITIZED)
 #if __has_attribute(target_clones)
 #define HVDKIT_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #endif

@@ -1,0 +1,87 @@
+"""Sums of what lies in memory that all ranks share: hvdkit's fusion buffers, and the bound of one pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import hvdkit.torch as hvd
+from hvdkit import kernels
+from hvdkit.engine import runtime
+from hvdkit.engine.plan import Slot
+from hvdkit.transports.node import NodeTransport
+
+LINE = 64
+# Places of the node's memory that no lane or process set reaches in a benchmark.
+FIRST_PLACE = 1 << 20
+
+
+def open_fusion() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
+    """Rank, ranks, a sum in place in a fusion buffer as large as a tensor, and the end.
+
+    The first call of a size registers a plan and sums the tensor; later ones sum what lies in the buffer (zeros).
+    """
+    hvd.init()
+    engine = runtime.engine()
+    lanes: dict[int, Any] = {}
+
+    def step(lane: Any) -> None:
+        lane.ready(0)
+        lane.finish()
+
+    def call(x: Any) -> Any:
+        lane = lanes.get(x.numel())
+        if lane is not None:
+            return step(lane)
+        slot = Slot("tensor", (x.numel(),), np.dtype(np.float32))
+        lane = lanes[x.numel()] = engine.register_plan(f"size.{x.numel()}", [slot], op=hvd.Sum)
+        lane.slot_array(0)[...] = x.numpy()
+        step(lane)
+        result = lane.slot_array(0).copy()
+        lane.slot_array(0)[...] = 0
+        return result
+
+    return hvd.rank(), hvd.size(), call, hvd.shutdown
+
+
+def open_one_pass() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
+    """The same with nothing around it: all ranks meet, each sums its share out of all buffers into all, all meet."""
+    hvd.init()
+    transport = runtime.engine().transport
+    assert isinstance(transport, NodeTransport), "the bound needs ranks that share memory"
+    rank, ranks = hvd.rank(), hvd.size()
+    cells = transport.cells(transport.window(FIRST_PLACE, ranks * LINE), 0, ranks)
+    met = 0
+    shares: dict[int, list[Any]] = {}
+
+    def meet() -> None:
+        nonlocal met
+        met += 1
+        cells.set(rank, met)
+        while any(cells.get(other) < met for other in range(ranks)):
+            pass
+
+    def call(x: Any) -> Any:
+        count = x.numel()
+        if count in shares:
+            return one_pass(shares[count])
+        window = transport.window(FIRST_PLACE + 1 + len(shares), ranks * count * 4)
+        window.populate(0, ranks * count * 4)
+        buffers = np.frombuffer(window, dtype=np.float32).reshape(ranks, count)
+        buffers[rank] = x.numpy()
+        share = slice(rank * count // ranks, (rank + 1) * count // ranks)
+        shares[count] = [buffer[share] for buffer in buffers]
+        one_pass(shares[count])
+        result = buffers[rank].copy()
+        meet()
+        buffers[rank] = 0
+        return result
+
+    def one_pass(mine: list[Any]) -> None:
+        meet()
+        kernels.reduce_into(mine, mine, hvd.Sum, 1.0)
+        meet()
+
+    return rank, ranks, call, hvd.shutdown

@@ -1,0 +1,187 @@
+"""A training step under every peer: who takes part, what a rank runs, and the table of the outcome."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import common
+import jobs
+import numpy as np
+from jobs import Peer
+
+MODELS = {"transformer": "a transformer", "convolution": "a convolutional network (ResNet-50)"}
+ALONE, DDP = "alone", "DDP"
+PHASES = ("forward", "backward", "optimizer")
+POWERSGD_RANK = 4
+_WORKER_FLAGS = ("steps", "warmup_steps", "batch_size", "context", "layers", "width", "images", "pixels")
+
+
+def contestants() -> list[Peer]:
+    """Compute alone, DDP with and without its hooks, hvdkit and Horovod with fp32 and fp16 on the wire."""
+    return [
+        Peer(ALONE, "alone", "plain"),
+        Peer(DDP, "ddp", "plain"),
+        Peer(f"{DDP} fp16", "ddp", "plain", ("--compression", "fp16")),
+        Peer(f"{DDP} PowerSGD", "ddp", "plain", ("--compression", "powersgd")),
+        *jobs.horovods(),
+        *jobs.horovods(" fp16", "--compression", "fp16"),
+    ]
+
+
+def add_flags(parser: argparse.ArgumentParser, steps: int) -> None:
+    """The flags of a timed job, with a default of ``steps``, and of the size of the models."""
+    parser.add_argument("--steps", type=int, default=steps, help="timed steps per round")
+    parser.add_argument("--warmup-steps", type=int, default=3, help="steps per round before the timed ones")
+    parser.add_argument("--batch-size", type=int, default=4, help="transformer: sequences per rank and step")
+    parser.add_argument("--context", type=int, default=128, help="transformer: bytes per sequence")
+    parser.add_argument("--layers", type=int, default=6, help="transformer: blocks")
+    parser.add_argument("--width", type=int, default=512, help="transformer: width of the model")
+    parser.add_argument("--images", type=int, default=8, help="convolution: images per rank and step")
+    parser.add_argument("--pixels", type=int, default=64, help="convolution: height and width of an image")
+    parser.add_argument("--compression", choices=["none", "fp16", "powersgd"], default="none", help=argparse.SUPPRESS)
+
+
+def worker_flags(args: argparse.Namespace, model: str) -> list[Any]:
+    """What a rank has to be told."""
+    flags = [word for name in _WORKER_FLAGS for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
+    return ["--threads", args.threads, "--model", model, *flags]
+
+
+def work(args: argparse.Namespace) -> None:
+    """What a rank runs: seconds of every timed step by phase, and a fingerprint of the weights at the end."""
+    import models
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(42)
+    load = models.MODELS[args.model](args)
+    model, optimizer = load.model, load.optimizer
+    trained = model
+    if args.worker in ("hvdkit", "horovod"):
+        hvd = importlib.import_module(f"{args.worker}.torch")
+        hvd.init()
+        rank, close = hvd.rank(), hvd.shutdown
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=getattr(hvd.Compression, args.compression),
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    else:
+        dist.init_process_group("gloo")
+        rank, close = dist.get_rank(), dist.destroy_process_group
+        if args.worker == "ddp":
+            trained = _data_parallel(model, args.compression)
+
+    data = torch.Generator().manual_seed(rank)
+    seconds = []
+    for step in range(args.warmup_steps + args.steps):
+        batch = load.batch(data)
+        if step == args.warmup_steps and args.worker == "alone":
+            dist.barrier()  # all ranks compute at the same time from here on
+        times = [time.perf_counter()]
+        optimizer.zero_grad()
+        loss = load.loss(trained, *batch)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        optimizer.step()
+        times.append(time.perf_counter())
+        if step >= args.warmup_steps:
+            seconds.append(np.diff(times).tolist())
+    weights = sum(parameter.detach().double().sum().item() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    jobs.report(args.report, rank, {"seconds": seconds, "weights": weights, "parameters": parameters})
+    del trained  # DDP must let go of its process group before that is destroyed, or the exit may hang
+    close()
+
+
+def _data_parallel(model: Any, compression: str) -> Any:
+    """DDP with the hook that PyTorch has for ``compression``.
+
+    The others leave the statistics of batch normalisation to each rank, so DDP does not broadcast them either.
+    """
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    renamed = "forward_sync_buffers" in inspect.signature(wrapper).parameters  # in PyTorch 2.13
+    trained = wrapper(model, **{"forward_sync_buffers" if renamed else "broadcast_buffers": False})
+    if compression == "fp16":
+        trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif compression == "powersgd":
+        # The hook must see two uncompressed steps before it may start; both are steps to warm up.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
+        trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return trained
+
+
+def digest(peer: Peer, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A job's reports in one: milliseconds of each step and of each phase, averaged over the ranks.
+
+    Raises RuntimeError if the ranks were to train the same weights and did not.
+    """
+    if peer.name != ALONE and len({one["weights"] for one in reports}) > 1:
+        raise RuntimeError(f"{peer.name}: the ranks ended with different weights")
+    phases = 1e3 * np.mean([one["seconds"] for one in reports], axis=0)
+    return {
+        "parameters": reports[0]["parameters"],
+        "milliseconds": phases.sum(axis=1).tolist(),
+        "phases": dict(zip(PHASES, np.median(phases, axis=0).tolist(), strict=True)),
+    }
+
+
+def medians(rounds: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Milliseconds of the median step of each round and peer."""
+    return [{name: float(np.median(job["milliseconds"])) for name, job in one.items()} for one in rounds]
+
+
+def summarise(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """One entry per peer: its step, its share of compute alone, its time as a multiple of DDP's."""
+    by_round = medians(rounds)
+    return [
+        {
+            "peer": name,
+            "milliseconds": common.spread(value for one in rounds for value in one[name]["milliseconds"]),
+            "phases": {key: float(np.median([one[name]["phases"][key] for one in rounds])) for key in PHASES},
+            "efficiency": common.paired_ratio(by_round, ALONE, name),
+            "time_ratio_to_ddp": common.paired_ratio(by_round, name, DDP),
+        }
+        for name in names
+    ]
+
+
+HEADERS = ["peer", "ms/step", "quartiles", "efficiency (alone / peer)", "time / DDP"]
+
+
+def row(entry: dict[str, Any]) -> list[str]:
+    """An entry of ``summarise`` under HEADERS."""
+    pooled = entry["milliseconds"]
+    return [
+        entry["peer"],
+        f"{pooled['median']:.0f}",
+        f"{pooled['q1']:.0f} to {pooled['q3']:.0f}",
+        common.show_ratio(entry["efficiency"]),
+        common.show_ratio(entry["time_ratio_to_ddp"]),
+    ]
+
+
+def draw(axes: Any, summary: Sequence[dict[str, Any]], title: str, what: str = "step") -> None:
+    """A bar per peer with its quartiles."""
+    names = [one["peer"] for one in summary]
+    times = [one["milliseconds"] for one in summary]
+    bars = [[one["median"] - one["q1"] for one in times], [one["q3"] - one["median"] for one in times]]
+    colours = ["tab:gray" if name == ALONE else common.colour(name) for name in names]
+    axes.barh(names, [one["median"] for one in times], xerr=bars, capsize=3, color=colours)
+    for place, one in enumerate(times):
+        axes.text(0, place, f" {one['median']:.0f}", color="white", va="center")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"ms per {what} (median, quartiles)")
+    axes.set_title(title)

@@ -1,0 +1,59 @@
+"""What allreduce algorithms share: the chunks of a buffer, room for payloads, one hop, and the end with a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.compression.codec import Codec
+from hvdkit.kernels import ReduceOp
+from hvdkit.transports.base import Bytes
+
+
+def chunks_of(buffer: Array, parts: int) -> list[Array]:
+    """Views of ``buffer`` (flat), cut on cache lines; late ones may be empty."""
+    return [buffer[start:stop] for start, stop in partition(buffer.size, parts, buffer.itemsize)]
+
+
+def room_for_payloads(group: Group, own: Array) -> tuple[Bytes, list[Array]]:
+    """Scratch memory, for the caller to give back, and a payload for each rank: ``own`` itself, the others' in it."""
+    scratch = SCRATCH.take(own.nbytes * (group.size - 1))
+    payloads = [own] * group.size
+    for index, peer in enumerate(group.peers()):
+        payloads[peer] = scratch[index * own.nbytes : (index + 1) * own.nbytes].view(own.dtype)
+    return scratch, payloads
+
+
+def reduce_hop(
+    group: Group,
+    outgoing: Array,
+    receiver: int,
+    own: Array,
+    sender: int,
+    op: ReduceOp,
+    scale: float,
+    codec: Codec,
+    tag: int,
+) -> Steps[None]:
+    """Send ``outgoing``, and replace ``own`` by ``scale`` times its reduction with what ``sender`` sends.
+
+    Of the two, the lower rank's comes first. Both are encoded, so a hop rounds to the type that travels. What is empty
+    does not travel.
+    """
+    kept = codec.encode(own)
+    scratch = SCRATCH.take(kept.nbytes)
+    received = scratch[: kept.nbytes].view(kept.dtype)
+    yield group.sendrecv(codec.encode(outgoing), receiver, received, sender, tag)
+    codec.decode_reduce([received, kept] if sender < group.rank else [kept, received], own, op, scale)
+    SCRATCH.give_back(scratch)
+
+
+def decode_final(codec: Codec, payloads: Sequence[Array], chunks: Sequence[Array]) -> None:
+    """Fill each chunk from the payload that its owner encoded, the owner too: so all ranks hold the same bits.
+
+    The payloads of a codec that loses nothing are the chunks themselves.
+    """
+    if codec.lossy:
+        for payload, chunk in zip(payloads, chunks, strict=True):
+            codec.decode_reduce([payload], chunk, ReduceOp.SUM, 1.0)

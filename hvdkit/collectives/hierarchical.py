@@ -1,0 +1,108 @@
+"""Allreduce over nodes: the node's sum in shared memory, an allreduce of each share between nodes, one pass back.
+
+Each of a node's ranks carries its own share to its counterparts on the other nodes, so that a share crosses the wire
+once for the whole node and all ranks' connections are used. In two phases that sends 2 n / L (K - 1) / K bytes a rank
+between K nodes of L ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdkit import kernels
+from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.staging import Mode, Staging, node_allreduce
+from hvdkit.compression.codec import Codec
+from hvdkit.kernels import HALVES, ReduceOp
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the members of a group lie on nodes: ``nodes`` has the transport's ranks, ascending in each node."""
+
+    nodes: Sequence[Sequence[int]]
+    staging: Staging | None  # None on a node with one member
+
+    @property
+    def carriers(self) -> int:
+        """How many ranks of each node have a share."""
+        return min(len(node) for node in self.nodes)
+
+    def draw(self) -> tuple[int, int]:
+        """The turns of one allreduce in this node's areas.
+
+        For all parts of an operation they are drawn when it starts: operations start in the same order on all ranks,
+        but at what time a part of one is over differs.
+        """
+        if self.staging is None:
+            return 0, 0
+        return self.staging.draw(0), self.staging.draw(1) if len(self.nodes) > 1 else 0
+
+
+def counterparts(group: Group, layout: Layout) -> Group | None:
+    """The ranks that carry the same share as this one, one on each node; None if this rank carries none."""
+    rank = group.members[group.rank]
+    node = next(node for node in layout.nodes if rank in node)
+    place = list(node).index(rank)
+    if place >= layout.carriers:
+        return None
+    return Group(group.transport, sorted(node[place] for node in layout.nodes), group.choice)
+
+
+def node_shares(count: int, itemsize: int, layout: Layout, ranks: int) -> list[tuple[int, int]]:
+    """The elements that each of a node's ranks carries. They are the same on every node."""
+    return partition(count, layout.carriers, itemsize) + [(count, count)] * (ranks - layout.carriers)
+
+
+def early_scale(flat: Array, op: ReduceOp, scale: float, codec: Codec) -> tuple[float, float]:
+    """The factors for the sum of a node and for the sum of nodes.
+
+    What is rounded to 16 bits on its way is scaled first, where it can: the sum of a node could be too large for fp16
+    although the average is not.
+    """
+    narrow = flat.dtype in HALVES or (codec.lossy and flat.dtype.kind == "f")
+    return (scale, 1.0) if narrow and op == ReduceOp.SUM else (1.0, scale)
+
+
+def layout_allreduce(
+    group: Group,
+    layout: Layout,
+    flat: Array,
+    op: ReduceOp,
+    scale: float,
+    codec: Codec,
+    tag: int,
+    turns: tuple[int, int],
+    source: Array | None = None,
+) -> Steps[None]:
+    """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``.
+
+    ``turns`` are what ``Layout.draw`` gave; ``source`` is what this rank contributes, if not what lies in ``flat``.
+
+    Within a node nothing is encoded. The order of the sum is that of the ranks within a node, then that of the nodes.
+    """
+    staging = layout.staging
+    if len(layout.nodes) == 1:
+        assert staging is not None
+        yield from node_allreduce(staging, turns[0], flat, op, scale, source)
+        group.bytes_sent += 2 * flat.nbytes * (group.size - 1) // group.size
+        return
+    if source is not None:
+        flat[...] = source
+    members = staging.members if staging is not None else [group.members[group.rank]]
+    me = members.index(group.members[group.rank])
+    shares = node_shares(flat.size, flat.itemsize, layout, len(members))
+    node_scale, wire_scale = early_scale(flat, op, scale, codec)
+    if staging is not None:
+        yield from staging.run(0, turns[0], Mode.REDUCE_SCATTER, flat, shares, op, node_scale)
+    elif node_scale != 1.0:
+        kernels.scale_into(flat, flat, node_scale)
+    carried = flat[slice(*shares[me])]
+    across = counterparts(group, layout)
+    if across is not None and carried.size:
+        yield from allreduce(across, carried, op, wire_scale, codec, tag)
+        group.bytes_sent += across.bytes_sent
+    if staging is not None:
+        yield from staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, 1.0)

@@ -1,0 +1,136 @@
+"""Collectives of the ranks of one node on tensors that live anywhere, through chunks in memory that they share.
+
+A rank copies what others need into its slot, every rank reduces its own share in rank order, and copies the others'
+results out of their slots: chunk by chunk, so that what is handed over stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+from hvdkit.collectives.group import Array, Steps, partition
+from hvdkit.kernels import ReduceOp
+
+# The slots of one rank: this many chunks may be under way. Two ranks' slots fit into a second-level cache of 2 MB.
+DEPTH = 4
+SLOT_BYTES = 256 * 1024
+# What everybody reduces whole, since one exchange is quicker than two; it must fit into a slot.
+WHOLE_BYTES = 32 * 1024
+
+
+class Mode(IntEnum):
+    """What is done with the shares; the numbers are those of csrc/staged.h."""
+
+    ALLREDUCE = 0
+    REDUCE_SCATTER = 1
+    ALLGATHER = 2
+    WHOLE = 3
+
+
+class Lobby:
+    """An area of slots, before which operations wait for their turn.
+
+    They go through one at a time, in the order in which they drew tickets: the same on all ranks.
+    """
+
+    def __init__(self, area: Any) -> None:
+        self.area = area
+        self.passed = 0
+        self._drawn = 0
+
+    def draw(self) -> int:
+        """The next ticket."""
+        self._drawn += 1
+        return self._drawn - 1
+
+
+class Turn:
+    """A wait, like a transfer, until it is a ticket's turn. What holds it up is another operation of this rank."""
+
+    __slots__ = ("_lobby", "_ticket", "peer")
+
+    def __init__(self, lobby: Lobby, ticket: int, peer: int) -> None:
+        self._lobby, self._ticket = lobby, ticket
+        self.peer = peer
+
+    def done(self) -> bool:
+        return self._lobby.passed == self._ticket
+
+
+class Pass:
+    """A staged operation that is under way, as a transfer: asking whether it is done moves it on."""
+
+    __slots__ = ("_members", "_spin_seconds", "_staged", "peer")
+
+    def __init__(self, staged: Any, members: Sequence[int], spin_seconds: float) -> None:
+        self._staged, self._members, self._spin_seconds = staged, members, spin_seconds
+        self.peer = -1
+
+    def done(self) -> bool:
+        return bool(self._staged.advance(self._spin_seconds))
+
+    def awaited(self) -> list[int]:
+        """The ranks that have not done their part yet."""
+        return [self._members[place] for place in self._staged.awaited()]
+
+
+class Staging:
+    """What the ranks ``members`` of a node (ranks of the transport, ascending) share for one group.
+
+    There are two areas, since the second half of an operation may come after a trip to other nodes: were there only
+    one, a later operation's first half would have to wait for that.
+    """
+
+    def __init__(self, members: Sequence[int], rank: int, first: Any, second: Any, spin_seconds: float) -> None:
+        self.members = list(members)
+        self.me = self.members.index(rank)
+        self._rank = rank
+        self._lobbies = (Lobby(first), Lobby(second))
+        self._spin_seconds = spin_seconds
+
+    def draw(self, half: int) -> int:
+        """A turn in one of the areas. All members draw in the same order, so only what starts an operation may."""
+        return self._lobbies[half].draw()
+
+    def run(
+        self,
+        half: int,
+        ticket: int,
+        mode: Mode,
+        flat: Array,
+        shares: Sequence[tuple[int, int]],
+        op: ReduceOp,
+        scale: float,
+        source: Array | None = None,
+    ) -> Steps[None]:
+        """One pass over ``flat``, out of ``source`` if given; ``shares`` are each member's elements (begin, end)."""
+        from hvdkit.kernels._native import Staged
+
+        lobby = self._lobbies[half]
+        if lobby.passed != ticket:
+            yield [Turn(lobby, ticket, self._rank)]
+        staged = Staged(lobby.area, int(mode), flat, op, scale, list(shares), source)
+        yield [Pass(staged, self.members, self._spin_seconds)]
+        lobby.passed += 1
+
+
+def choose_pass(nbytes: int, members: int) -> tuple[Mode, str]:
+    """How a node's ranks reduce a tensor of ``nbytes`` bytes, and why."""
+    if nbytes <= WHOLE_BYTES:
+        return Mode.WHOLE, f"{nbytes} bytes <= {WHOLE_BYTES}: one exchange"
+    return Mode.ALLREDUCE, f"{nbytes} bytes > {WHOLE_BYTES}: each of {members} ranks reduces its share"
+
+
+def node_allreduce(
+    staging: Staging, ticket: int, flat: Array, op: ReduceOp, scale: float, source: Array | None = None
+) -> Steps[None]:
+    """Replace ``flat`` by ``scale * (rank 0's op rank 1's op ...)`` over the ranks of one node.
+
+    ``source`` (flat, of the same length) is what this rank contributes, if not what lies in ``flat``. ``ticket`` was
+    drawn in the first area.
+    """
+    mode, _ = choose_pass(flat.nbytes, len(staging.members))
+    shares = partition(flat.size, len(staging.members), flat.itemsize)
+    yield from staging.run(0, ticket, mode, flat, shares, op, scale, source)

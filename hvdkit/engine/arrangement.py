@@ -1,0 +1,63 @@
+"""How a plan lies in memory and travels: its buckets, their pieces and the order of these, as one pure decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdkit.engine.plan import Bucket, Slot, lay_out, observed_order
+from hvdkit.engine.schedule import Network, Piece, Sizes, cut, send_order
+
+# When a slot was ready, where nobody saw it.
+UNSEEN = -1.0
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``pieces`` stand in the order in which they travel, each with its reason; ``nbytes`` is the size of each."""
+
+    buckets: list[Bucket]
+    pieces: list[Piece]
+    reasons: list[str]
+    nbytes: list[int]
+    bucket_of: dict[int, int]  # by slot
+
+
+def arrange(
+    slots: Sequence[Slot],
+    ready_at: Sequence[float],
+    groups: Sequence[Sequence[int]],
+    sizes: Sizes,
+    network: Network,
+    ranks: int,
+    largest_piece: int,
+) -> Arrangement:
+    """The arrangement for slots that are ready at these times (seconds, or UNSEEN), on so many ranks.
+
+    The same on all ranks, since all arguments are. ``largest_piece``: bytes above which tensors are cut; 0: never.
+    """
+    seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
+    order = observed_order([slot for _, slot in seen], len(slots))
+    buckets = lay_out(slots, order, sizes.bucket, groups, sizes.first_bucket)
+    itemsizes = [bucket.dtype.itemsize for bucket in buckets]
+    pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest_piece)
+    nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
+    # In two phases, this part of a piece goes out twice; see send_order for the half of that.
+    sent = [int(size * (ranks - 1) / ranks) for size in nbytes]
+    needed = [min(bucket.slots) for bucket in buckets]
+    turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
+    return Arrangement(
+        buckets,
+        [pieces[turn] for turn in turns],
+        reasons,
+        [nbytes[turn] for turn in turns],
+        {slot: place for place, bucket in enumerate(buckets) for slot in bucket.slots},
+    )
+
+
+def _ready(buckets: Sequence[Bucket], ready_at: Sequence[float], seen: Sequence[tuple[float, int]]) -> list[float]:
+    """When each bucket is complete. Slots that nobody saw come with the last one; with none seen, all in order."""
+    if not seen:
+        return [float(place) for place in range(len(buckets))]
+    last = seen[-1][0]
+    return [max(last if ready_at[slot] == UNSEEN else ready_at[slot] for slot in bucket.slots) for bucket in buckets]

@@ -1,0 +1,45 @@
+"""Which allreduces that are ready travel together: a pure decision of the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from hvdkit.engine.requests import Signature
+
+# An estimate is enough to bound a batch, so every element counts as the widest.
+WIDEST_ELEMENT = 8
+
+
+def batch_size(ready: Sequence[tuple[int, Signature]], threshold: int) -> int:
+    """How many of the first operations, as (process set, signature), run as one: at least the first.
+
+    Allreduces of one dtype in one process set, with the same operation and factors, of at most ``threshold`` bytes.
+    """
+    process_set, first = ready[0]
+    nbytes = _fusible_bytes(first)
+    if nbytes is None:
+        return 1
+    count = 1
+    for other_set, signature in ready[1:]:
+        more = _fusible_bytes(signature)
+        if more is None or other_set != process_set or nbytes + more > threshold:
+            break
+        if _fusion_class(first) != _fusion_class(signature):
+            break
+        nbytes += more
+        count += 1
+    return count
+
+
+def _fusible_bytes(signature: Signature) -> int | None:
+    """Bytes of an allreduce that may share a batch, else None."""
+    if signature["kind"] != "allreduce" or len(set(signature["dtype"])) != 1:
+        return None
+    return WIDEST_ELEMENT * sum(int(prod(shape)) for shape in signature["shape"])
+
+
+def _fusion_class(signature: Signature) -> tuple[Any, ...]:
+    fields = ("op", "prescale", "postscale", "device", "direct")
+    return (signature["dtype"][0], *(signature.get(name) for name in fields))

@@ -1,0 +1,53 @@
+"""Who has which place of a node's memory: the transport, the staging of each process set, the buckets of each lane."""
+
+from __future__ import annotations
+
+from hvdkit.collectives.group import Group
+from hvdkit.collectives.hierarchical import Layout
+from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
+from hvdkit.engine.buckets import Buckets, Reduction
+
+
+# The places of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
+def staging_place(process_set_id: int) -> int:
+    """Where the ranks of a process set stage tensors."""
+    return 2 * process_set_id + 1
+
+
+def lane_place(lane_id: int) -> int:
+    """Where a lane's buckets live."""
+    return 2 * lane_id + 2
+
+
+def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
+    """How a process set lies on nodes, with the memory that its ranks on this node share; None if no two share any."""
+    transport, rank = group.transport, group.members[group.rank]
+    nodes = [here for node in transport.nodes if (here := [member for member in node if member in group.members])]
+    if all(len(node) == 1 for node in nodes):
+        return None
+    node = next(members for members in nodes if rank in members)
+    if len(node) == 1:
+        return Layout(nodes, None)
+    from hvdkit.kernels._native import Area
+    from hvdkit.transports.node import NodeTransport
+
+    assert isinstance(transport, NodeTransport)
+    area_bytes = Area.bytes_needed(len(node), DEPTH, SLOT_BYTES)
+    window = transport.window(staging_place(process_set_id), 2 * area_bytes)
+    bells = transport.bells_of(node)
+    areas = [Area(window, half * area_bytes, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for half in (0, 1)]
+    return Layout(nodes, Staging(node, rank, areas[0], areas[1], spin_seconds))
+
+
+def shared_buckets(group: Group, reduction: Reduction, lane_id: int, nbytes: int) -> tuple[Buckets | None, str]:
+    """Buckets in the node's memory, or why there are none; both nothing on a node with one rank of the group."""
+    if group.layout.staging is None:
+        return None, ""
+    from hvdkit.engine.shared_buckets import SharedBuckets
+
+    try:
+        home = SharedBuckets(group, group.layout, reduction, lane_place(lane_id), nbytes)
+        home.populate_others()
+    except OSError as error:
+        return None, f"no room for {nbytes} bytes on each rank ({error})"
+    return home, ""

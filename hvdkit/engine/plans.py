@@ -1,0 +1,99 @@
+"""Registering plans: all ranks agree on tensors that are reduced together step after step, and on where they live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdkit.engine.buckets import Buckets, DeviceBuckets, HostBuckets, Reduction
+from hvdkit.engine.lane import Lane
+from hvdkit.engine.places import shared_buckets
+from hvdkit.engine.plan import Slot, total_bytes
+from hvdkit.kernels import ReduceOp
+
+if TYPE_CHECKING:
+    from hvdkit.engine.core import Engine
+
+logger = logging.getLogger("hvdkit")
+
+# How many closed plans are remembered, for zeros while this rank has joined and others go on.
+CLOSED_LANES = 64
+# How many of them keep their communicator of a device, which takes the device's memory.
+CLOSED_DEVICE_LANES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an optimizer asks for. ``place`` is the device on which its slots shall live."""
+
+    name: str
+    slots: Sequence[Slot]
+    reduction: Reduction
+    process_set_id: int
+    groups: Sequence[Sequence[int]]
+    place: str
+
+
+def register(engine: Engine, plan: Plan) -> Lane:
+    """Agree on a plan with all ranks of its process set. Blocks; raises HorovodInternalError where they differ."""
+    transport, reduction = engine.transport, plan.reduction
+    device = plan.place.partition(":")[0]
+    signature = {
+        "slots": [[slot.name, list(slot.shape), str(slot.dtype)] for slot in plan.slots],
+        "op": int(reduction.op),
+        "prescale": reduction.prescale,
+        "postscale": reduction.postscale,
+        "codec": reduction.codec,
+        "groups": [list(group) for group in plan.groups],
+        "device": device if device in transport.device_types else "cpu",
+    }
+    lane_id = engine.submit_plan(plan.name, signature, plan.process_set_id).wait()
+    group = engine.groups.group(plan.process_set_id)
+    collectives = None
+    if signature["device"] != "cpu" or "cpu" in transport.device_types:
+        collectives = transport.collectives_for(plan.place, group.members, f"lane{lane_id}")
+    home: Buckets
+    if collectives is not None:
+        home = DeviceBuckets(group, reduction, collectives)
+    else:
+        home = _host_buckets(engine, plan, lane_id)
+    return Lane(engine, lane_id, plan.name, plan.slots, group, home, reduction.codec, plan.groups)
+
+
+def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
+    """Where a lane's buckets live on the host: in the node's memory if no rank of the lane is short of it."""
+    group = engine.groups.group(plan.process_set_id)
+    if group.layout is None:
+        return HostBuckets(group, plan.reduction, None)
+    home, problem = shared_buckets(group, plan.reduction, lane_id, total_bytes(plan.slots))
+    fine = np.array([not problem], dtype=np.uint8)
+    engine.allreduce(
+        [fine],
+        name=f"{plan.name}.memory",
+        op=ReduceOp.MIN,
+        prescale=1.0,
+        postscale=1.0,
+        process_set_id=plan.process_set_id,
+    ).wait()
+    if problem:
+        logger.warning(
+            "%s: the gradients of '%s' are not in shared memory, which is slower: %s",
+            engine.told(), plan.name, problem,
+        )  # fmt: skip
+    if not fine[0]:
+        return HostBuckets(group, plan.reduction, None)
+    return home or HostBuckets(group, plan.reduction, group.layout)
+
+
+def keep_closed(closed: dict[int, Lane], lane: Lane) -> None:
+    """Remember a closed lane, and forget what is too old."""
+    closed[lane.lane_id] = lane
+    for old in [one for one in closed.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
+        old.home.close()
+        del closed[old.lane_id]
+    while len(closed) > CLOSED_LANES:
+        closed.pop(next(iter(closed)))

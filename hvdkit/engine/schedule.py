@@ -1,0 +1,131 @@
+"""When what travels: pure functions of what all ranks know, each with the reason for its answer.
+
+Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``latency + n * seconds_per_byte``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MEBIBYTE = 1024 * 1024
+
+# What the engine itself takes for one operation.
+OPERATION_SECONDS = 100e-6
+# A bucket is large enough when latency is this part of the time it takes.
+LATENCY_SHARE = 0.05
+SMALLEST_BUCKET, LARGEST_BUCKET = MEBIBYTE, 8 * MEBIBYTE
+# The first bucket of a step is this part of the others: the wire should not wait long for its first work.
+FIRST_BUCKET_PART = 8
+# What is on its way at once, in buckets: one is exchanged, one summed, one sent back, one waits.
+BUCKETS_IN_FLIGHT = 4
+MOST_BUCKETS_IN_FLIGHT = 16
+
+
+@dataclass(frozen=True)
+class Network:
+    """What was measured between two ranks at init, on different nodes if there are several; the same on all ranks."""
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def told(self) -> str:
+        return f"{self.latency_seconds * 1e6:.0f} us, {1e-9 / max(self.seconds_per_byte, 1e-15):.2f} GB/s"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large buckets and pieces of buckets are, in bytes, and why."""
+
+    bucket: int
+    first_bucket: int
+    in_flight: int
+    reason: str
+
+
+def choose_sizes(network: Network, asked_bucket: int | None, asked_in_flight: int | None) -> Sizes:
+    """Bytes of a bucket, of the first one, and of what may be on its way at once.
+
+    ``asked_bucket`` (HVDKIT_FUSION_THRESHOLD) and ``asked_in_flight`` (HVDKIT_MAX_BYTES_IN_FLIGHT) win where given.
+    """
+    if asked_bucket is not None:
+        bucket, first, reason = asked_bucket, asked_bucket, "HVDKIT_FUSION_THRESHOLD"
+    else:
+        latency = network.latency_seconds + OPERATION_SECONDS
+        enough = latency / LATENCY_SHARE / max(network.seconds_per_byte, 1e-15)
+        bucket = int(min(max(enough, SMALLEST_BUCKET), LARGEST_BUCKET))
+        first = max(bucket // FIRST_BUCKET_PART, SMALLEST_BUCKET // FIRST_BUCKET_PART)
+        reason = f"latency is {LATENCY_SHARE:.0%} of {enough / MEBIBYTE:.1f} MiB at {network.told()}"
+    if asked_in_flight is not None:
+        return Sizes(bucket, first, asked_in_flight, f"{reason}; HVDKIT_MAX_BYTES_IN_FLIGHT")
+    # What one trip takes must be on its way, or the wire waits for answers.
+    trip = int(2 * network.latency_seconds / max(network.seconds_per_byte, 1e-15))
+    least, most = (count * max(bucket, SMALLEST_BUCKET) for count in (BUCKETS_IN_FLIGHT, MOST_BUCKETS_IN_FLIGHT))
+    in_flight = min(max(least, trip), most)
+    return Sizes(bucket, first, in_flight, f"{reason}; {in_flight / MEBIBYTE:.0f} MiB in flight")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a bucket's elements that travels as one operation."""
+
+    bucket: int
+    begin: int
+    end: int
+    part: int  # of ``parts``
+    parts: int
+
+
+def cut(elements: Sequence[int], itemsizes: Sequence[int], largest: int) -> list[Piece]:
+    """The pieces of buckets of so many elements, in order: parts of about ``largest`` bytes, on cache lines.
+
+    Only a bucket of more than twice as much is cut, which is one with a large tensor. ``largest`` 0 cuts nothing.
+    """
+    pieces = []
+    for bucket, (count, itemsize) in enumerate(zip(elements, itemsizes, strict=True)):
+        parts = -(-count * itemsize // largest) if 0 < 2 * largest < count * itemsize else 1
+        line = max(1, 64 // itemsize)
+        each = -(-count // parts // line) * line if parts > 1 else count
+        begins = range(0, count, each) if count else range(1)
+        for part, begin in enumerate(begins):
+            pieces.append(Piece(bucket, begin, min(count, begin + each), part, len(begins)))
+    return pieces
+
+
+def send_order(
+    pieces: Sequence[Piece],
+    ready_at: Sequence[float],
+    needed: Sequence[int],
+    nbytes: Sequence[int],
+    network: Network,
+) -> tuple[list[int], list[str]]:
+    """The order in which pieces travel, and why each stands where it does.
+
+    ``ready_at`` (seconds) and ``needed`` (smaller: the next forward pass wants it sooner) are by bucket; ``nbytes`` by
+    piece is half of what a rank sends for it. The wire is taken for twice as quick as measured, since a piece that is
+    ordered before it is ready keeps the wire idle, while one that comes a little later costs nothing.
+
+    It is what a wire would do that always takes the most urgent of what is ready; where the wire keeps up with the
+    backward pass that is the order of readiness. All ranks compute it from rank 0's times, so no rank waits for another
+    that chose differently.
+    """
+    waiting = sorted(range(len(pieces)), key=lambda one: (ready_at[pieces[one].bucket], one))
+    order: list[int] = []
+    reasons: list[str] = []
+    now = 0.0
+    ready: list[int] = []
+    while waiting or ready:
+        if not ready:
+            now = max(now, ready_at[pieces[waiting[0]].bucket])
+        while waiting and ready_at[pieces[waiting[0]].bucket] <= now:
+            ready.append(waiting.pop(0))
+        chosen = min(ready, key=lambda one: (needed[pieces[one].bucket], pieces[one].begin))
+        overtaken = sum(one < chosen for one in ready)
+        if overtaken:
+            reasons.append(f"needed sooner than {overtaken} that were ready before")
+        else:
+            reasons.append("ready first" if len(ready) == 1 else f"needed soonest of {len(ready)}")
+        ready.remove(chosen)
+        order.append(chosen)
+        now += OPERATION_SECONDS + nbytes[chosen] * network.seconds_per_byte
+    return order, reasons

@@ -1,0 +1,108 @@
+"""At init, the ranks of each node come to share memory, or say once why they do not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hvdkit import kernels
+from hvdkit.config import Settings
+from hvdkit.engine.topology import Topology, nodes_that_share
+from hvdkit.transports import Transport
+
+if TYPE_CHECKING:
+    from hvdkit.kernels._native import Window
+    from hvdkit.transports.node_memory import Invitation, NodeMemory
+
+logger = logging.getLogger("hvdkit")
+
+# How long handing the memory over may take; a rank that cannot get it must not keep the others at init.
+OBTAIN_SECONDS = 10.0
+
+Exchange = Callable[[bytes], list[bytes]]
+
+
+def share_memory(transport: Transport, topology: Topology, settings: Settings, exchange: Exchange) -> Transport:
+    """The transport for this job: ``transport`` itself, or with the memory of the node before it. Collective.
+
+    ``exchange``: everyone's bytes on every rank. What stands in the way on one rank of a node holds for all of them.
+    """
+    if all(len(node) == 1 for node in topology.nodes):
+        return transport  # nobody to share with
+    # All ranks are connected, so nobody comes late; and others wait for the outcome with a deadline.
+    rank, seconds = topology.rank, min(settings.start_timeout_seconds, settings.timeout_seconds / 4, OBTAIN_SECONDS)
+    node = next(list(members) for members in topology.nodes if rank in members)
+    reason = _reason_not_to_share(settings)
+    invitation: Invitation | None = None
+    mine = {}
+    if rank == node[0] and len(node) > 1 and not reason:
+        invitation, reason = _invite()
+        if invitation is not None:
+            mine = {"address": invitation.address, "secret": invitation.secret}
+    told = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
+    reason = next((told[member]["reason"] for member in node if told[member]["reason"]), "")
+    obtained: tuple[NodeMemory, Window] | None = None
+    if len(node) > 1 and not reason:
+        obtained, reason = _obtain(invitation, told[node[0]], node, rank, seconds)
+    elif invitation is not None:
+        invitation.withdraw()
+    # Getting it may have failed on one rank only.
+    try:
+        outcomes = [blob.decode() for blob in exchange(reason.encode())]
+    except BaseException:
+        if obtained is not None:
+            obtained[0].close()
+        raise
+    transport.nodes = nodes_that_share(topology.nodes, [member for member, text in enumerate(outcomes) if text])
+    reason = next((outcomes[member] for member in node if outcomes[member]), "")
+    if reason and obtained is not None:
+        obtained[0].close()
+    if reason and rank == node[0] and settings.node_memory:
+        logger.warning(
+            "the ranks %s on %s share no memory and talk over %s, which is slower: %s",
+            node, topology.hosts[rank], transport.name, reason,
+        )  # fmt: skip
+    if reason or obtained is None:
+        return transport
+    from hvdkit.transports.node import NodeTransport
+
+    return NodeTransport(transport, *obtained)
+
+
+def _reason_not_to_share(settings: Settings) -> str:
+    if not settings.node_memory:
+        return "HVDKIT_NODE_MEMORY is 0"
+    if kernels.backend() != "native":
+        return "the native kernels were not built (no C++ compiler was found when hvdkit was installed)"
+    return ""
+
+
+def _invite() -> tuple[Invitation | None, str]:
+    from hvdkit.transports.node_memory import Invitation
+
+    try:
+        return Invitation(), ""
+    except (OSError, AttributeError) as error:  # AttributeError: Python was built for a system without memfd_create
+        return None, f"no memory file can be made here ({error})"
+
+
+def _obtain(
+    invitation: Invitation | None, offer: dict[str, str], node: Sequence[int], rank: int, seconds: float
+) -> tuple[tuple[NodeMemory, Window] | None, str]:
+    from hvdkit.transports.node import rings_bytes
+    from hvdkit.transports.node_memory import NodeMemory, fetch
+
+    memory = None
+    try:
+        if invitation is not None:
+            descriptor = invitation.serve(len(node) - 1, seconds)
+        else:
+            descriptor = fetch(offer["address"], offer["secret"], seconds)
+        memory = NodeMemory(descriptor, node.index(rank), len(node))
+        return (memory, memory.window(0, rings_bytes(len(node)))), ""
+    except OSError as error:
+        if memory is not None:
+            memory.close()
+        return None, f"rank {rank} could not get the memory that rank {node[0]} made ({error})"

@@ -1,0 +1,207 @@
+// Stage, reduce, gather: a pipeline over chunks in which each rank goes ahead as far as the others' counters allow.
+#include "staged.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "../../kernels/csrc/stream.h"
+
+namespace hvdkit {
+namespace {
+
+constexpr std::size_t kCounters = 3;
+enum Which : std::size_t { staged_chunks = 0, reduced_chunks = 1, finished_chunks = 2 };
+
+}  // namespace
+
+std::size_t Area::bytes_needed(std::size_t ranks, std::size_t depth, std::size_t slot_bytes) {
+    return ranks * (kCounters * sizeof(Counter) + depth * slot_bytes);
+}
+
+Area::Area(std::byte* base, std::size_t ranks, std::size_t me, std::size_t depth, std::size_t slot_bytes,
+           std::vector<Bell*> bells)
+    : base_(base), ranks_(ranks), me_(me), depth_(depth), slot_bytes_(slot_bytes), bells_(std::move(bells)) {}
+
+std::byte* Area::slot(std::size_t rank, std::uint64_t chunk) const {
+    std::byte* const slots = base_ + ranks_ * kCounters * sizeof(Counter);
+    return slots + (rank * depth_ + chunk % depth_) * slot_bytes_;
+}
+
+Counter& Area::counter(std::size_t rank, std::size_t which) const {
+    return reinterpret_cast<Counter*>(base_)[rank * kCounters + which];
+}
+
+void Area::ring_others() const {
+    for (std::size_t rank = 0; rank < ranks_; ++rank) {
+        if (rank != me_) bells_[rank]->ring();
+    }
+}
+
+Staged::Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byte* data, std::size_t count,
+               std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source)
+    : area_(area),
+      mode_(mode),
+      dtype_(dtype),
+      op_(op),
+      scale_(scale),
+      data_(data),
+      source_(source != nullptr ? source : data),
+      count_(count),
+      streams_(source_ != data && count * size_of(dtype) >= kStreamBytes),
+      shares_(std::move(shares)),
+      item_(size_of(dtype)),
+      piece_bytes_(area.slot_bytes() / area.ranks() / kLine * kLine),
+      base_(area.chunks) {
+    if (mode == Mode::whole) {
+        if (count * item_ > area.slot_bytes()) throw std::invalid_argument("the tensor does not fit into a slot");
+        chunks_ = 1;
+    } else {
+        std::size_t longest = 0;
+        for (const auto& [begin, end] : shares_) longest = std::max(longest, end - begin);
+        chunks_ = (longest * item_ + piece_bytes_ - 1) / piece_bytes_;
+    }
+    area_.chunks += chunks_;
+}
+
+bool Staged::advance(double spin_seconds) {
+    double idle_since = 0.0;
+    while (gathered_ < chunks_) {
+        bool moved = try_gather();
+        moved |= try_reduce();
+        moved |= try_stage();
+        if (moved) {
+            idle_since = 0.0;
+            continue;
+        }
+        const double now = monotonic_seconds();
+        if (idle_since == 0.0) idle_since = now;
+        if (now - idle_since >= spin_seconds) return false;
+        for (int i = 0; i < 16; ++i) relax();
+    }
+    return true;
+}
+
+bool Staged::try_stage() {
+    if (staged_ == chunks_) return false;
+    const std::uint64_t number = base_ + staged_ + 1;
+    // The slot holds a chunk of ``depth`` ago, which all others must be through with.
+    if (number > area_.depth() && !others_reached(finished_chunks, number - area_.depth())) return false;
+    stage_into_slot(staged_);
+    count(staged_chunks, ++staged_);
+    if (mode_ == Mode::allgather) count(reduced_chunks, ++reduced_);
+    area_.ring_others();
+    return true;
+}
+
+bool Staged::try_reduce() {
+    if (reduced_ == staged_ || !others_reached(staged_chunks, base_ + reduced_ + 1)) return false;
+    if (mode_ == Mode::whole) {
+        reduce_whole(reduced_);
+    } else {
+        reduce_share(reduced_);
+    }
+    count(reduced_chunks, ++reduced_);
+    if (mode_ != Mode::allreduce) count(finished_chunks, ++gathered_);
+    area_.ring_others();
+    return true;
+}
+
+bool Staged::try_gather() {
+    if (gathered_ == reduced_ || !others_reached(reduced_chunks, base_ + gathered_ + 1)) return false;
+    gather_shares(gathered_);
+    count(finished_chunks, ++gathered_);
+    area_.ring_others();
+    return true;
+}
+
+void Staged::stage_into_slot(std::uint64_t chunk) {
+    std::byte* const slot = area_.slot(area_.me(), base_ + chunk);
+    if (mode_ == Mode::whole) {
+        if (count_ > 0) std::memcpy(slot, source_, count_ * item_);
+        return;
+    }
+    for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
+        const bool mine = rank == area_.me();
+        if (mine != (mode_ == Mode::allgather)) continue;
+        const auto [begin, length] = piece(rank, chunk);
+        if (length > 0) std::memcpy(slot + rank * piece_bytes_, source_ + begin * item_, length * item_);
+    }
+}
+
+void Staged::reduce_share(std::uint64_t chunk) {
+    const std::size_t me = area_.me();
+    const auto [begin, length] = piece(me, chunk);
+    if (length == 0) return;
+    std::byte* const own = data_ + begin * item_;
+    std::byte* const shared = area_.slot(me, base_ + chunk) + me * piece_bytes_;
+    Reduction reduction{dtype_, dtype_, op_, scale_, length, {}, {}};
+    const bool share = mode_ == Mode::allreduce;
+    if (share) reduction.destinations.push_back(shared);
+    if (!share || !streams_) reduction.destinations.push_back(own);
+    for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
+        reduction.sources.push_back(rank == me ? source_ + begin * item_
+                                               : area_.slot(rank, base_ + chunk) + me * piece_bytes_);
+    }
+    reduce(reduction);
+    if (share && streams_) stream_copy(own, shared, length * item_);
+}
+
+void Staged::reduce_whole(std::uint64_t chunk) {
+    if (count_ == 0) return;
+    Reduction reduction{dtype_, dtype_, op_, scale_, count_, {data_}, {}};
+    for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
+        reduction.sources.push_back(rank == area_.me() ? source_ : area_.slot(rank, base_ + chunk));
+    }
+    reduce(reduction);
+}
+
+void Staged::gather_shares(std::uint64_t chunk) {
+    for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
+        if (rank == area_.me()) continue;
+        const auto [begin, length] = piece(rank, chunk);
+        const std::byte* const reduced = area_.slot(rank, base_ + chunk) + rank * piece_bytes_;
+        if (length == 0) continue;
+        if (streams_) {
+            stream_copy(data_ + begin * item_, reduced, length * item_);
+        } else {
+            std::memcpy(data_ + begin * item_, reduced, length * item_);
+        }
+    }
+}
+
+bool Staged::others_reached(std::size_t which, std::uint64_t number) const {
+    for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
+        if (rank != area_.me() && area_.counter(rank, which).get() < number) return false;
+    }
+    return true;
+}
+
+std::pair<std::size_t, std::size_t> Staged::piece(std::size_t rank, std::uint64_t chunk) const {
+    const auto [begin, end] = shares_[rank];
+    const std::size_t elements = piece_bytes_ / item_;
+    const std::size_t first = std::min(end, begin + chunk * elements);
+    return {first, std::min(elements, end - first)};
+}
+
+void Staged::count(std::size_t which, std::uint64_t done) { area_.counter(area_.me(), which).set(base_ + done); }
+
+std::vector<std::size_t> Staged::awaited() const {
+    // Steps that lack nothing but the others' part, so that whoever is behind can go on by itself: a rank that has not
+    // reduced because it, too, lacks a third one's part is not named.
+    const std::uint64_t number = base_ + staged_ + 1;
+    const bool to_stage = staged_ < chunks_ && number > area_.depth() && number <= base_ + gathered_ + area_.depth();
+    const bool to_reduce = reduced_ < staged_;
+    const bool to_gather = gathered_ < reduced_;
+    std::vector<std::size_t> behind;
+    for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
+        if (rank == area_.me()) continue;
+        const bool slot_taken = to_stage && area_.counter(rank, finished_chunks).get() < number - area_.depth();
+        const bool not_staged = to_reduce && area_.counter(rank, staged_chunks).get() < base_ + reduced_ + 1;
+        const bool not_reduced = to_gather && area_.counter(rank, reduced_chunks).get() < base_ + gathered_ + 1;
+        if (slot_taken || not_staged || not_reduced) behind.push_back(rank);
+    }
+    return behind;
+}
+
+}  // namespace hvdkit

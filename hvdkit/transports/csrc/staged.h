@@ -1,0 +1,97 @@
+// Collectives of a node's ranks on tensors that live anywhere: through chunks in shared memory that stay in the cache.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "../../kernels/csrc/kernels.h"
+#include "shared.h"
+
+namespace hvdkit {
+
+// Memory that the ranks of one group of a node share. Each rank has ``depth`` slots of ``slot_bytes`` in which it puts
+// chunks for the others to read, and three counters of the chunks it has put there, reduced, and is through with.
+class Area {
+ public:
+    static std::size_t bytes_needed(std::size_t ranks, std::size_t depth, std::size_t slot_bytes);
+
+    // ``base``: that many bytes of shared memory, zeros at first. ``bells``: of the group's ranks.
+    Area(std::byte* base, std::size_t ranks, std::size_t me, std::size_t depth, std::size_t slot_bytes,
+         std::vector<Bell*> bells);
+
+    std::size_t ranks() const { return ranks_; }
+    std::size_t me() const { return me_; }
+    std::size_t depth() const { return depth_; }
+    std::size_t slot_bytes() const { return slot_bytes_; }
+    std::byte* slot(std::size_t rank, std::uint64_t chunk) const;
+    // Each rank's, by what it counts: 0 chunks put into a slot, 1 reduced, 2 done with.
+    Counter& counter(std::size_t rank, std::size_t which) const;
+    void ring_others() const;
+
+    std::uint64_t chunks = 0;  // of all operations so far: the same number on all ranks between two operations
+
+ private:
+    std::byte* base_;
+    std::size_t ranks_;
+    std::size_t me_;
+    std::size_t depth_;
+    std::size_t slot_bytes_;
+    std::vector<Bell*> bells_;
+};
+
+enum class Mode {
+    allreduce = 0,       // every rank's share is reduced by that rank and handed to all
+    reduce_scatter = 1,  // only the first half of that
+    allgather = 2,       // only the second half
+    whole = 3,           // everyone reduces everything: one exchange instead of two, for what fits into a slot
+};
+
+// One operation in place on this rank's ``data``, or out of ``source`` into it. All ranks of the area run the same
+// operations in the same order, one at a time. ``shares``: for each rank the elements (begin, end) that are its own;
+// other elements than these are left alone. Sums run in rank order.
+class Staged {
+ public:
+    Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byte* data, std::size_t count,
+           std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source = nullptr);
+
+    // Goes on as far as the others are; gives up after ``spin_seconds`` without progress. True when all is done.
+    bool advance(double spin_seconds);
+
+    // The ranks that this one waits for since ``advance`` gave up: each of them could go on.
+    std::vector<std::size_t> awaited() const;
+
+ private:
+    bool try_stage();
+    bool try_reduce();
+    bool try_gather();
+    void stage_into_slot(std::uint64_t chunk);
+    void reduce_share(std::uint64_t chunk);
+    void reduce_whole(std::uint64_t chunk);
+    void gather_shares(std::uint64_t chunk);
+    bool others_reached(std::size_t which, std::uint64_t number) const;
+    // The part of a rank's share that travels in a chunk: its first element and how many.
+    std::pair<std::size_t, std::size_t> piece(std::size_t rank, std::uint64_t chunk) const;
+    void count(std::size_t which, std::uint64_t done);
+
+    Area& area_;
+    Mode mode_;
+    DType dtype_;
+    Op op_;
+    double scale_;
+    std::byte* data_;
+    const std::byte* source_;
+    std::size_t count_;
+    bool streams_;  // the result goes past the cache: in place its lines were just read, so there it would cost
+    std::vector<std::pair<std::size_t, std::size_t>> shares_;
+    std::size_t item_;
+    std::size_t piece_bytes_;
+    std::uint64_t base_;    // the area's chunks before this operation
+    std::uint64_t chunks_;  // of this operation
+    std::uint64_t staged_ = 0;
+    std::uint64_t reduced_ = 0;
+    std::uint64_t gathered_ = 0;
+};
+
+}  // namespace hvdkit

@@ -1,0 +1,40 @@
+// Mapping and populating memory files.
+#include "window.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace hvdkit {
+
+Window::Window(int descriptor, std::uint64_t offset, std::size_t nbytes) : nbytes_(nbytes), process_(getpid()) {
+    void* const mapped =
+        mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
+    if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
+    data_ = static_cast<std::byte*>(mapped);
+    madvise(mapped, nbytes, MADV_HUGEPAGE);  // where the system allows it for shared memory; else nothing is lost
+}
+
+Window::~Window() {
+    if (getpid() == process_) {  // a fork's copy of this object goes while the parent still works here
+        for (const auto& [begin, nbytes] : given_back_) madvise(data_ + begin, nbytes, MADV_REMOVE);
+    }
+    munmap(data_, nbytes_);
+}
+
+void Window::give_back_at_end(std::size_t begin, std::size_t nbytes) { given_back_.emplace_back(begin, nbytes); }
+
+void Window::populate(std::size_t begin, std::size_t nbytes) {
+    static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    const std::size_t first = begin / page * page;
+    if (madvise(data_ + first, begin + nbytes - first, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) return;
+    throw std::system_error(errno, std::generic_category(), "madvise");
+}
+
+}  // namespace hvdkit

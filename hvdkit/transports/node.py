@@ -1,0 +1,119 @@
+"""Ranks of one node talk through memory that they share, whatever transport carries bytes to other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from hvdkit.kernels._native import Bell, Cells, Message, Post, Window
+from hvdkit.transports.base import CACHE_LINE, Bytes, DeviceCollectives, Transfer, Transport
+from hvdkit.transports.node_memory import NodeMemory
+
+# The rings of one pair of ranks. Larger ones leave the second-level cache, smaller ones make ranks wait for each other.
+DATA_RING = 256 * 1024
+CROWDED_DATA_RING = 32 * 1024
+CROWDED = 16  # ranks: their rings are P * P
+CONTROL_RING = 32 * 1024
+# How often the locks of the other ranks are looked at, which is one system call each.
+LOOK_SECONDS = 0.2
+
+
+def _data_ring(ranks: int) -> int:
+    return DATA_RING if ranks <= CROWDED else CROWDED_DATA_RING
+
+
+def rings_bytes(ranks: int) -> int:
+    """The window that a NodeTransport of so many ranks of a node needs: their bells, and the rings of each pair."""
+    return ranks * CACHE_LINE + Post.bytes_needed(ranks, _data_ring(ranks), CONTROL_RING)
+
+
+def _transfer(message: Message, peer: int) -> Transfer:
+    message.peer = peer
+    return message
+
+
+class NodeTransport(Transport):
+    """``inner`` for ranks elsewhere, shared memory for those of this node as ``inner.nodes`` has it."""
+
+    def __init__(self, inner: Transport, memory: NodeMemory, rings: Window) -> None:
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self.device_types = inner.device_types
+        self.nodes = inner.nodes
+        self.members = next(node for node in self.nodes if inner.rank in node)
+        self.memory = memory
+        self.polling = inner.polling and len(self.members) < inner.size
+        self._inner = inner
+        self._places = {rank: place for place, rank in enumerate(self.members)}
+        count = len(self.members)
+        self.bells = [Bell(rings, place * CACHE_LINE) for place in range(count)]
+        self.bell = self.bells[memory.index]
+        self._post = Post(rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.bells)
+        self._gone: dict[int, str] = {}
+        self._next_look = 0.0
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        place = self._places.get(peer)
+        if place is None:
+            return self._inner.isend(buffer, peer, tag)
+        return _transfer(self._post.send(place, tag, buffer), peer)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        place = self._places.get(peer)
+        if place is None:
+            return self._inner.irecv(buffer, peer, tag)
+        return _transfer(self._post.receive(place, tag, buffer), peer)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        place = self._places.get(peer)
+        if place is None:
+            self._inner.send_control(peer, payload)
+        else:
+            self._post.send_control(place, payload)
+
+    def advance(self) -> bool:
+        return self._post.progress()
+
+    def poll_control(self) -> list[tuple[int, bytes]]:
+        messages = [(self.members[place], payload) for place, payload in self._post.take_control()]
+        if len(self.members) < self.size:
+            messages += self._inner.poll_control()
+        return messages
+
+    def lost_peers(self) -> dict[int, str]:
+        now = monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            for place in self.memory.gone():
+                self._gone.setdefault(self.members[place], "its process ended")
+        return {**self._inner.lost_peers(), **self._gone}
+
+    def watch(self, transfers: Sequence[Transfer]) -> None:
+        # What waits for ranks of this node tells which (see Transfer.peer), and is moved by ``advance``.
+        outside = [one for one in transfers if one.peer not in self._places and not hasattr(one, "awaited")]
+        if outside:
+            self._inner.watch(outside)
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._inner.set_waker(waker)
+
+    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        return self._inner.collectives_for(place, members, label)
+
+    def bells_of(self, members: Sequence[int]) -> list[Bell]:
+        """The bells of ranks of this node."""
+        return [self.bells[self._places[rank]] for rank in members]
+
+    def window(self, place: int, nbytes: int) -> Window:
+        """Memory that all ranks of this node which ask for the same place share. Place 0 is taken."""
+        return self.memory.window(place, nbytes)
+
+    def cells(self, window: Window, offset: int, count: int) -> Cells:
+        """Counters in a window, each on a cache line of its own."""
+        return Cells(window, offset, count)
+
+    def close(self, graceful: bool) -> None:
+        self._inner.close(graceful)
+        self.memory.close()
+
+    def abort(self, code: int) -> None:
+        self._inner.abort(code)

@@ -1,0 +1,137 @@
+"""Memory that the ranks of one node share: an anonymous file that one of them makes and hands to the others.
+
+A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not hold for it; it has no name, so nobody
+else can open it and nothing is left behind however its ranks end. Its descriptor travels over a socket, to processes of
+the same user that show a secret which they got over the transport. Each rank holds a lock on one byte of the file; the
+kernel drops it when the process ends, which is how the others notice.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import os
+import secrets
+import socket
+import struct
+from contextlib import suppress
+from time import monotonic
+
+from hvdkit.kernels._native import Window
+
+# The file is sparse: addresses cost nothing, so whoever needs memory under a number that all ranks know has a place of
+# its own, and nobody allocates.
+FILE_BYTES = 1 << 62
+PLACE_BYTES = 1 << 40
+PLACES = FILE_BYTES // PLACE_BYTES - 1
+
+# How long a process that has connected may take to show the secret.
+GREETING_SECONDS = 1.0
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
+
+
+class NodeMemory:
+    """The file, and this rank's place among the ``count`` ranks that have it."""
+
+    def __init__(self, descriptor: int, index: int, count: int) -> None:
+        self.index, self.count = index, count
+        self._descriptor = descriptor
+        # A POSIX lock, unlike the newer kind, is not inherited by children that outlive this process.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index, os.SEEK_SET)
+
+    def window(self, place: int, nbytes: int) -> Window:
+        """Map the memory that belongs to a number; zeros until somebody writes there. Raises OSError."""
+        if nbytes > PLACE_BYTES:
+            raise OSError(errno.EFBIG, f"{nbytes} bytes in one place", None)
+        return Window(self._descriptor, place % PLACES * PLACE_BYTES, nbytes)
+
+    def gone(self) -> list[int]:
+        """The ranks (by index) whose process has ended or closed this memory."""
+        return [index for index in range(self.count) if index != self.index and not self._is_locked(index)]
+
+    def _is_locked(self, index: int) -> bool:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
+        answer = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
+        return bool(answer[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Close the file; windows stay mapped until nobody uses them."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+class Invitation:
+    """What the rank that makes the memory does: listens where others fetch it. Raises OSError where that cannot be."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_hex(32)
+        self.address = f"hvdkit-{secrets.token_hex(16)}"
+        self._descriptor = os.memfd_create("hvdkit", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._descriptor, FILE_BYTES)
+            # An abstract address: known in this network namespace only, gone with the socket.
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0{self.address}")
+            self._listener.listen(128)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def serve(self, guests: int, seconds: float) -> int:
+        """Hand the memory to ``guests`` processes that know the secret; returns its descriptor, now the caller's.
+
+        Raises TimeoutError, an OSError, where they do not come.
+        """
+        deadline = monotonic() + seconds
+        try:
+            while guests:
+                self._listener.settimeout(max(0.001, deadline - monotonic()))
+                connection, _ = self._listener.accept()
+                # One that says nothing, or goes away, is no reason to fail the others.
+                with connection, suppress(OSError):
+                    connection.settimeout(GREETING_SECONDS)
+                    if _same_user(connection) and self._knows_secret(connection):
+                        socket.send_fds(connection, [b"!"], [self._descriptor])
+                        guests -= 1
+        except OSError:
+            self.withdraw()
+            raise
+        self._listener.close()
+        return self._descriptor
+
+    def _knows_secret(self, connection: socket.socket) -> bool:
+        shown = b""
+        while len(shown) < len(self.secret):
+            part = connection.recv(len(self.secret) - len(shown))
+            if not part:
+                return False
+            shown += part
+        return hmac.compare_digest(shown, self.secret.encode())
+
+    def withdraw(self) -> None:
+        """Nobody is served, and the memory is not used."""
+        self._listener.close()
+        os.close(self._descriptor)
+
+
+def fetch(address: str, secret: str, seconds: float) -> int:
+    """The descriptor of the memory that another rank of this node made. Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        connection.connect(f"\0{address}")
+        if not _same_user(connection):
+            raise PermissionError("the memory that was offered belongs to another user")
+        connection.sendall(secret.encode())
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        raise ConnectionError("no memory came over the connection")
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]
+
+
+def _same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.geteuid())

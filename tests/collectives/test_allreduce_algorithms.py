@@ -1,0 +1,456 @@
+"""Every allreduce algorithm gives all ranks the right bits and sends the bytes of its formula, on 2 to 16 ranks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.collectives.allreduce import ALGORITHMS, allreduce, choose_allreduce
+from hvdkit.collectives.choice import Choice
+from hvdkit.collectives.group import Group
+from hvdkit.collectives.round_robin import opponents
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.collectives.tree import children
+from hvdkit.compression import CODECS, Codec
+from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
+from tests.collectives.loopback import LoopbackTransport, run_everywhere
+from tests.collectives.rendezvous import run_in_random_order
+
+RANKS = [2, 3, 4, 5, 6, 7, 8, 12, 16]
+ELEMENTS = [0, 1, 17, 1000]
+RANK_ORDER = ["all_to_all", "two_phase", "round_robin", "master_worker"]
+OWN_ORDER = ["ring", "tree", "butterfly"]
+# A rounding to so many bits loses at most this part of a value.
+ROUNDING = {"float64": 2**-53, "float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
+NONE, FP16 = CODECS["none"], CODECS["fp16"]
+
+
+class Int8Codec(Codec):
+    """A chunk's largest magnitude, then its values as parts of it: the payload of a chunk depends on where it is cut,
+    has a length of its own, and is another one after it was decoded and encoded again."""
+
+    name = "int8"
+    lossy = True
+
+    def encode(self, chunk: np.ndarray) -> np.ndarray:
+        if chunk.size == 0:
+            return np.empty(0, np.uint8)
+        step = np.float32(np.abs(chunk).max() / 100 or 1.0)
+        values = np.rint(chunk / step).clip(-127, 127).astype(np.int8)
+        return np.concatenate([np.array([step]).view(np.uint8), values.view(np.uint8)])
+
+    def decode_reduce(self, payloads: Sequence[np.ndarray], out: np.ndarray, op: ReduceOp, scale: float) -> None:
+        if out.size:
+            decoded = [p[4:].view(np.int8) * p[:4].copy().view(np.float32) * np.float32(0.99) for p in payloads]
+            numpy_kernels.reduce_into(out, decoded, op, scale)
+
+
+def random_inputs(size: int, elements: int, dtype: str = "float32") -> list[np.ndarray]:
+    generator = np.random.default_rng(size * 1000 + elements)
+    if dtype == "bool":
+        return [generator.random(elements) < 1 / size for _ in range(size)]
+    if dtype.startswith("int"):
+        limits = np.iinfo(dtype)
+        return [generator.integers(limits.min, limits.max, elements, dtype) for _ in range(size)]
+    return [generator.standard_normal(elements).astype(DTYPES[dtype]) for _ in range(size)]
+
+
+def reduction(inputs: list[np.ndarray], op: ReduceOp, scale: float = 1.0) -> np.ndarray:
+    """In rank order, in one process, by the kernels' oracle."""
+    result = np.empty_like(inputs[0])
+    numpy_kernels.reduce_into(result, inputs, op, scale)
+    return result
+
+
+def outcomes(
+    name: str, inputs: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, scale: float = 1.0, codec: Codec = NONE
+) -> tuple[np.ndarray, list[int]]:
+    """The result, of which all ranks have the same bits, and the bytes that each rank sent."""
+    buffers = [one.copy() for one in inputs]
+    results = run_everywhere(
+        len(inputs), lambda group: ALGORITHMS[name](group, buffers[group.rank], op, scale, codec, 0)
+    )
+    for buffer in buffers:
+        assert buffer.tobytes() == buffers[0].tobytes()
+    return buffers[0], [sent for _, sent in results]
+
+
+def formula(name: str, size: int, nbytes: int) -> list[int]:
+    module = importlib.import_module(f"hvdkit.collectives.{name}")
+    return [module.bytes_sent(rank, size, nbytes) for rank in range(size)]
+
+
+def test_the_two_kinds_of_algorithms_here_are_all_there_are():
+    assert sorted(ALGORITHMS) == sorted(RANK_ORDER + OWN_ORDER)
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", RANK_ORDER)
+def test_sums_in_rank_order_have_the_bits_of_one_process_and_round_once(name, dtype, size):
+    for elements in ELEMENTS:
+        inputs = random_inputs(size, elements, dtype)
+        result, _ = outcomes(name, inputs, scale=1 / 3)
+        assert result.tobytes() == reduction(inputs, ReduceOp.SUM, 1 / 3).tobytes()
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", OWN_ORDER)
+def test_sums_in_another_order_differ_by_one_rounding_a_hop(name, dtype, size):
+    for elements in ELEMENTS:
+        inputs = random_inputs(size, elements, dtype)
+        result, _ = outcomes(name, inputs, scale=1 / 3)
+        wide = [one.astype(np.float64) for one in inputs]
+        # No partial sum is larger than the sum of magnitudes; each of P - 1 additions and the scale rounds once.
+        bound = size * ROUNDING[dtype] * sum(np.abs(one) for one in wide) / 3 + 1e-7 * (dtype == "float16")
+        assert np.all(np.abs(result.astype(np.float64) - sum(wide) / 3) <= 1.01 * bound)
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_integers_are_exact_and_wrap_whatever_the_order(name, op, size):
+    for elements in ELEMENTS:
+        inputs = random_inputs(size, elements, "int32")
+        result, _ = outcomes(name, inputs, op)
+        np.testing.assert_array_equal(result, reduction(inputs, op))
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_scale_is_applied_once_to_the_whole_sum(name, size):
+    # Truncated toward zero: any part of the sum that was scaled by itself, or twice, would show.
+    inputs = [np.arange(rank, rank + 1000, dtype=np.int32) for rank in range(size)]
+    result, _ = outcomes(name, inputs, scale=1 / 7)
+    np.testing.assert_array_equal(result, reduction(inputs, ReduceOp.SUM, 1 / 7))
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "bool"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_minimum_and_maximum_are_exact(name, dtype, size):
+    for elements in ELEMENTS:
+        inputs = random_inputs(size, elements, dtype)
+        for op in (ReduceOp.MIN, ReduceOp.MAX):
+            result, _ = outcomes(name, inputs, op)
+            assert result.tobytes() == reduction(inputs, op).tobytes()
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"ring"}))  # which sums in the order of a rotation
+def test_of_two_zeros_that_compare_equal_the_last_rank_s_wins(name, size):
+    inputs = [np.where(np.arange(100) // 3 % size == rank, -0.0, 0.0).astype(np.float32) for rank in range(size)]
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        result, _ = outcomes(name, inputs, op)
+        assert result.tobytes() == inputs[-1].tobytes()
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_float_product_is_close_in_any_order(name, size):
+    inputs = [1 + 0.1 * one for one in random_inputs(size, 1000, "float64")]
+    result, _ = outcomes(name, inputs, ReduceOp.PRODUCT, 0.5)
+    np.testing.assert_allclose(result, 0.5 * np.prod(inputs, axis=0), rtol=1e-14)
+
+
+@given(
+    name=st.sampled_from(sorted(ALGORITHMS)),
+    size=st.integers(2, 16),
+    pattern=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8),
+    elements=st.integers(0, 2000),
+    codec=st.sampled_from([NONE, FP16]),
+    op=st.sampled_from([ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]),
+)
+@settings(deadline=None, max_examples=150)
+def test_any_values_reduce_exactly_as_integers_and_to_the_same_bits_as_floats(name, size, pattern, elements, codec, op):
+    # Every bit pattern may come up: infinities, NaNs, subnormal numbers.
+    words = [np.resize(np.roll(np.array(pattern, np.uint32), rank), elements) + np.uint32(rank) for rank in range(size)]
+    integers, _ = outcomes(name, [one.view(np.int32) for one in words], op, codec=codec)
+    np.testing.assert_array_equal(integers, reduction([one.view(np.int32) for one in words], op))
+    floats = [one.view(np.float32) for one in words]
+    first, _ = outcomes(name, floats, op, 0.5, codec)
+    again, _ = outcomes(name, floats, op, 0.5, codec)
+    assert first.tobytes() == again.tobytes()
+    if name in RANK_ORDER:
+        baseline, _ = outcomes("two_phase", floats, op, 0.5, codec)
+        np.testing.assert_array_equal(first, baseline)
+
+
+# -- codecs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", RANK_ORDER)
+def test_fp16_payloads_are_summed_wide_and_the_result_is_rounded_once(name, dtype, size):
+    for elements in ELEMENTS:
+        inputs = random_inputs(size, elements, dtype)
+        travelled = [one.astype(np.float16).astype(dtype) for one in inputs]
+        expected = reduction(travelled, ReduceOp.SUM, 1 / size).astype(np.float16).astype(dtype)
+        result, _ = outcomes(name, inputs, scale=1 / size, codec=FP16)
+        assert result.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", RANK_ORDER)
+def test_an_average_in_rank_order_may_have_a_sum_beyond_fp16(name, size):
+    # 6e4 is near fp16's largest value: a sum in fp16 would overflow before the average brings it back.
+    inputs = [np.full(16 * size, 6e4, dtype=np.float32) for _ in range(size)]
+    result, _ = outcomes(name, inputs, scale=1 / size, codec=FP16)
+    np.testing.assert_allclose(result, np.float32(np.float16(6e4)))
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", OWN_ORDER)
+def test_fp16_payloads_in_another_order_are_rounded_at_each_hop(name, size):
+    for elements in ELEMENTS:
+        inputs = random_inputs(size, elements)
+        result, _ = outcomes(name, inputs, scale=0.5, codec=FP16)
+        magnitude = sum(np.abs(one).astype(np.float64) for one in inputs) / 2
+        # Each rank's values, each of P - 1 partial sums, and the result.
+        assert np.all(
+            np.abs(result - sum(one.astype(np.float64) for one in inputs) / 2) <= (size + 1) / 2000 * magnitude
+        )
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("dtype", ["int32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_a_codec_leaves_alone_is_reduced_as_without_it(name, dtype, size):
+    inputs = random_inputs(size, 1000, dtype)
+    result, _ = outcomes(name, inputs, codec=FP16)
+    assert result.tobytes() == outcomes(name, inputs)[0].tobytes()
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_all_ranks_decode_the_payload_that_one_owner_encoded(name, size):
+    for elements in ELEMENTS:
+        inputs = [rank + 1 + np.arange(elements, dtype=np.float32) / 100 for rank in range(size)]
+        result, _ = outcomes(name, inputs, scale=1 / size, codec=Int8Codec())  # asserts that all have the same bits
+        np.testing.assert_allclose(result, sum(inputs) / size, rtol=0.25)
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(2, 17))
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_rank_sends_the_bytes_of_its_formula(name, size):
+    # So many cache lines of payload that every algorithm's chunks are equal.
+    elements = 3 * 16 * math.lcm(size, 16)
+    inputs = random_inputs(size, elements)
+    assert outcomes(name, inputs)[1] == formula(name, size, 4 * elements)
+    assert outcomes(name, inputs, codec=FP16)[1] == formula(name, size, 2 * elements)
+
+
+@pytest.mark.parametrize("size", range(2, 17))
+def test_the_formulas_are_those_of_the_literature(size):
+    lines = math.lcm(size, 16)
+    nbytes = 64 * lines
+    least = 2 * 64 * (lines - lines // size)  # 2 n (P - 1) / P
+    for name in ("two_phase", "ring", "round_robin"):
+        assert formula(name, size, nbytes) == [least] * size
+    assert formula("all_to_all", size, nbytes) == [nbytes * (size - 1)] * size
+    assert formula("master_worker", size, nbytes) == [nbytes * (size - 1)] + [nbytes] * (size - 1)
+    tree = formula("tree", size, nbytes)
+    assert tree[0] == nbytes * math.ceil(math.log2(size))
+    assert all(tree[rank] == nbytes for rank in range(1, size, 2))
+    assert sum(tree) == 2 * nbytes * (size - 1)  # each edge, up and down
+    butterfly = formula("butterfly", size, nbytes)
+    extras = size - 2 ** int(math.log2(size))
+    inner = 2 * (nbytes - nbytes // (size - extras))
+    assert butterfly == [nbytes, inner + nbytes] * extras + [inner] * (size - 2 * extras)
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_all_ranks_together_send_the_bytes_of_the_formula_whatever_the_chunks(name, size):
+    for elements in [*ELEMENTS, 12345]:
+        nbytes = 4 * elements
+        total = size * nbytes * (size - 1) if name == "all_to_all" else 2 * nbytes * (size - 1)
+        assert sum(outcomes(name, random_inputs(size, elements))[1]) == total
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_nothing_empty_is_sent(name, size, monkeypatch):
+    lengths = Counter()
+    send = LoopbackTransport.isend
+    monkeypatch.setattr(
+        LoopbackTransport,
+        "isend",
+        lambda self, buffer, peer, tag: (lengths.update([buffer.nbytes]), send(self, buffer, peer, tag))[1],
+    )
+    outcomes(name, random_inputs(size, 0))
+    assert not lengths
+    outcomes(name, random_inputs(size, 17))  # two cache lines: most chunks are empty
+    outcomes(name, random_inputs(size, 17), codec=FP16)
+    assert lengths
+    assert 0 not in lengths
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", ["all_to_all", "two_phase", "ring", "butterfly", "round_robin", "master_worker"])
+def test_each_rank_waits_for_as_many_rounds_as_the_algorithm_has(name, size):
+    core = 2 ** int(math.log2(size))
+    if name == "butterfly" and core != size:
+        longest = 2 * int(math.log2(core)) + 2
+    else:
+        two = 1 if name == "all_to_all" else 2
+        longest = two * {"ring": size - 1, "round_robin": size - 1, "butterfly": int(math.log2(size))}.get(name, 1)
+    buffers = random_inputs(size, 16 * 16 * size)
+
+    def rounds(group: Group):
+        count = 0
+        for transfers in ALGORITHMS[name](group, buffers[group.rank], ReduceOp.SUM, 1.0, NONE, 0):
+            count += bool(transfers)
+            yield transfers
+        return count
+
+    assert max(count for count, _ in run_everywhere(size, rounds)) == longest
+
+
+# -- how they behave --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_slow_sends_and_the_order_of_the_ranks_change_nothing(name, size):
+    for codec in (NONE, FP16):
+        inputs = random_inputs(size, 1000)
+        expected, _ = outcomes(name, inputs, scale=0.5, codec=codec)
+        for seed in range(3):
+            buffers = [one.copy() for one in inputs]
+
+            def steps(group: Group, buffers=buffers, codec=codec):
+                return ALGORITHMS[name](group, buffers[group.rank], ReduceOp.SUM, 0.5, codec, 6)
+
+            tags = run_in_random_order(size, steps, seed)
+            assert set().union(*tags) <= {6, 7}
+            for buffer in buffers:
+                assert buffer.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("codec", [NONE, FP16], ids=["none", "fp16"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_scratch_memory_is_given_back(name, codec, monkeypatch):
+    lent = []
+    take, give_back = SCRATCH.take, SCRATCH.give_back
+
+    def taken(nbytes):
+        lent.append(take(nbytes))
+        return lent[-1]
+
+    def given_back(buffer):
+        (index,) = [index for index, one in enumerate(lent) if one is buffer]
+        del lent[index]
+        give_back(buffer)
+
+    monkeypatch.setattr(SCRATCH, "take", taken)
+    monkeypatch.setattr(SCRATCH, "give_back", given_back)
+    for elements in ELEMENTS:
+        outcomes(name, random_inputs(7, elements), codec=codec)
+        assert not lent
+
+
+@pytest.mark.parametrize("size", range(2, 17))
+def test_in_a_round_robin_all_meet_all_once_and_two_at_a_time(size):
+    met = [opponents(rank, size) for rank in range(size)]
+    for rank in range(size):
+        assert sorted(peer for peer in met[rank] if peer is not None) == [p for p in range(size) if p != rank]
+        assert met[rank].count(None) == size % 2
+        for turn, peer in enumerate(met[rank]):
+            assert peer is None or met[peer][turn] == rank
+
+
+@pytest.mark.parametrize("size", range(2, 17))
+def test_in_a_tree_every_rank_but_the_first_has_one_parent_with_a_lower_number(size):
+    parents = {child: rank for rank in range(size) for child in children(rank, size)}
+    assert sorted(parents) == list(range(1, size))
+    assert sum(len(children(rank, size)) for rank in range(size)) == size - 1
+    assert all(parent == child & (child - 1) for child, parent in parents.items())
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_the_cheaper_of_two_is_chosen_and_both_costs_are_told():
+    # 50 us, 1.25 GB/s, 0.1 ns a byte summed: 50 + 3 x 3.2 + 4 x 0.4 us against 100 + 1.5 x 3.2 + 0.4 us.
+    assert choose_allreduce(4000, 4) == ("all_to_all", "4000 bytes x 4 ranks: all_to_all 61.2 us, two_phase 105.2 us")
+    # 50 + 3 x 800 + 4 x 100 us against 100 + 1.5 x 800 + 100 us.
+    name, reason = choose_allreduce(1_000_000, 4)
+    assert name == "two_phase"
+    assert reason == "1000000 bytes x 4 ranks: all_to_all 2850.0 us, two_phase 1400.0 us"
+
+
+def test_the_choice_turns_where_the_bytes_saved_cost_as_much_as_an_exchange():
+    # 3 n beta - 1.5 n beta = alpha at n = 1000, where summing takes next to nothing.
+    assert choose_allreduce(999, 4, "auto", 1500e-6, 1e-6)[0] == "all_to_all"
+    assert choose_allreduce(1001, 4, "auto", 1500e-6, 1e-6)[0] == "two_phase"
+    # Two ranks send as much either way, but with the second exchange each sums only half.
+    assert choose_allreduce(100_000, 2)[0] == "all_to_all"
+    assert choose_allreduce(1_000_000, 2)[0] == "two_phase"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_that_is_asked_for_is_taken_whatever_it_costs(name):
+    assert choose_allreduce(1 << 30, 16, name) == (name, "HVDKIT_ALLREDUCE")
+
+
+def test_an_unknown_algorithm_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"expected one of auto, all_to_all, .*master_worker, got 'star'"):
+        choose_allreduce(4, 2, "star")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_allreduce_takes_the_choice_of_the_group_or_the_one_it_is_given(name):
+    size, elements = 5, 16 * math.lcm(5, 4)
+    inputs = random_inputs(size, elements, "int32")
+    expected = reduction(inputs, ReduceOp.SUM)
+    for of_group, given_one in ((Choice(name), None), (Choice("two_phase"), Choice(name))):
+        buffers = [one.copy() for one in inputs]
+
+        def steps(group: Group, buffers=buffers, of_group=of_group, given_one=given_one):
+            chosen = Group(group.transport, group.members, of_group)
+            yield from allreduce(chosen, buffers[group.rank], ReduceOp.SUM, 1.0, NONE, 0, given_one)
+            return chosen.bytes_sent
+
+        results = run_everywhere(size, steps)
+        assert [sent for sent, _ in results] == formula(name, size, 4 * elements)
+        for buffer in buffers:
+            np.testing.assert_array_equal(buffer, expected)
+
+
+@pytest.mark.parametrize("elements", [1, 40_000])
+def test_allreduce_chooses_by_the_measured_numbers_of_the_group(elements):
+    size = 4
+
+    def steps(group: Group, choice: Choice):
+        chosen = Group(group.transport, group.members, choice)
+        yield from allreduce(chosen, np.ones(elements, np.float32), ReduceOp.SUM, 1.0, NONE, 0)
+        return chosen.bytes_sent
+
+    slow_start = run_everywhere(size, lambda group: steps(group, Choice(latency_seconds=10.0)))
+    assert [sent for sent, _ in slow_start] == formula("all_to_all", size, 4 * elements)
+    narrow = run_everywhere(size, lambda group: steps(group, Choice(seconds_per_byte=1.0)))
+    assert sum(sent for sent, _ in narrow) == sum(formula("two_phase", size, 4 * elements))
+
+
+@pytest.mark.parametrize("codec", [NONE, FP16], ids=["none", "fp16"])
+def test_one_rank_alone_sends_nothing_but_encodes_and_scales(codec):
+    buffer = np.array([1 / 3, 3.0], np.float32)
+    run_everywhere(1, lambda group: allreduce(group, buffer, ReduceOp.SUM, 0.5, codec, 0))
+    third = np.float32(np.float16(1 / 3)) if codec.lossy else np.float32(1 / 3)
+    np.testing.assert_array_equal(buffer, [third * np.float32(0.5), 1.5])

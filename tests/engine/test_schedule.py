@@ -1,0 +1,128 @@
+"""When what travels: sizes follow what was measured, pieces cover their buckets, the most urgent goes first."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.engine.driver import spin_seconds
+from hvdkit.engine.plan import Slot, first_order, lay_out, total_bytes
+from hvdkit.engine.schedule import LARGEST_BUCKET, SMALLEST_BUCKET, Network, Piece, choose_sizes, cut, send_order
+from hvdkit.engine.topology import nodes_that_share, topology_of
+from tests.collectives.loopback import LoopbackTransport
+
+GIGABIT = Network(100e-6, 8e-9)
+TEN_GIGABITS = Network(50e-6, 0.8e-9)
+few = settings(max_examples=60, deadline=None)
+
+
+@pytest.mark.parametrize("network", [GIGABIT, TEN_GIGABITS, Network(0.0, 0.0), Network(10.0, 1e-12), Network(0.0, 1.0)])
+def test_buckets_stay_within_their_bounds_on_any_network(network):
+    sizes = choose_sizes(network, None, None)
+    assert SMALLEST_BUCKET <= sizes.bucket <= LARGEST_BUCKET
+    assert 0 < sizes.first_bucket <= sizes.bucket
+    assert sizes.in_flight >= sizes.bucket
+
+
+def test_a_network_that_moves_more_in_the_time_of_a_trip_gets_larger_buckets():
+    assert choose_sizes(TEN_GIGABITS, None, None).bucket > choose_sizes(GIGABIT, None, None).bucket
+
+
+def test_a_network_with_long_trips_holds_more_bytes_in_flight_than_four_buckets():
+    far = Network(0.03, 0.8e-9)
+    assert choose_sizes(far, None, None).in_flight == int(2 * 0.03 / 0.8e-9)
+
+
+def test_no_measurement_can_take_the_bound_off_the_bytes_in_flight():
+    assert choose_sizes(Network(1.0, 0.0), None, None).in_flight <= 16 * LARGEST_BUCKET
+
+
+def test_what_the_user_asks_for_wins_and_is_the_reason():
+    sizes = choose_sizes(GIGABIT, 12345, 777)
+    assert (sizes.bucket, sizes.first_bucket, sizes.in_flight) == (12345, 12345, 777)
+    assert "HVDKIT_FUSION_THRESHOLD" in sizes.reason
+    assert "HVDKIT_MAX_BYTES_IN_FLIGHT" in sizes.reason
+    assert "1 us" in choose_sizes(Network(1e-6, 1e-9), None, None).reason
+
+
+@few
+@given(st.lists(st.tuples(st.integers(0, 100_000), st.sampled_from([1, 2, 4, 8])), max_size=12), st.integers(0, 50_000))
+def test_pieces_cover_each_bucket_once_in_order_and_only_large_ones_are_cut(buckets, largest):
+    pieces = cut([count for count, _ in buckets], [itemsize for _, itemsize in buckets], largest)
+    for place, (count, itemsize) in enumerate(buckets):
+        mine = [piece for piece in pieces if piece.bucket == place]
+        assert [piece.part for piece in mine] == list(range(mine[0].parts))
+        assert len(mine) == mine[0].parts
+        assert mine[0].begin == 0
+        assert mine[-1].end == count
+        assert all(before.end == after.begin for before, after in itertools.pairwise(mine))
+        if largest == 0 or count * itemsize <= 2 * largest:
+            assert len(mine) == 1
+        else:
+            assert all((piece.end - piece.begin) * itemsize <= largest + 64 for piece in mine)
+            assert all(piece.begin * itemsize % 64 == 0 for piece in mine)
+    assert [piece.bucket for piece in pieces] == sorted(piece.bucket for piece in pieces)
+
+
+def test_on_a_quick_wire_pieces_travel_in_the_order_in_which_they_are_ready():
+    pieces = [Piece(bucket, 0, 10, 0, 1) for bucket in range(4)]
+    order, reasons = send_order(pieces, [0.0, 1.0, 2.0, 3.0], [3, 2, 1, 0], [40] * 4, TEN_GIGABITS)
+    assert order == [0, 1, 2, 3]
+    assert set(reasons) == {"ready first"}
+
+
+def test_on_a_slow_wire_what_the_next_forward_pass_needs_first_overtakes_the_rest_of_a_large_tensor():
+    large = [Piece(0, part * 10, part * 10 + 10, part, 4) for part in range(4)]
+    urgent = Piece(1, 0, 10, 0, 1)
+    # Each piece takes 2 s; the urgent one is ready after 3 s, when the second piece is on the wire.
+    order, reasons = send_order([*large, urgent], [0.0, 3.0], [5, 0], [2 * 10**6] * 5, Network(0.0, 1e-6))
+    assert order == [0, 1, 4, 2, 3]
+    assert reasons[2] == "needed sooner than 2 that were ready before"
+
+
+@few
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 20), st.integers(1, 10**7)), min_size=1, max_size=30))
+def test_every_piece_travels_once_and_none_waits_while_the_wire_has_nothing_better(buckets):
+    pieces = [Piece(place, 0, 1, 0, 1) for place in range(len(buckets))]
+    ready_at = [at for at, _, _ in buckets]
+    nbytes = [size for _, _, size in buckets]
+    order, reasons = send_order(pieces, ready_at, [needed for _, needed, _ in buckets], nbytes, GIGABIT)
+    assert sorted(order) == list(range(len(buckets)))
+    assert len(reasons) == len(order)
+
+    # Work-conserving: the wire is done when any order that never idles would be.
+    def end(turns):
+        now = 0.0
+        for turn in turns:
+            now = max(now, ready_at[turn]) + 100e-6 + nbytes[turn] * GIGABIT.seconds_per_byte
+        return now
+
+    by_readiness = sorted(range(len(buckets)), key=lambda one: ready_at[one])
+    assert end(order) == pytest.approx(end(by_readiness))
+
+
+def test_the_first_bucket_is_smaller_than_the_others_and_all_take_what_was_counted_for_them():
+    slots = [Slot(str(number), (1000,), np.dtype(np.float32)) for number in range(20)]
+    buckets = lay_out(slots, first_order(20), 16_384, first_threshold=4096)
+    assert buckets[0].nbytes <= 4096 < buckets[1].nbytes
+    assert sum(bucket.nbytes for bucket in buckets) == total_bytes(slots)
+
+
+def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():
+    assert nodes_that_share([(0, 1), (2, 3)], []) == [[0, 1], [2, 3]]
+    assert nodes_that_share([(0, 2), (1, 3)], [3]) == [[0, 2], [1], [3]]
+
+
+def test_ranks_that_share_cores_do_not_watch_but_sleep():
+    told = [
+        {"host": "a", "local_rank": None, "local_size": None, "cross_rank": None, "cross_size": None} for _ in range(4)
+    ]
+    topology, transport = topology_of(0, told), LoopbackTransport(0, 4, {})
+    assert spin_seconds(1e-4, transport, topology, 4) == 1e-4
+    assert spin_seconds(1e-4, transport, topology, 3) == 0.0
+    transport.polling = False  # and nobody rings: events come from threads of this process
+    assert spin_seconds(1e-4, transport, topology, 4) == 0.0

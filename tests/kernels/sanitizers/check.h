@@ -1,0 +1,58 @@
+// What the parts of the driver share: checks that end the program, random numbers, buffers that end where memory ends.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+
+#define CHECK(CONDITION)                                                             \
+    do {                                                                             \
+        if (!(CONDITION)) {                                                          \
+            std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #CONDITION); \
+            std::abort();                                                            \
+        }                                                                            \
+    } while (false)
+
+class Random {
+ public:
+    explicit Random(std::uint64_t seed) : engine_(seed) {}
+    // From ``low`` to ``high``, both included.
+    std::size_t number(std::size_t low, std::size_t high) {
+        return std::uniform_int_distribution<std::size_t>(low, high)(engine_);
+    }
+    std::uint64_t bits() { return engine_(); }
+    template <typename Items>
+    auto& one_of(Items& items) {
+        return items[number(0, std::size(items) - 1)];
+    }
+
+ private:
+    std::mt19937_64 engine_;
+};
+
+// ``nbytes`` that begin ``offset`` bytes after an aligned address and end at the end of what was allocated, so that
+// the sanitizer sees one byte too many.
+class Buffer {
+ public:
+    explicit Buffer(std::size_t nbytes, std::size_t offset = 0)
+        : memory_(new std::byte[offset + nbytes]()), data_(memory_.get() + offset), nbytes_(nbytes) {}
+    std::byte* data() { return data_; }
+    const std::byte* data() const { return data_; }
+    std::size_t nbytes() const { return nbytes_; }
+
+ private:
+    std::unique_ptr<std::byte[]> memory_;
+    std::byte* data_;
+    std::size_t nbytes_;
+};
+
+// Bell, Post and Staged with ``ranks`` threads as ranks.
+void run_bells(std::uint64_t seed, std::size_t ranks, std::size_t rounds);
+void run_posts(std::uint64_t seed, std::size_t ranks, std::size_t messages);
+void run_staged(std::uint64_t seed, std::size_t ranks, std::size_t operations);
+
+// Every kernel on random arguments.
+void run_kernels(std::uint64_t seed, std::size_t rounds);

@@ -1,0 +1,22 @@
+// Runs the native code under a sanitizer: ``driver kernels|ranks SEED ROUNDS``. Ends with 0 where nothing was found.
+#include <cstdlib>
+#include <cstring>
+
+#include "check.h"
+
+int main(int count, char** arguments) {
+    CHECK(count == 4);
+    const std::uint64_t seed = std::strtoull(arguments[2], nullptr, 10);
+    const std::size_t rounds = std::strtoull(arguments[3], nullptr, 10);
+    if (std::strcmp(arguments[1], "kernels") == 0) {
+        run_kernels(seed, rounds);
+    } else {
+        for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
+            run_bells(seed + ranks, ranks, 10 * rounds);
+            run_posts(seed + ranks, ranks, rounds);
+            run_staged(seed + ranks, ranks, rounds);
+        }
+    }
+    std::puts("nothing found");
+    return 0;
+}

@@ -1,0 +1,94 @@
+"""The same operations and optimizers where ranks lie on several nodes, and where those of one node share no memory."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.ranks import RankedCases, run_ranks
+
+MODULES = ["tests.torch.ops_cases", "tests.torch.optimizer_cases"]
+ON_NODES = {module: RankedCases(module, per_node=2) for module in MODULES}
+CASES = [(module, case) for module in MODULES for case in ON_NODES[module].names]
+SMALL_BUCKETS = RankedCases("tests.torch.optimizer_cases", per_node=2, HOROVOD_FUSION_THRESHOLD="64")
+STRATEGIES = RankedCases("tests.torch.optimizer_strategy_cases", per_node=2, HOROVOD_DYNAMIC_PROCESS_SETS="1")
+PROCESS_SETS = RankedCases("tests.torch.process_sets_cases", per_node=2, HOROVOD_DYNAMIC_PROCESS_SETS="1")
+WITHOUT_MEMORY = {module: RankedCases(module, HVDKIT_NODE_MEMORY="0") for module in MODULES}
+# By transport: each an algorithm that sums in an order of its own.
+BY_NAME = {
+    transport: RankedCases("tests.torch.optimizer_cases", HVDKIT_NODE_MEMORY="0", HVDKIT_ALLREDUCE=name)
+    for transport, name in (("mpi", "ring"), ("torch", "butterfly"))
+}
+# What stands in the way, as a command that starts the program, and what is said about it.
+HIDE_NATIVE = (
+    "import runpy, sys; sys.modules['hvdkit.kernels._native'] = None; "
+    "runpy.run_module('tests.torch.weights', run_name='__main__')"
+)
+OBSTACLES = {
+    "no native kernels": ([sys.executable, "-W", "ignore", "-c", HIDE_NATIVE], "the native kernels were not built"),
+    "a limit on the size of files": (
+        ["sh", "-c", 'ulimit -f 100000; exec "$@"', "sh", sys.executable, "-m", "tests.torch.weights"],
+        "no memory file can be made here",
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [4, 3])
+@pytest.mark.parametrize(("module", "case"), CASES)
+def test_over_nodes(module: str, case: str, ranks: int, transport: str) -> None:
+    ON_NODES[module].check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("case", SMALL_BUCKETS.names)
+def test_over_nodes_with_a_bucket_for_each_gradient(case: str, transport: str) -> None:
+    SMALL_BUCKETS.check(case, 4, transport)
+
+
+@pytest.mark.parametrize("case", STRATEGIES.names)
+def test_strategies_over_nodes(case: str, transport: str) -> None:
+    STRATEGIES.check(case, 3, transport)
+
+
+@pytest.mark.parametrize("case", PROCESS_SETS.names)
+def test_process_sets_over_nodes(case: str, transport: str) -> None:
+    PROCESS_SETS.check(case, 4, transport)
+
+
+@pytest.mark.parametrize(("module", "case"), CASES)
+def test_without_shared_memory(module: str, case: str, transport: str) -> None:
+    WITHOUT_MEMORY[module].check(case, 3, transport)
+
+
+@pytest.mark.parametrize("case", BY_NAME["mpi"].names)
+def test_an_algorithm_asked_for_by_name(case: str, transport: str) -> None:
+    BY_NAME[transport].check(case, 3, transport)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (3, 2)])
+def test_all_ranks_on_all_transports_hold_the_same_bits(ranks: int, per_node: int) -> None:
+    digests = []
+    for transport in ("mpi", "torch"):
+        status, output = run_ranks([sys.executable, "-m", "tests.torch.weights"], ranks, transport, per_node=per_node)
+        assert status == 0, output
+        digests += re.findall(r"DIGEST ([0-9a-f]{64})", output)
+    assert len(digests) == 2 * ranks
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_without_what_shared_memory_needs_it_is_slower_and_says_so_once_but_gives_the_same_bits(
+    obstacle: str, transport: str
+) -> None:
+    command, reason = OBSTACLES[obstacle]
+    status, output = run_ranks(command, 2, transport)
+    assert status == 0, output
+    assert output.count("share no memory") == 1, output
+    assert reason in output
+    status, shared = run_ranks([sys.executable, "-m", "tests.torch.weights"], 2, transport)
+    assert status == 0, shared
+    assert "share no memory" not in shared
+    digests = re.findall(r"DIGEST ([0-9a-f]{64})", output + shared)
+    assert len(digests) == 4
+    assert len(set(digests)) == 1

@@ -1,0 +1,43 @@
+"""Memory of results: used again when nobody refers to it any more, and never before; little is kept."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from hvdkit.torch.arrays import HUGE_BYTES, host_like
+from hvdkit.torch.result_memory import KEPT_RESULTS, STEP_BYTES, ResultMemory
+
+
+def test_memory_is_used_again_only_when_nobody_refers_to_it():
+    memory = ResultMemory()
+    first = memory.take(3 * STEP_BYTES)
+    place = first.ctypes.data
+    view = torch.from_numpy(first)[5:].view(torch.uint8)
+    del first
+    gc.collect()
+    assert memory.take(3 * STEP_BYTES).ctypes.data != place, "a view of it is still there"
+    del view
+    gc.collect()
+    assert memory.take(3 * STEP_BYTES - 1).ctypes.data == place
+
+
+def test_no_more_is_kept_than_two_of_the_largest_and_sizes_unused_longest_go_first():
+    memory = ResultMemory()
+    lent = [memory.take(size * STEP_BYTES) for size in (1, 2, 3, 4, 4, 4)]
+    place = lent[-1].ctypes.data
+    while lent:
+        del lent[0]
+        gc.collect()
+        assert memory.kept() <= KEPT_RESULTS * 4 * STEP_BYTES
+    assert memory.take(4 * STEP_BYTES).ctypes.data == place
+
+
+def test_tensors_of_any_type_and_shape_lie_on_it():
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
+        like = torch.zeros(HUGE_BYTES // 8 + 3, 9, dtype=dtype)
+        made = host_like(like)
+        assert (made.shape, made.dtype) == (like.shape, like.dtype)
+        made.copy_(torch.ones_like(like))
+        assert bool((made == 1).all())

@@ -1,0 +1,136 @@
+"""What the tests of shared memory have in common: memory files, bells, ranks that are objects of one process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.arrays import Array, native, needs_native
+from tests.ranks import ROOT, rank_environment
+
+__all__ = ["native", "needs_native"]
+
+try:
+    node_memory: Any = importlib.import_module("hvdkit.transports.node_memory")
+except ImportError:
+    node_memory = None  # as ``native`` is where nothing was compiled
+
+LINE = 64
+FILE_BYTES = 1 << 62  # sparse, as in node_memory.py
+
+needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this Python has no memfd_create")
+
+
+@contextmanager
+def memory_file(nbytes: int = FILE_BYTES) -> Iterator[int]:
+    """The descriptor of a new anonymous file."""
+    descriptor = os.memfd_create("hvdkit", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def new_window(nbytes: int) -> Any:
+    """A window on a file of its own, which stays while the window does."""
+    with memory_file() as descriptor:
+        return native.Window(descriptor, 0, nbytes)
+
+
+def bytes_of(window: Any) -> Array:
+    """The window's memory."""
+    return np.frombuffer(window, dtype=np.uint8)
+
+
+def bells_in(window: Any, ranks: int) -> list[Any]:
+    """Bells on the first lines of a window."""
+    return [native.Bell(window, rank * LINE) for rank in range(ranks)]
+
+
+def posts(ranks: int, ring: int = 256, control: int = 256) -> list[Any]:
+    """Every rank's post, on one window."""
+    window = new_window(ranks * LINE + native.Post.bytes_needed(ranks, ring, control))
+    bells = bells_in(window, ranks)
+    return [native.Post(window, ranks * LINE, ranks, me, ring, control, bells) for me in range(ranks)]
+
+
+def settle(ranks: list[Any]) -> None:
+    """Drive all posts until nothing moves any more."""
+    moved = True
+    while moved:
+        moved = False
+        for post in ranks:
+            moved |= post.progress()
+
+
+def bytes_by_rank(rank: int, number: int, nbytes: int) -> Array:
+    """What a rank puts into its message of a number: the same wherever it is asked for."""
+    return np.random.default_rng([rank, number]).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def start_program(name: str, *arguments: object, descriptors: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+    """Another process that runs a function of tests.transports.shared_programs; it inherits ``descriptors``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.transports.shared_programs", name, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=rank_environment(),
+        pass_fds=descriptors,
+    )
+
+
+@contextmanager
+def program(name: str, *arguments: object, descriptors: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    """The same inside a block, at whose end nothing is left of it."""
+    process = start_program(name, *arguments, descriptors=descriptors)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def answer(process: subprocess.Popen[str], question: str | None = None, seconds: float = 60.0) -> str:
+    """The next line that a program prints, after it is told something."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if question is not None:
+        process.stdin.write(question + "\n")
+        process.stdin.flush()
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    assert ready, f"the program did not answer within {seconds:g} s"
+    line = process.stdout.readline()
+    assert line, "the program ended before it answered"
+    return line.strip()
+
+
+def mapped_memory_files() -> int:
+    """How many regions of this process are memory files of hvdkit."""
+    return Path("/proc/self/maps").read_text().count("memfd:hvdkit")
+
+
+def open_descriptors() -> dict[int, str]:
+    """The descriptors of this process, and what they are of."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the one that listed the folder
+            continue
+    return found

@@ -1,0 +1,51 @@
+"""A job that comes and goes 200 times in one process leaves no descriptor, thread, memory or file behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.transports.shared import needs_memory_files, needs_native
+
+pytestmark = [needs_native, needs_memory_files]
+
+ROUNDS = 200
+OF_MPI = ("sm_segment.", "open_mpi.", "vader_segment.")  # in /dev/shm; of this job or another one on this machine
+
+
+def shared_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OF_MPI)}  # noqa: S108
+
+
+def held_by_ranks(kind: str, transport: str) -> list[dict[str, Any]]:
+    """What each rank held: inside a round, before the rounds, and after them."""
+    command = [sys.executable, "-m", "tests.transports.node_leaks", kind, str(ROUNDS)]
+    status, output = run_ranks(command, 2, transport, timeout=120)
+    lines = output.splitlines()
+    held = [json.loads(line.partition("HELD ")[2]) for line in lines if line.startswith("HELD ")]
+    assert status == 0, output
+    assert len(held) == 2, output
+    return held
+
+
+@pytest.mark.parametrize("kind", ["empty", "used"])
+def test_init_and_shutdown_leave_nothing_behind(kind, transport):
+    files = shared_files()
+    for rank in held_by_ranks(kind, transport):
+        inside, before, after = rank["inside"], rank["before"], rank["after"]
+        # What is counted is there to be counted.
+        assert inside["mapped"] > 0
+        assert inside["threads"] > before["threads"]
+        assert any("memfd:hvdkit" in target for target in inside["descriptors"])
+        assert after == before
+        assert after["mapped"] == 0
+    deadline = time.monotonic() + 10.0
+    while not shared_files() <= files and time.monotonic() < deadline:
+        time.sleep(0.1)  # another program's
+    assert shared_files() <= files

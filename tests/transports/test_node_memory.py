@@ -1,0 +1,304 @@
+"""The node's memory: who gets it, who is seen to be gone, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.ranks import ROOT, free_port, rank_environment
+from tests.transports.shared import (
+    answer,
+    bytes_of,
+    mapped_memory_files,
+    memory_file,
+    needs_memory_files,
+    needs_native,
+    node_memory,
+    open_descriptors,
+    program,
+)
+
+pytestmark = [needs_native, needs_memory_files]
+
+PAGE = 4096
+SECONDS = 30.0
+
+
+class Serving:
+    """An invitation that a thread of this process serves."""
+
+    def __init__(self, guests: int, seconds: float = SECONDS) -> None:
+        self.invitation = node_memory.Invitation()
+        self.address, self.secret = self.invitation.address, self.invitation.secret
+        self._descriptor = -1
+        self._thread = threading.Thread(target=self._serve, args=(guests, seconds))
+        self._thread.start()
+
+    def _serve(self, guests: int, seconds: float) -> None:
+        self._descriptor = self.invitation.serve(guests, seconds)
+
+    def serving(self) -> bool:
+        return self._thread.is_alive()
+
+    def descriptor(self) -> int:
+        self._thread.join()
+        return self._descriptor
+
+
+@contextmanager
+def node(guests: int) -> Iterator[tuple[Any, list[subprocess.Popen[str]]]]:
+    """Rank 0's memory, and other processes as ranks 1, 2, ..."""
+    with ExitStack() as stack:
+        serving = Serving(guests)
+        others = [
+            stack.enter_context(program("guest", serving.address, serving.secret, rank, guests + 1))
+            for rank in range(1, guests + 1)
+        ]
+        memory = node_memory.NodeMemory(serving.descriptor(), 0, guests + 1)
+        stack.callback(memory.close)
+        for other in others:
+            assert answer(other).startswith("here")
+        yield memory, others
+
+
+def soon_gone(memory: Any, expected: list[int]) -> bool:
+    """Whether exactly these ranks are gone within a second."""
+    deadline = time.monotonic() + 1.0
+    while memory.gone() != expected and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return memory.gone() == expected
+
+
+def test_who_knows_the_secret_gets_the_memory():
+    with ExitStack() as stack:
+        serving = Serving(1)
+        guest = stack.enter_context(program("guest", serving.address, serving.secret, 1, 2))
+        memory = node_memory.NodeMemory(serving.descriptor(), 0, 2)
+        stack.callback(memory.close)
+        view = bytes_of(memory.window(0, PAGE))
+        assert answer(guest) == "here 0"
+        view[0] = 1
+        assert memory.gone() == []
+        with pytest.raises(ConnectionRefusedError):  # all that were invited have come
+            node_memory.fetch(serving.address, serving.secret, SECONDS)
+
+
+def test_a_process_with_a_wrong_secret_gets_nothing_and_the_right_one_still_does():
+    with ExitStack() as stack:
+        serving = Serving(1)
+        stranger = stack.enter_context(program("guest", serving.address, "0" * 64, 1, 2))
+        assert "Error" in answer(stranger)
+        assert serving.serving()
+        guest = stack.enter_context(program("guest", serving.address, serving.secret, 1, 2))
+        stack.callback(os.close, serving.descriptor())
+        assert answer(guest) == "here 0"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "0", "the right one less its end", "the right one with another end", "00" * 32, "\0" * 1000]
+)
+def test_nothing_is_handed_out_for_a_wrong_secret(wrong):
+    serving = Serving(1)
+    other_end = "0" if serving.secret[-1] != "0" else "1"
+    shown = {
+        "the right one less its end": serving.secret[:-1],
+        "the right one with another end": serving.secret[:-1] + other_end,
+    }.get(wrong, wrong)
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(SECONDS)
+            connection.connect(f"\0{serving.address}")
+            connection.sendall(shown.encode())
+            connection.shutdown(socket.SHUT_WR)
+            try:
+                data, descriptors, _, _ = socket.recv_fds(connection, 100, 10)
+            except ConnectionResetError:  # it did not read all of it
+                data, descriptors = b"", []
+        assert (data, list(descriptors)) == (b"", [])
+        assert serving.serving()
+    finally:
+        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS))
+        os.close(serving.descriptor())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_who_knows_the_secret_gets_nothing():
+    serving = Serving(1)
+    try:
+        with program("guest_of_another_user", serving.address, serving.secret) as stranger:
+            assert answer(stranger).startswith("PermissionError")
+            assert answer(stranger) == "0"
+        assert serving.serving()
+    finally:
+        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS))
+        os.close(serving.descriptor())
+
+
+def test_guests_that_do_not_come_are_a_time_out():
+    before = open_descriptors()
+    invitation = node_memory.Invitation()
+    with pytest.raises(TimeoutError):
+        invitation.serve(1, 0.1)
+    with pytest.raises(OSError, match="refused"):
+        node_memory.fetch(invitation.address, invitation.secret, 1.0)
+    assert open_descriptors() == before
+
+
+def test_every_invitation_is_another():
+    one, other = node_memory.Invitation(), node_memory.Invitation()
+    assert one.address != other.address
+    assert one.secret != other.secret
+    one.withdraw()
+    other.withdraw()
+
+
+def test_programs_that_a_rank_starts_inherit_no_descriptor():
+    serving = Serving(1)
+    fetched, own = node_memory.fetch(serving.address, serving.secret, SECONDS), serving.descriptor()
+    try:
+        assert not os.get_inheritable(fetched)
+        assert not os.get_inheritable(own)
+    finally:
+        os.close(fetched)
+        os.close(own)
+
+
+def test_places_are_apart_and_the_same_for_all():
+    with memory_file() as descriptor:
+        memory = node_memory.NodeMemory(os.dup(descriptor), 0, 1)
+        views = {place: bytes_of(memory.window(place, PAGE)) for place in (0, 1, 2, 1000, node_memory.PLACES - 1)}
+        for number, view in enumerate(views.values()):
+            view[:] = number + 1
+        for number, place in enumerate(views):
+            assert (bytes_of(memory.window(place, PAGE)) == number + 1).all()
+        memory.close()
+
+
+def test_a_rank_that_is_killed_is_gone_within_a_second():
+    with node(3) as (memory, others):
+        assert memory.gone() == []
+        others[1].kill()
+        assert soon_gone(memory, [2])
+        assert answer(others[0], "gone") == answer(others[2], "gone") == "[2]"
+
+
+def test_a_rank_that_ends_or_closes_the_memory_is_gone_within_a_second():
+    with node(2) as (memory, others):
+        assert answer(others[0], "close") == "closed"
+        assert soon_gone(memory, [1])
+        assert others[1].stdin is not None
+        others[1].stdin.close()
+        assert soon_gone(memory, [1, 2])
+
+
+def test_a_rank_that_lives_or_is_stopped_is_not_gone():
+    with node(2) as (memory, others):
+        others[0].send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        assert memory.gone() == []
+        assert answer(others[1], "gone") == "[]"
+        others[0].kill()
+        assert soon_gone(memory, [1])
+
+
+def test_a_rank_whose_children_end_is_not_gone():
+    with node(1) as (memory, others):
+        assert answer(others[0], "fork and wait") == "waited"
+        assert memory.gone() == []
+        assert answer(others[0], "gone") == "[]"
+
+
+def test_a_rank_whose_children_outlive_it_is_gone():
+    with node(1) as (memory, others):
+        child = int(answer(others[0], "fork"))
+        try:
+            assert memory.gone() == []
+            others[0].kill()
+            assert soon_gone(memory, [1])
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_windows_that_come_and_go_leave_the_lock_alone():
+    with node(1) as (memory, others):
+        for place in range(5):
+            bytes_of(memory.window(place, PAGE))[0] = 1
+        assert answer(others[0], "gone") == "[]"
+
+
+def test_a_second_rank_cannot_take_a_place_that_is_taken():
+    with memory_file() as descriptor, program("lock", descriptor, 1, descriptors=(descriptor,)) as other:
+        assert answer(other) == "locked"
+        memory = os.dup(descriptor)
+        with pytest.raises(BlockingIOError):
+            node_memory.NodeMemory(memory, 1, 2)
+        os.close(memory)
+
+
+def test_nothing_is_left_after_close():
+    def use() -> None:
+        with node(1) as (memory, _):
+            bytes_of(memory.window(0, 100 * PAGE))[:] = 1
+
+    use()  # whatever the first use of sockets and threads opens for good
+    before = open_descriptors(), mapped_memory_files()
+    use()
+    assert (open_descriptors(), mapped_memory_files()) == before
+    assert [name for name in os.listdir("/dev/shm") if "hvdkit" in name] == []  # noqa: S108
+
+
+# Two ranks of a job, each with a /dev/shm of its own that has hardly any room; their memory is shared all the same.
+CROWDED = """
+import numpy as np
+import torch
+import hvdkit.torch as hvd
+from hvdkit.engine import runtime
+hvd.init()
+transport = type(runtime.engine().transport).__name__
+tensor = torch.full((1 << 20,), 1.0 + hvd.rank())
+print(transport, hvd.allreduce(tensor, op=hvd.Sum).unique().tolist(), flush=True)
+hvd.shutdown()
+"""
+MOUNT = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+
+
+def test_a_tiny_dev_shm_is_enough():
+    own_mounts = ["unshare", "-m", "sh", "-c", MOUNT, "sh"]
+    tried = shutil.which("unshare") and subprocess.run([*own_mounts, "true"], capture_output=True, text=True)
+    if not tried or tried.returncode:
+        pytest.skip(f"no /dev/shm of our own can be mounted here: {tried.stderr.strip() if tried else 'no unshare'}")
+    environment = rank_environment(
+        HVDKIT_TRANSPORT="torch",
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    ranks = [
+        subprocess.Popen(
+            [*own_mounts, sys.executable, "-c", CROWDED],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert outputs == ["NodeTransport [3.0]"] * 2

@@ -1,0 +1,328 @@
+"""Messages between the ranks of a node arrive whole, under their tags and in order, whatever their sizes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.arrays import Array
+from tests.transports.shared import (
+    LINE,
+    answer,
+    bells_in,
+    bytes_by_rank,
+    memory_file,
+    native,
+    needs_memory_files,
+    needs_native,
+    new_window,
+    posts,
+    program,
+    settle,
+)
+from tests.transports.shared_programs import SECONDS, exchange
+
+pytestmark = [needs_native, needs_memory_files]
+
+RING = 256  # as posts() has it
+MESSAGES = 120  # of each rank to each other one, in the exchange between processes
+
+
+@pytest.mark.parametrize("ring", [64, RING])
+@pytest.mark.parametrize("received_first", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, "ring - 17", "ring - 16", "ring - 15", "ring", "3 * ring"])
+def test_a_message_of_any_size_arrives_whole(size, received_first, ring):
+    nbytes = size if isinstance(size, int) else eval(size, {"ring": ring})  # noqa: S307
+    one, other = posts(2, ring)
+    for shift in range(ring // 16):  # from every place on the ring
+        sent, into = bytes_by_rank(0, shift, nbytes), np.empty(nbytes, np.uint8)
+        if received_first:
+            receive = other.receive(0, 5, into)
+            assert not receive.done()
+            send = one.send(1, 5, sent)
+        else:
+            send = one.send(1, 5, sent)
+            other.progress()
+            receive = other.receive(0, 5, into)
+        settle([one, other])
+        assert send.done()
+        assert receive.done()
+        np.testing.assert_array_equal(into, sent)
+        one.send(1, 6, sent[:0])  # 16 bytes further
+        other.receive(0, 6, into[:0])
+        settle([one, other])
+
+
+def test_a_receive_takes_over_a_message_that_has_begun_to_arrive():
+    one, other = posts(2)
+    sent, into = bytes_by_rank(0, 0, 5 * RING), np.empty(5 * RING, np.uint8)
+    send = one.send(1, 5, sent)
+    other.progress()  # a ring full of it
+    one.progress()
+    assert not send.done()
+    receive = other.receive(0, 5, into)
+    assert not receive.done()
+    settle([one, other])
+    assert receive.done()
+    np.testing.assert_array_equal(into, sent)
+
+
+def test_messages_of_any_shape_and_dtype_are_their_bytes():
+    one, other = posts(2)
+    sent, into = np.arange(60, dtype=np.float64).reshape(3, 4, 5), bytearray(480)
+    one.send(1, 1, sent)
+    other.receive(0, 1, into)
+    settle([one, other])
+    assert into == sent.tobytes()
+    with pytest.raises(BufferError, match="not writable"):
+        other.receive(0, 1, b"read only")
+
+
+def test_messages_of_one_tag_keep_their_order_whether_early_or_awaited():
+    for early in (True, False):
+        one, other = posts(2)
+        for number in range(5):
+            one.send(1, 3, np.full(number, number, np.uint8))
+        if early:
+            settle([one, other])
+        buffers = [np.empty(number, np.uint8) for number in range(5)]
+        receives = [other.receive(0, 3, buffer) for buffer in buffers]
+        settle([one, other])
+        assert all(receive.done() for receive in receives)
+        assert all((buffer == number).all() for number, buffer in enumerate(buffers))
+
+
+def test_whoever_can_go_on_is_rung_and_nobody_else():
+    window = new_window(3 * LINE + native.Post.bytes_needed(3, RING, RING))
+    bells = bells_in(window, 3)
+    one, other, _ = [native.Post(window, 3 * LINE, 3, me, RING, RING, bells) for me in range(3)]
+
+    def rung(action: Callable[[], object]) -> list[bool]:
+        before = [bell.count() for bell in bells]
+        action()
+        return [bell.count() != count for bell, count in zip(bells, before, strict=True)]
+
+    nobody = [False, False, False]
+    assert rung(lambda: one.send(1, 1, np.zeros(10, np.uint8))) == [False, True, False]
+    assert rung(lambda: one.send_control(1, b"here")) == [False, True, False]
+    assert rung(other.progress) == nobody  # the sender has nothing to wait for
+    assert rung(lambda: one.send(1, 1, np.zeros(2 * RING, np.uint8))) == [False, True, False]
+    assert rung(one.progress) == nobody  # no room yet
+    assert rung(other.progress) == [True, False, False]  # there is room now
+    assert rung(one.progress) == [False, True, False]
+    assert rung(other.receive(0, 2, np.zeros(10, np.uint8)).done) == nobody
+
+
+def test_nothing_moves_where_nothing_was_sent():
+    ranks = posts(3)
+    into = np.zeros(4, np.uint8)
+    receive = ranks[0].receive(1, 1, into)
+    ranks[1].send(2, 1, into)  # to another
+    ranks[2].send(0, 1, into)  # from another
+    ranks[1].send(0, 2, into)  # under another tag
+    settle(ranks)
+    assert not receive.done()
+    assert not any(post.progress() for post in ranks)
+
+
+# One action: (whose, what, with whom, tag, size).
+actions = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["send", "receive", "control", "progress", "progress"]),
+        st.integers(0, 3),
+        st.integers(0, 1),
+        st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 400])),
+    ),
+    max_size=50,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(actions=actions, ranks=st.integers(2, 4), ring=st.sampled_from([64, 128]), early=st.booleans())
+def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks, ring, early):
+    party = posts(ranks, ring, 64)
+    sizes: dict[Any, list[int]] = defaultdict(list)  # by (sender, receiver, tag): of the first message, the second...
+    sent: dict[Any, list[Array]] = defaultdict(list)
+    received: dict[Any, list[Array]] = defaultdict(list)
+    told: dict[Any, list[bytes]] = defaultdict(list)
+    heard: dict[Any, list[bytes]] = defaultdict(list)
+    waits = []
+
+    def size_of(line: tuple[int, int, int], number: int, drawn: int) -> int:
+        if number == len(sizes[line]):
+            sizes[line].append(drawn)
+        return sizes[line][number]
+
+    def send(line: tuple[int, int, int], drawn: int) -> None:
+        nbytes = size_of(line, len(sent[line]), drawn)
+        sent[line].append(bytes_by_rank(line[0], 100 * line[2] + len(sent[line]), nbytes))
+        waits.append(party[line[0]].send(line[1], line[2], sent[line][-1]))
+
+    def receive(line: tuple[int, int, int], drawn: int) -> None:
+        received[line].append(np.full(size_of(line, len(received[line]), drawn), 255, np.uint8))
+        waits.append(party[line[1]].receive(line[0], line[2], received[line][-1]))
+
+    for place, (who, what, shift, tag, drawn) in enumerate(actions):
+        me = who % ranks
+        peer = (me + 1 + shift % (ranks - 1)) % ranks
+        if what == "send":
+            send((me, peer, tag), drawn)
+        elif what == "receive":
+            receive((peer, me, tag), drawn)
+        elif what == "control":
+            told[me, peer].append(bytes_by_rank(me, place, drawn).tobytes())
+            party[me].send_control(peer, told[me, peer][-1])
+        else:
+            party[me].progress()
+    for line in list(sizes):  # the other half of what was posted on one side only
+        while len(sent[line]) < len(sizes[line]):
+            send(line, 0)
+    if early:
+        settle(party)
+    for line in list(sizes):
+        while len(received[line]) < len(sizes[line]):
+            receive(line, 0)
+    settle(party)
+    for me, post in enumerate(party):
+        for peer, payload in post.take_control():
+            heard[peer, me].append(payload)
+    assert all(message.done() for message in waits)
+    assert heard == told
+    for line, buffers in received.items():
+        for got, expected in zip(buffers, sent[line], strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("control", [64, RING])
+def test_control_messages_of_any_length_arrive_in_order(control):
+    party = posts(3, 64, control)
+    payloads = [bytes_by_rank(1, n, nbytes).tobytes() for n, nbytes in enumerate([0, 1, 0, 5 * control, 16, 0, 3000])]
+    for payload in payloads:
+        party[1].send_control(0, payload)
+        party[1].send_control(2, payload[::-1])
+    settle(party)
+    assert party[0].take_control() == [(1, payload) for payload in payloads]
+    assert party[2].take_control() == [(1, payload[::-1]) for payload in payloads]
+    assert party[0].take_control() == []
+
+
+def test_control_messages_overtake_data_that_nobody_receives():
+    one, other = posts(2)
+    one.send(1, 1, np.zeros(100 * RING, np.uint8))
+    one.send_control(1, b"here")
+    other.progress()
+    assert other.take_control() == [(0, b"here")]
+
+
+WRONG_LENGTH = "local rank 0 sent 1000 bytes under tag 7 where {} were expected"
+
+
+@pytest.mark.parametrize("expected", [0, 999, 1001, 5000])
+@pytest.mark.parametrize("when", ["posted before", "posted halfway", "posted after"])
+def test_a_message_of_another_length_is_an_error_that_says_both(when, expected):
+    one, other = posts(2)
+    into = np.full(expected, 3, np.uint8)
+    if when == "posted before":
+        receive = other.receive(0, 7, into)
+    one.send(1, 7, np.zeros(1000, np.uint8))
+    if when == "posted before":
+        with pytest.raises(RuntimeError, match=WRONG_LENGTH.format(expected)):
+            other.progress()
+        assert not receive.done()
+    else:
+        other.progress()
+        if when == "posted after":
+            settle([one, other])
+        with pytest.raises(RuntimeError, match=WRONG_LENGTH.format(expected)):
+            other.receive(0, 7, into)
+    assert (into == 3).all()
+
+
+@pytest.mark.parametrize("when", ["posted before", "posted after"])
+def test_after_a_message_of_another_length_others_still_arrive(when):
+    one, other = posts(2)
+    if when == "posted before":
+        other.receive(0, 7, np.empty(10, np.uint8))
+    one.send(1, 7, np.zeros(1000, np.uint8))
+    one.send(1, 8, np.full(300, 5, np.uint8))
+    fails = other.progress
+    if when == "posted after":
+        other.progress()
+        fails = partial(other.receive, 0, 7, np.empty(10, np.uint8))
+    with pytest.raises(RuntimeError, match=WRONG_LENGTH.format(10)):
+        fails()
+    into = np.empty(300, np.uint8)
+    receive = other.receive(0, 8, into)
+    one.send_control(1, b"goodbye")
+    settle([one, other])
+    assert other.take_control() == [(0, b"goodbye")]
+    assert receive.done()
+    assert (into == 5).all()
+
+
+def test_giving_buffers_back_does_not_lock_other_threads_out():
+    with program("give_back_buffers", 2000) as process:
+        assert answer(process) == "done"
+
+
+@pytest.mark.parametrize("kept", ["message kept", "message dropped"])
+def test_buffers_live_until_their_messages_are_over_and_no_longer(kept):
+    one, other = posts(2)
+    sent, into = bytes_by_rank(0, 0, 3 * RING), np.empty(3 * RING, np.uint8)
+    expected, memory = sent.copy(), into[:]
+    owners = [weakref.ref(sent), weakref.ref(memory)]
+    messages = [one.send(1, 1, sent), other.receive(0, 1, memory)]
+    if kept == "message dropped":
+        messages.clear()
+    del sent, memory
+    gc.collect()
+    assert all(owner() is not None for owner in owners)
+    other.progress()  # a ring full of it
+    assert all(owner() is not None for owner in owners)
+    settle([one, other])
+    np.testing.assert_array_equal(into, expected)
+    if kept == "message dropped":
+        assert [owner() for owner in owners] == [None, None]
+    else:
+        assert all(message.done() for message in messages)
+
+
+def test_buffers_of_messages_that_never_end_go_with_the_post():
+    one, other = posts(2)
+    buffers = [np.zeros(3 * RING, np.uint8) for _ in range(2)]
+    owners = [weakref.ref(buffer) for buffer in buffers]
+    one.send(1, 1, buffers[0])
+    other.receive(0, 2, buffers[1])
+    buffers.clear()
+    one.progress()
+    assert all(owner() is not None for owner in owners)
+    del one, other
+    assert [owner() for owner in owners] == [None, None]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_exchange_messages_and_no_rank_sleeps_through_one(ranks):
+    ring = 1024
+    messages = MESSAGES // (ranks - 1)
+    with ExitStack() as stack:
+        descriptor = stack.enter_context(memory_file())
+        others = [
+            stack.enter_context(
+                program("exchange_messages", descriptor, ranks, me, ring, messages, descriptors=(descriptor,))
+            )
+            for me in range(1, ranks)
+        ]
+        longest = [exchange(descriptor, ranks, 0, ring, messages)]
+        longest += [float(answer(other)) for other in others]
+    assert max(longest) < SECONDS / 2

@@ -1,0 +1,209 @@
+"""Windows on memory files, cells in them, and bells: between objects of one process and between processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+import numpy as np
+import pytest
+
+from tests.transports.shared import (
+    LINE,
+    answer,
+    bytes_of,
+    mapped_memory_files,
+    memory_file,
+    native,
+    needs_memory_files,
+    needs_native,
+    new_window,
+    program,
+)
+from tests.transports.shared_programs import SECONDS, play
+
+pytestmark = [needs_native, needs_memory_files]
+
+PAGE = 4096
+PLACE = 1 << 40
+ROUNDS = 10_000
+
+
+def kernel_version() -> tuple[int, ...]:
+    major, minor = platform.release().split(".")[:2]
+    return int(major), int(minor)
+
+
+def test_a_window_is_zeros_at_first():
+    assert not bytes_of(new_window(3 * PAGE + 5)).any()
+
+
+def test_windows_on_the_same_place_share_bytes():
+    with memory_file() as descriptor:
+        one, other = (bytes_of(native.Window(descriptor, PLACE, PAGE)) for _ in range(2))
+        one[[0, -1]] = 7, 8
+        assert other[[0, -1]].tolist() == [7, 8]
+
+
+def test_windows_on_different_places_share_nothing():
+    with memory_file() as descriptor:
+        one, other = (bytes_of(native.Window(descriptor, place * PLACE, PAGE)) for place in (0, 1))
+        one[:] = 7
+        assert not other.any()
+
+
+def test_windows_of_different_lengths_share_what_both_have():
+    with memory_file() as descriptor:
+        short, long = (bytes_of(native.Window(descriptor, 0, nbytes)) for nbytes in (PAGE, 5 * PAGE))
+        long[:] = 7
+        assert (short == 7).all()
+
+
+def test_another_process_sees_what_is_written():
+    with memory_file() as descriptor:
+        window = bytes_of(native.Window(descriptor, PLACE, PAGE))
+        with program("write_and_leave", descriptor, PLACE, "hello", descriptors=(descriptor,)) as writer:
+            assert writer.wait(30) == 0
+    assert window[:6].tobytes() == b"hello\0"
+
+
+def test_a_window_outlives_its_descriptor_and_goes_with_its_last_view():
+    before = mapped_memory_files()
+    view = bytes_of(new_window(PAGE))[10:20]
+    assert mapped_memory_files() == before + 1
+    view[:] = 3
+    del view
+    assert mapped_memory_files() == before
+
+
+def test_populate_takes_memory_at_once_and_keeps_what_is_there():
+    with memory_file() as descriptor:
+        window = native.Window(descriptor, 0, 64 * PAGE)
+        bytes_of(window)[5 * PAGE] = 9
+        window.populate(3 * PAGE + 17, 20 * PAGE)
+        assert np.flatnonzero(bytes_of(window)).tolist() == [5 * PAGE]
+        if kernel_version() >= (5, 14):
+            assert os.fstat(descriptor).st_blocks * 512 >= 20 * PAGE
+
+
+@pytest.mark.skipif(kernel_version() < (5, 14), reason="kernels before 5.14 cannot populate")
+def test_populate_where_there_is_no_memory_is_an_error_and_not_a_signal():
+    with memory_file(PAGE) as descriptor:
+        window = native.Window(descriptor, 0, 8 * PAGE)
+        window.populate(0, PAGE)
+        with pytest.raises(OSError, match=r"\[Errno \d+\]"):
+            window.populate(PAGE, PAGE)
+
+
+def test_memory_that_cannot_be_mapped_is_an_oserror():
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        native.Window(-1, 0, PAGE)
+
+
+def test_what_is_given_back_at_the_end_is_zeros_for_others_and_nothing_else_is():
+    with memory_file() as descriptor:
+        stays = bytes_of(native.Window(descriptor, 0, 6 * PAGE))
+        window = native.Window(descriptor, 0, 6 * PAGE)
+        window.give_back_at_end(PAGE, 2 * PAGE)
+        window.give_back_at_end(4 * PAGE, PAGE)
+        view = bytes_of(window)
+        view[:] = 7
+        del window
+        assert (stays == 7).all()  # a view keeps it
+        blocks = os.fstat(descriptor).st_blocks
+        del view
+        assert os.fstat(descriptor).st_blocks < blocks  # before anybody looks, which takes a page again
+        assert [page for page in range(6) if (stays[page * PAGE : (page + 1) * PAGE] == 7).all()] == [0, 3, 5]
+        assert np.count_nonzero(stays) == 3 * PAGE
+
+
+def test_a_forked_child_gives_nothing_back():
+    with memory_file() as descriptor:
+        window = native.Window(descriptor, 0, PAGE)
+        window.give_back_at_end(0, PAGE)
+        bytes_of(window)[:] = 7
+        child = os.fork()
+        if child == 0:
+            del window
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert (bytes_of(window) == 7).all()
+
+
+@pytest.mark.parametrize("offset", [1, LINE - 1, PAGE - LINE + 1, PAGE, 1 << 63])
+def test_a_place_off_its_line_or_outside_the_window_is_refused(offset):
+    window = new_window(PAGE)
+    for make in (
+        lambda: native.Bell(window, offset),
+        lambda: native.Cells(window, offset, 1),
+        lambda: native.Cells(window, 0, PAGE // LINE + 1),
+        lambda: native.Post(window, offset, 1, 0, LINE, LINE, [native.Bell()]),
+        lambda: native.Area(window, offset, 1, 0, 1, LINE, [native.Bell()]),
+    ):
+        with pytest.raises(ValueError, match="expected a place on a cache line inside the window"):
+            make()
+
+
+def test_cells_hold_numbers_of_64_bits_that_others_see():
+    window = new_window(PAGE)
+    mine, theirs = native.Cells(window, LINE, 3), native.Cells(window, LINE, 3)
+    for index in range(3):
+        mine.set(index, 2**64 - 1 - index)
+    assert [theirs.get(index) for index in range(3)] == [2**64 - 1, 2**64 - 2, 2**64 - 3]
+    assert not bytes_of(window)[4 * LINE :].any()
+    with pytest.raises(IndexError, match="no such cell"):
+        mine.get(3)
+    with pytest.raises(IndexError, match="no such cell"):
+        mine.set(3, 1)
+
+
+@pytest.fixture(params=["own", "window"])
+def bell(request):
+    """A bell of this process alone, and one in a window."""
+    return native.Bell() if request.param == "own" else native.Bell(new_window(PAGE), LINE)
+
+
+@pytest.mark.parametrize("spin", [0.0, 0.01])
+def test_a_ring_before_the_sleep_ends_it_at_once(bell, spin):
+    seen = bell.count()
+    bell.ring()
+    began = time.monotonic()
+    bell.sleep(seen, 30.0, spin)
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("spin", [0.0, 0.05])
+def test_a_sleep_without_a_ring_takes_its_time_out(bell, spin):
+    bell.ring()
+    began = time.monotonic()
+    bell.sleep(bell.count(), 0.2, spin)
+    assert 0.19 < time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("-inf"), float("nan")])
+def test_a_sleep_of_no_time_returns_at_once(bell, seconds):
+    began = time.monotonic()
+    bell.sleep(bell.count(), seconds, 10.0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_ring_wakes_a_sleeper_of_another_process():
+    with memory_file() as descriptor:
+        window = native.Window(descriptor, 0, PAGE)
+        bell, sleepers = native.Bell(window, 0), bytes_of(window)[4:8].view(np.uint32)
+        with program("sleep", descriptor, descriptors=(descriptor,)) as sleeper:
+            deadline = time.monotonic() + 30.0
+            while not sleepers[0] and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.05)  # between saying so and sleeping
+            assert sleeper.poll() is None
+            bell.ring()
+            assert float(answer(sleeper)) < SECONDS / 2
+        assert sleepers[0] == 0
+
+
+def test_no_ring_is_lost_between_two_processes():
+    with memory_file() as descriptor, program("ping_pong", descriptor, 1, ROUNDS, descriptors=(descriptor,)) as other:
+        longest = play(descriptor, 0, ROUNDS)
+        assert max(longest, float(answer(other))) < SECONDS / 2

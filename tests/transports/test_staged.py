@@ -1,0 +1,370 @@
+"""Collectives through chunks in shared memory give the bits of the numpy kernels in rank order, whatever the schedule.
+
+Ranks are objects of this process that one loop moves on in random order, so that a failure can be repeated.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.collectives.group import partition
+from hvdkit.collectives.staging import Mode
+from hvdkit.kernels import ReduceOp, numpy_kernels
+from hvdkit.kernels.checks import KERNEL_OPS
+from hvdkit.kernels.dtypes import DTYPES
+from tests.kernels.arrays import Array, assert_same_bits, misaligned, values
+from tests.transports.shared import LINE, bells_in, native, needs_memory_files, needs_native, new_window
+
+pytestmark = [needs_native, needs_memory_files]
+
+FLOAT32 = DTYPES["float32"]
+MODES = list(Mode)
+Shares = list[tuple[int, int]]
+
+
+@dataclass
+class Operation:
+    """One operation of all ranks: what each brings, and what each must have at the end.
+
+    ``apart``: the ranks bring it in read-only memory apart from the arrays, in which something else is at first.
+    """
+
+    mode: Mode
+    arrays: list[Array]
+    shares: Shares
+    op: ReduceOp = ReduceOp.SUM
+    scale: float = 1.0
+    apart: bool = False
+
+    def __post_init__(self) -> None:
+        given = [array.copy() for array in self.arrays]
+        self.sources: list[Array | None] = [None] * len(given)
+        if self.apart:
+            for rank, array in enumerate(self.arrays):
+                self.sources[rank] = misaligned(array, rank)
+                self.sources[rank].flags.writeable = False
+                array[...] = 1
+        self.expected = [array.copy() for array in self.arrays]
+        runs = [(0, given[0].size)] if self.mode == Mode.WHOLE else self.shares
+        for owner, (begin, end) in enumerate(runs):
+            result = given[owner][begin:end]
+            if self.mode != Mode.ALLGATHER:
+                result = np.empty(end - begin, given[0].dtype)
+                numpy_kernels.reduce_into(result, [array[begin:end] for array in given], self.op, self.scale)
+            for rank, array in enumerate(self.expected):
+                if rank == owner or self.mode != Mode.REDUCE_SCATTER:
+                    array[begin:end] = result
+
+    def start(self, area: Any, rank: int) -> Any:
+        return native.Staged(
+            area, int(self.mode), self.arrays[rank], self.op, self.scale, self.shares, source=self.sources[rank]
+        )
+
+    def check(self) -> None:
+        for got, expected in zip(self.arrays, self.expected, strict=True):
+            if self.mode == Mode.ALLGATHER:  # copies, of NaN too
+                assert got.tobytes() == expected.tobytes()
+            else:
+                assert_same_bits(got, expected)
+
+
+class Party:
+    """The ranks of an area, all on one window, and a look at the counters there."""
+
+    def __init__(self, ranks: int, depth: int, slot_bytes: int) -> None:
+        window = new_window(ranks * LINE + native.Area.bytes_needed(ranks, depth, slot_bytes))
+        self.bells = bells_in(window, ranks)
+        self.areas = [
+            native.Area(window, ranks * LINE, ranks, me, depth, slot_bytes, self.bells) for me in range(ranks)
+        ]
+        self._counters = native.Cells(window, ranks * LINE, 3 * ranks)
+
+    def done(self, rank: int) -> list[int]:
+        """The chunks that a rank has staged, reduced and finished."""
+        return [self._counters.get(3 * rank + which) for which in range(3)]
+
+    def run(self, operations: list[Operation], rng: np.random.Generator) -> None:
+        """Every rank runs the operations in order; who goes on next is drawn, and nobody waits for others to begin."""
+
+        def rank_program(rank: int) -> Iterator[list[int]]:
+            """Yields, where it cannot go on, for whom it waits; and nobody at the end of an operation."""
+            for operation in operations:
+                staged = operation.start(self.areas[rank], rank)
+                while not staged.advance(0.0):
+                    assert staged.awaited()
+                    yield staged.awaited()
+                assert staged.awaited() == []
+                yield []
+
+        running = {rank: rank_program(rank) for rank in range(len(self.areas))}
+        while running:
+            rank = int(rng.choice(list(running)))
+            awaited = next(running[rank], None)
+            if awaited is None:
+                del running[rank]
+            elif awaited:  # whoever is named can go on
+                other = int(rng.choice(awaited))
+                before = self.done(other)
+                while self.done(other) == before:  # an operation without chunks may come first
+                    waits = next(running[other])
+                    assert not waits or self.done(other) != before, f"{rank} waits for {other}, which cannot go on"
+        for operation in operations:
+            operation.check()
+
+
+def arrays(rng: np.random.Generator, dtype: np.dtype[Any], ranks: int, size: int) -> list[Array]:
+    return [misaligned(values(rng, dtype, size), rank % 3) for rank in range(ranks)]
+
+
+def uneven(rng: np.random.Generator, ranks: int, size: int) -> Shares:
+    """Runs in any order, of any length, that leave some elements to nobody."""
+    cuts = np.sort(rng.integers(0, size + 1, 2 * ranks)).reshape(ranks, 2)
+    return [(int(begin), int(end)) for begin, end in rng.permutation(cuts)]
+
+
+def whole_slots(mode: Mode, size: int, itemsize: int, ranks: int, lines: int) -> int:
+    """Bytes of a slot: ``lines`` cache lines for each rank's piece, or all where everybody reduces everything."""
+    return max(LINE, size * itemsize) if mode == Mode.WHOLE else ranks * lines * LINE
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    ranks=st.integers(1, 6),
+    size=st.one_of(st.integers(0, 300), st.sampled_from([1, 63, 64, 65, 2049])),
+    op=st.sampled_from(KERNEL_OPS),
+    scale=st.sampled_from([1.0, 0.5, 1 / 3, -1e30]),
+    depth=st.integers(1, 4),
+    lines=st.integers(1, 4),
+    shares=st.sampled_from(["even", "uneven"]),
+    apart=st.booleans(),
+)
+def test_every_rank_gets_the_bits_of_the_numpy_kernels(
+    mode, dtype, seed, ranks, size, op, scale, depth, lines, shares, apart
+):
+    rng = np.random.default_rng(seed)
+    runs = partition(size, ranks, dtype.itemsize) if shares == "even" else uneven(rng, ranks, size)
+    factor = 1.0 if dtype == np.bool_ or mode == Mode.ALLGATHER else scale
+    apart = apart and mode != Mode.ALLGATHER
+    operation = Operation(mode, arrays(rng, dtype, ranks, size), runs, op, factor, apart)
+    Party(ranks, depth, whole_slots(mode, size, dtype.itemsize, ranks, lines)).run([operation], rng)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1), ranks=st.integers(1, 6), depth=st.integers(1, 4))
+def test_one_area_serves_operation_after_operation(data, seed, ranks, depth):
+    rng = np.random.default_rng(seed)
+    slot_bytes = ranks * LINE * data.draw(st.integers(1, 3))
+    operations = []
+    for _ in range(data.draw(st.integers(2, 6))):
+        mode, dtype = data.draw(st.sampled_from(MODES)), data.draw(st.sampled_from(list(DTYPES.values())))
+        most = slot_bytes // dtype.itemsize if mode == Mode.WHOLE else 200
+        size = data.draw(st.integers(0, most))
+        runs = data.draw(st.sampled_from([partition(size, ranks, dtype.itemsize), uneven(rng, ranks, size)]))
+        operations.append(
+            Operation(mode, arrays(rng, dtype, ranks, size), runs, data.draw(st.sampled_from(KERNEL_OPS)))
+        )
+    Party(ranks, depth, slot_bytes).run(operations, rng)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_many_chunks_and_a_last_one_that_is_not_full(mode, ranks):
+    rng = np.random.default_rng(ranks)
+    size = 4099
+    operation = Operation(mode, arrays(rng, FLOAT32, ranks, size), partition(size, ranks, 4))
+    Party(ranks, 2, whole_slots(mode, size, 4, ranks, 1)).run([operation], rng)
+
+
+@pytest.mark.parametrize("extra", [0, 7])
+def test_large_results_apart_from_their_sources_come_past_the_cache_unchanged(extra):
+    rng = np.random.default_rng(extra)
+    size = (1 << 22) + extra  # 16 MiB of float32
+    inputs = [misaligned(rng.standard_normal(size).astype(np.float32), 4 * rank) for rank in range(3)]
+    shares = [(0, size // 3), (size // 3, size - 1), (size - 1, size)]
+    Party(3, 4, 3 << 16).run([Operation(Mode.ALLREDUCE, inputs, shares, scale=1 / 3, apart=True)], rng)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_one_rank_may_own_everything_and_others_nothing(mode):
+    rng = np.random.default_rng(3)
+    party = Party(3, 2, whole_slots(mode, 500, 4, 3, 1))
+    for owner in range(3):
+        shares = [(0, 500) if rank == owner else (500, 500) for rank in range(3)]
+        party.run([Operation(mode, arrays(rng, FLOAT32, 3, 500), shares)], rng)
+
+
+def test_elements_of_nobody_are_left_alone():
+    for mode in (Mode.ALLREDUCE, Mode.REDUCE_SCATTER, Mode.ALLGATHER):
+        mine = [np.full(300, rank + 1, np.float32) for rank in range(2)]
+        Party(2, 2, 2 * LINE).run([Operation(mode, mine, [(10, 100), (150, 290)])], np.random.default_rng(0))
+        for rank, array in enumerate(mine):
+            assert (array[np.r_[0:10, 100:150, 290:300]] == rank + 1).all()
+
+
+def test_sums_run_in_rank_order():
+    own = [np.full(40, value, np.float32) for value in (1e8, -1e8, 1.0, 1e-8)]  # another order, another sum
+    for mode in (Mode.ALLREDUCE, Mode.WHOLE):
+        mine = [array.copy() for array in own]
+        shares = partition(40, 4, 4)
+        Party(4, 2, 4 * LINE).run([Operation(mode, mine, shares)], np.random.default_rng(0))
+        assert all((array == np.float32(1.0)).all() for array in mine)
+
+
+def test_nan_and_infinity_come_through():
+    own = np.array([np.nan, np.inf, -np.inf, np.inf, 3e38, 0.0], np.float32)
+    other = np.array([1.0, 1.0, 1.0, -np.inf, 3e38, -0.0], np.float32)
+    for mode in (Mode.ALLREDUCE, Mode.WHOLE):
+        mine = [own.copy(), other.copy()]
+        Party(2, 2, 2 * LINE).run([Operation(mode, mine, [(0, 3), (3, 6)])], np.random.default_rng(0))
+        for array in mine:
+            np.testing.assert_array_equal(array, np.array([np.nan, np.inf, -np.inf, np.nan, np.inf, 0.0], np.float32))
+
+
+def test_bytes_that_are_no_proper_bool_count_as_true():
+    raw = [np.array([0, 0, 2, 255], np.uint8).view(np.bool_), np.array([0, 4, 0, 128], np.uint8).view(np.bool_)]
+    for op, expected in ((ReduceOp.SUM, [0, 1, 1, 1]), (ReduceOp.PRODUCT, [0, 0, 0, 1])):
+        mine = [array.copy() for array in raw]
+        Party(2, 1, 2 * LINE).run([Operation(Mode.ALLREDUCE, mine, [(0, 2), (2, 4)], op)], np.random.default_rng(0))
+        assert [array.view(np.uint8).tolist() for array in mine] == [expected] * 2
+
+
+def test_what_does_not_fit_into_a_slot_is_refused_where_everybody_reduces_everything():
+    area = Party(2, 2, 2 * LINE).areas[0]
+    with pytest.raises(ValueError, match="the tensor does not fit into a slot"):
+        native.Staged(area, int(Mode.WHOLE), np.zeros(33, np.float32), ReduceOp.SUM, 1.0, [(0, 0), (0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("mode", "shares", "scale", "message"),
+    [
+        (4, [(0, 4), (4, 8)], 1.0, "mode: expected 0 to 3"),
+        (-1, [(0, 4), (4, 8)], 1.0, "mode: expected 0 to 3"),
+        (0, [(0, 8)], 1.0, "shares: expected one for each rank"),
+        (0, [(0, 4), (4, 9)], 1.0, "shares: expected runs of the array"),
+        (0, [(0, 4), (5, 4)], 1.0, "shares: expected runs of the array"),
+    ],
+)
+def test_wrong_arguments_are_named(mode, shares, scale, message):
+    area = Party(2, 2, 2 * LINE).areas[0]
+    with pytest.raises(ValueError, match=f"Staged: {message}"):
+        native.Staged(area, mode, np.zeros(8, np.float32), ReduceOp.SUM, scale, shares)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (np.zeros(8, np.float16), TypeError, "the dtype of array"),
+        (np.zeros(8, np.float64), TypeError, "the dtype of array"),
+        (np.zeros(7, np.float32), ValueError, "8 elements as in destination, got 7"),
+        ([0.0] * 8, TypeError, "a numpy.ndarray, got list"),
+    ],
+)
+def test_a_source_that_is_not_like_the_array_is_refused(source, error, message):
+    area = Party(2, 2, 2 * LINE).areas[0]
+    with pytest.raises(error, match=f"Staged: source: expected {message}"):
+        native.Staged(area, 0, np.zeros(8, np.float32), ReduceOp.SUM, 1.0, [(0, 4), (4, 8)], source)
+
+
+def test_a_source_that_overlaps_the_array_in_part_is_refused():
+    area, memory = Party(2, 2, 2 * LINE).areas[0], np.zeros(9, np.float32)
+    with pytest.raises(ValueError, match="got a partial overlap"):
+        native.Staged(area, 0, memory[1:], ReduceOp.SUM, 1.0, [(0, 4), (4, 8)], memory[:-1])
+    native.Staged(area, 0, memory, ReduceOp.SUM, 1.0, [(0, 4), (4, 8)], memory)
+
+
+def test_arrays_live_as_long_as_the_operation_on_them():
+    array, source = (np.zeros(8, np.float32) for _ in range(2))
+    owners = [weakref.ref(array), weakref.ref(source)]
+    staged = native.Staged(Party(2, 2, 2 * LINE).areas[0], 0, array, ReduceOp.SUM, 1.0, [(0, 4), (4, 8)], source=source)
+    del array, source
+    assert all(owner() is not None for owner in owners)
+    assert not staged.advance(0.0)
+    del staged
+    assert [owner() for owner in owners] == [None, None]
+
+
+def party_of_three(mode: Mode, size: int, depth: int) -> list[Any]:
+    """Ranks 0, 1 and 2 in the same operation, of which nobody has done anything yet."""
+    operation = Operation(mode, [np.ones(size, np.float32) for _ in range(3)], partition(size, 3, 4))
+    slot_bytes = whole_slots(mode, size, 4, 3, 1)
+    return [operation.start(area, rank) for rank, area in enumerate(Party(3, depth, slot_bytes).areas)]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_who_has_not_brought_its_part_is_awaited_and_nobody_else(mode):
+    one, other, late = party_of_three(mode, 48, 4)
+    assert not one.advance(0.0)
+    assert one.awaited() == [1, 2]
+    assert not other.advance(0.0)
+    # The one has not reduced either, but that is because the late one is late.
+    assert one.awaited() == [2]
+    assert other.awaited() == [2]
+    late.advance(0.0)
+    if mode == Mode.ALLREDUCE:
+        assert late.awaited() == [0, 1]  # their shares
+        assert not one.advance(0.0)
+        assert one.awaited() == [1]
+        assert late.awaited() == [1]
+        other.advance(0.0)
+    for staged in (one, other, late):
+        assert staged.advance(0.0)
+        assert staged.awaited() == []
+
+
+@pytest.mark.parametrize("mode", [Mode.ALLREDUCE, Mode.REDUCE_SCATTER, Mode.ALLGATHER], ids=lambda mode: mode.name)
+def test_who_still_reads_a_slot_is_awaited(mode):
+    # Chunks of 16 elements, three for each rank, one slot: nobody can go on to a chunk before all are through.
+    one, other, late = party_of_three(mode, 3 * 16 * 3, 1)
+    for _ in range(2):
+        one.advance(0.0)
+        other.advance(0.0)
+    assert one.awaited() == other.awaited() == [2]
+    for _ in range(20):
+        for staged in (late, one, other):
+            staged.advance(0.0)
+    assert all(staged.advance(0.0) for staged in (one, other, late))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_every_step_of_a_rank_rings_the_others(mode):
+    party = Party(3, 4, whole_slots(mode, 48, 4, 3, 1))
+    operation = Operation(mode, [np.ones(48, np.float32) for _ in range(3)], partition(48, 3, 4))
+    ranks = [operation.start(area, rank) for rank, area in enumerate(party.areas)]
+    steps = []
+    for turn in range(
+        9
+    ):  # in turn, so that rank 0 takes every step on its own: it waits for the others before the next
+        rank = turn % 3
+        rings, done = [bell.count() for bell in party.bells], party.done(rank)
+        ranks[rank].advance(0.0)
+        rung = [bell.count() != before for bell, before in zip(party.bells, rings, strict=True)]
+        moved = party.done(rank) != done
+        assert rung == [moved and other != rank for other in range(3)]
+        steps.append(moved)
+    assert steps[::3] == ([True, True, True] if mode == Mode.ALLREDUCE else [True, True, False])
+    operation.check()
+
+
+def test_an_operation_without_elements_is_over_at_once_unless_everybody_reduces_everything():
+    for mode in (Mode.ALLREDUCE, Mode.REDUCE_SCATTER, Mode.ALLGATHER):
+        assert party_of_three(mode, 0, 1)[0].advance(0.0)
+    assert not party_of_three(Mode.WHOLE, 0, 1)[0].advance(0.0)
+
+
+def test_advance_watches_as_long_as_it_is_asked_to():
+    one, *_ = party_of_three(Mode.ALLREDUCE, 48, 4)
+    began = time.monotonic()
+    assert not one.advance(0.05)
+    assert 0.045 < time.monotonic() - began < 5.0
