@@ -21,6 +21,7 @@ def started(hvd: Any, **arguments: Any) -> Iterator[None]:
     try:
         hvd.init(**arguments)
         yield
+        hvd.barrier()  # a rank that shuts down ends the job for those that still compute
     finally:
         hvd.shutdown()
         hvd.init()
