@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit import kernels
-from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.allreduce import allreduce, choose_allreduce
 from hvdkit.collectives.group import Array, Group, Steps, partition
-from hvdkit.collectives.staging import Mode, Staging, node_allreduce
+from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
 from hvdkit.compression.codec import Codec
 from hvdkit.kernels import HALVES, ReduceOp
 
@@ -56,6 +56,11 @@ def node_shares(count: int, itemsize: int, layout: Layout, ranks: int) -> list[t
     return partition(count, layout.carriers, itemsize) + [(count, count)] * (ranks - layout.carriers)
 
 
+def node_bytes(nbytes: int, ranks: int) -> int:
+    """What a rank reads and writes in the other ranks' memory for the node's sum and the pass back."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
 def early_scale(flat: Array, op: ReduceOp, scale: float, codec: Codec) -> tuple[float, float]:
     """The factors for the sum of a node and for the sum of nodes.
 
@@ -64,6 +69,18 @@ def early_scale(flat: Array, op: ReduceOp, scale: float, codec: Codec) -> tuple[
     """
     narrow = flat.dtype in HALVES or (codec.lossy and flat.dtype.kind == "f")
     return (scale, 1.0) if narrow and op == ReduceOp.SUM else (1.0, scale)
+
+
+def why_allreduce(group: Group, nbytes: int) -> str:
+    """How an allreduce of ``nbytes`` bytes travels among these ranks and why, for people."""
+    layout, choice = group.layout, group.choice
+    if layout is not None and len(layout.nodes) == 1:
+        return choose_pass(nbytes)[1]
+    ranks = group.size if layout is None else len(layout.nodes)
+    share = nbytes if layout is None else nbytes // layout.carriers
+    name, reason = choose_allreduce(share, ranks, choice.asked, choice.latency_seconds, choice.seconds_per_byte)
+    told = f"{name}: {reason}"
+    return told if layout is None else f"the sum of each node, then {told} between nodes"
 
 
 def layout_allreduce(
@@ -87,7 +104,7 @@ def layout_allreduce(
     if len(layout.nodes) == 1:
         assert staging is not None
         yield from node_allreduce(staging, turns[0], flat, op, scale, source)
-        group.bytes_sent += 2 * flat.nbytes * (group.size - 1) // group.size
+        group.bytes_sent += node_bytes(flat.nbytes, group.size)
         return
     if source is not None:
         flat[...] = source
@@ -106,3 +123,4 @@ def layout_allreduce(
         group.bytes_sent += across.bytes_sent
     if staging is not None:
         yield from staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, 1.0)
+        group.bytes_sent += node_bytes(flat.nbytes, len(members))

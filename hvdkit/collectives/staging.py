@@ -116,11 +116,13 @@ class Staging:
         lobby.passed += 1
 
 
-def choose_pass(nbytes: int, members: int) -> tuple[Mode, str]:
+def choose_pass(nbytes: int) -> tuple[Mode, str]:
     """How a node's ranks reduce a tensor of ``nbytes`` bytes, and why."""
-    if nbytes <= WHOLE_BYTES:
-        return Mode.WHOLE, f"{nbytes} bytes <= {WHOLE_BYTES}: one exchange"
-    return Mode.ALLREDUCE, f"{nbytes} bytes > {WHOLE_BYTES}: each of {members} ranks reduces its share"
+    return _SMALL_PASS if nbytes <= WHOLE_BYTES else _LARGE_PASS
+
+
+_SMALL_PASS = (Mode.WHOLE, f"at most {WHOLE_BYTES} bytes: every rank of the node reduces all of it, in one exchange")
+_LARGE_PASS = (Mode.ALLREDUCE, f"more than {WHOLE_BYTES} bytes: each rank of the node reduces its share")
 
 
 def node_allreduce(
@@ -131,6 +133,6 @@ def node_allreduce(
     ``source`` (flat, of the same length) is what this rank contributes, if not what lies in ``flat``. ``ticket`` was
     drawn in the first area.
     """
-    mode, _ = choose_pass(flat.nbytes, len(staging.members))
     shares = partition(flat.size, len(staging.members), flat.itemsize)
+    mode, _ = choose_pass(flat.nbytes)
     yield from staging.run(0, ticket, mode, flat, shares, op, scale, source)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.hierarchical import why_allreduce
 from hvdkit.engine.direct import execute_direct, execute_staged, zeros_on_device
 from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, execute, zeros_for
 from hvdkit.engine.handle import Handle
@@ -43,9 +44,15 @@ class Batches:
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
 
         def trace(activity: str) -> None:
+            if engine.timeline is None:
+                return
+            reason = {}
+            if activity == "ALLREDUCE" and not submissions[0].signature.get("direct"):
+                nbytes = sum(array.nbytes for submission in submissions for array in submission.arrays)
+                reason = {"reason": why_allreduce(group, nbytes), "operations": len(submissions)}
             for submission in submissions:
                 engine.timeline_end(submission.key)
-                engine.timeline_begin(submission.key, activity)
+                engine.timeline_begin(submission.key, activity, **reason)
 
         def completed(results: list[Any]) -> None:
             engine.groups.change(kind, submissions[0].signature, results[0])

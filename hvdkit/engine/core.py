@@ -138,8 +138,7 @@ class Engine(NamedOperations):
 
     def drive_lane(self, lane: Lane) -> None:
         """Drive until every bucket of the lane's step is reduced or the lane has failed."""
-        with self.watch.waiting(None, lane):
-            self._drive_until(lane.idle)
+        self._wait(None, lane, lane.idle)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -199,8 +198,14 @@ class Engine(NamedOperations):
 
     def drive(self, handle: Handle) -> None:
         """Drive until an operation has ended."""
-        with self.watch.waiting(handle, None):
-            self._drive_until(handle.done)
+        self._wait(handle, None, handle.done)
+
+    def _wait(self, handle: Handle | None, lane: Lane | None, finished: Callable[[], bool]) -> None:
+        self.watch.begin_waiting(handle, lane)
+        try:
+            self._drive_until(finished)
+        finally:
+            self.watch.end_waiting()
 
     def _round(self) -> bool:
         """One pass over all that is in flight. Nothing is raised: an error ends every wait with itself."""

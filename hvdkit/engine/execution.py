@@ -93,10 +93,11 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace:
     signature = submissions[0].signature
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
     layout = group.layout
-    if len(submissions) == 1 and len(submissions[0].arrays) == 1 and layout is not None:
+    staged = layout is not None and op != ReduceOp.ADASUM
+    if staged and len(submissions) == 1 and len(submissions[0].arrays) == 1 and signature["prescale"] == 1.0:
         sources, array = submissions[0].sources, submissions[0].arrays[0]
-        if sources and signature["prescale"] == 1.0 and op != ReduceOp.ADASUM and array.size:
-            flat, source = array.reshape(-1), sources[0].reshape(-1)
+        if array.size:
+            flat, source = array.reshape(-1), sources[0].reshape(-1) if sources else None
             yield from layout_allreduce(group, layout, flat, op, scale, CODECS["none"], tag, layout.draw(), source)
             return
     by_dtype: dict[Any, list[Array]] = {}
@@ -104,7 +105,6 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace:
         submission.gather_sources()
         for array in submission.arrays:
             by_dtype.setdefault(array.dtype, []).append(array)
-    staged = layout is not None and op != ReduceOp.ADASUM
     all_turns = [
         layout.draw() if staged and any(array.size for array in arrays) else (0, 0) for arrays in by_dtype.values()
     ]

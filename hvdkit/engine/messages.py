@@ -7,6 +7,10 @@ from typing import Any
 
 Message = list[Any]
 
+# Made once: json.dumps makes one for each message.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_DECODER = json.JSONDecoder()
+
 # By first element: how many elements the message has.
 SHAPES = {
     # to the coordinator
@@ -31,13 +35,13 @@ SHAPES = {
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
+    return _ENCODER.encode(message).encode()
 
 
 def decode(payload: bytes) -> Message:
     """The message. Raises ValueError for bytes that no engine of this version sends."""
     try:
-        message: Any = json.loads(payload)
+        message: Any = _DECODER.decode(payload.decode())
     except RecursionError:
         raise ValueError("a control message nested too deeply") from None
     kind = message[0] if isinstance(message, list) and message else None

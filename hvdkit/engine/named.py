@@ -10,7 +10,7 @@ from hvdkit.collectives.group import Array
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Signature
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import NAMES, ReduceOp
 
 
 class NamedOperations(ABC):
@@ -73,7 +73,7 @@ class NamedOperations(ABC):
     ) -> Handle:
         """Concatenate each array over the ranks along its first dimension; the result is a list of new arrays."""
         signature = {
-            "dtype": [str(array.dtype) for array in arrays],
+            "dtype": [_dtype_name(array) for array in arrays],
             "shape": [["*", *array.shape[1:]] for array in arrays],
             "device": device,
             **_way(arrays),
@@ -106,7 +106,7 @@ class NamedOperations(ABC):
         wake: bool = True,
     ) -> Handle:
         """Send ``splits[p]`` rows to rank p; the result is (what came in, rows that came from each rank)."""
-        signature = {"dtype": [str(array.dtype)], "shape": [["*", *array.shape[1:]]], "device": device}
+        signature = {"dtype": [_dtype_name(array)], "shape": [["*", *array.shape[1:]]], "device": device}
         detail = [array.shape[0], splits]
         return self._submit("alltoall", [array], signature, detail, name, process_set_id, wake)
 
@@ -149,7 +149,11 @@ class NamedOperations(ABC):
 
 
 def _described(arrays: Sequence[Array | DeviceArray]) -> Signature:
-    return {"dtype": [str(array.dtype) for array in arrays], "shape": [list(array.shape) for array in arrays]}
+    return {"dtype": [_dtype_name(array) for array in arrays], "shape": [list(array.shape) for array in arrays]}
+
+
+def _dtype_name(array: Array | DeviceArray) -> str:
+    return array.dtype if isinstance(array.dtype, str) else NAMES[array.dtype]
 
 
 def _way(arrays: Sequence[Array | DeviceArray]) -> Signature:

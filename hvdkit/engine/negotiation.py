@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import marshal
 from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ class Negotiation:
     def __init__(self, engine: Engine, static_process_sets: Sequence[list[int]]) -> None:
         self._engine = engine
         self._rank = engine.topology.rank
-        self._cached: dict[str, int] = {}
+        self._cached: dict[bytes, int] = {}
         self.departed: dict[int, str] = {}
         self.coordinator: Coordinator | None = None
         if self._rank == 0:
@@ -43,13 +43,14 @@ class Negotiation:
         if signature["kind"] in NEVER_CACHED or self._rank == 0:
             self.send_to_coordinator(["request", signature, name, detail])
             return
-        text = json.dumps(signature)
-        number = self._cached.get(text)
+        # As a key only: it stays in this process. Version 2 gives equal bytes for equal values.
+        content = marshal.dumps(signature, 2)
+        number = self._cached.get(content)
         if number is None:
             if len(self._cached) >= self._engine.settings.cache_capacity:
                 self.send_to_coordinator(["request", signature, name, detail])
                 return
-            number = self._cached[text] = len(self._cached)
+            number = self._cached[content] = len(self._cached)
             self.send_to_coordinator(["signature", number, signature])
         self.send_to_coordinator(["request", number, name, detail])
 
@@ -89,17 +90,23 @@ class Negotiation:
                     f"understand: {error!r} in {payload[:200]!r}"
                 ) from error
         if self.coordinator is not None:
-            outgoing = self.coordinator.take_outgoing()
-            # First what others wait for; then this rank's own part of it.
-            for rank, message in sorted(outgoing, key=lambda one: one[0] == self._rank):
+            own: list[Message] = []
+            for rank, message in self.coordinator.take_outgoing():
                 moved = True
-                self.send(rank, message)
+                if rank == self._rank:
+                    own.append(message)  # first what others wait for; then this rank's own part of it
+                else:
+                    self.send(rank, message)
+            for message in own:
+                self._take(self._rank, message)
         return moved
 
     def look_for_broken(self) -> None:
         """Raise PeerLostError where a connection broke to a rank that did not say goodbye."""
         engine = self._engine
         lost = engine.transport.lost_peers()
+        if not lost:
+            return
         if lost.keys() - self.departed.keys():
             engine.transport.advance()
             self.exchange()  # a goodbye comes before the connection ends, but maybe after we last looked

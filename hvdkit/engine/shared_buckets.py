@@ -15,7 +15,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, node_shares
+from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, node_bytes, node_shares
 from hvdkit.compression import CODECS
 from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.execution import effective
@@ -139,7 +139,7 @@ class SharedBuckets(Buckets):
             else:
                 yield from self._reduce_across(views, op, scale, tag)
         yield self._tell_and_wait(cells, 1, sequence, sequence + 1, sequence + 1)
-        group.bytes_sent += 2 * own.nbytes * (count - 1) // count
+        group.bytes_sent += node_bytes(own.nbytes, count)
 
     def _reduce_across(self, views: list[Array], op: ReduceOp, scale: float, tag: int) -> Steps[None]:
         """This rank's share: the node's sum into its own region, the sum of nodes, and one pass back."""

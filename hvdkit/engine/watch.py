@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,7 @@ class Waiting:
 
     handle: Handle | None
     lane: Lane | None
-    since: float = field(default_factory=monotonic)
+    since: float
     told_at: float = 0.0
     warned: bool = False
 
@@ -60,18 +58,17 @@ class Watch:
     def heard(self, rank: int) -> None:
         self._liveness.heard(rank, monotonic())
 
-    @contextmanager
-    def waiting(self, handle: Handle | None, lane: Lane | None) -> Iterator[None]:
-        """The calling thread waits inside this block."""
+    def begin_waiting(self, handle: Handle | None, lane: Lane | None) -> None:
+        """The calling thread waits from now on."""
         me = threading.get_ident()
         self._threads.add(me)
-        waiting = self._waiting[me] = Waiting(handle, lane)
-        try:
-            yield
-        finally:
-            self._waiting.pop(me, None)
-            if waiting.told_at and self._engine.error is None:
-                self._engine.later(["blocked", None, [], "", None])
+        self._waiting[me] = Waiting(handle, lane, monotonic())
+
+    def end_waiting(self) -> None:
+        """The calling thread goes on."""
+        waiting = self._waiting.pop(threading.get_ident(), None)
+        if waiting is not None and waiting.told_at and self._engine.error is None:
+            self._engine.later(["blocked", None, [], "", None])
 
     def look(self, now: float) -> None:
         """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""

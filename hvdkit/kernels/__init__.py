@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS, HALVES
+from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS, HALVES, NAMES
 from hvdkit.kernels.reduce_op import ReduceOp
 
 try:
@@ -30,6 +30,7 @@ __all__ = [
     "DTYPES",
     "FLOATS",
     "HALVES",
+    "NAMES",
     "ReduceOp",
     "backend",
     "convert_into",

@@ -29,6 +29,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     )
 }
 
+# str(dtype) takes numpy microseconds.
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 # Summed in float32 and rounded once at the end.
 HALVES = frozenset({DTYPES["float16"], BFLOAT16})
 

@@ -22,7 +22,8 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def as_array(tensor: Tensor) -> Array:
     """The memory of a contiguous CPU tensor as an array of the same shape: what one writes the other reads."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(_BFLOAT16)
     return tensor.numpy()
@@ -42,7 +43,10 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 def host_view(tensor: Tensor) -> Tensor:
     """Contiguous host memory with the tensor's values: its own memory where that is contiguous, else a copy."""
-    return tensor.detach().resolve_neg().cpu().contiguous()
+    tensor = tensor.detach()
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg().cpu().contiguous()
 
 
 def host_like(tensor: Tensor) -> Tensor:
