@@ -26,7 +26,8 @@ from jobs import Peer
 
 MEMORY, ONE_PASS = "memory", "one pass"
 BOUNDS = (MEMORY, ONE_PASS)
-DENOMINATORS = ("mpi4py", "Gloo", *BOUNDS)
+DENOMINATORS = ("mpi4py", "mpi4py in place", "Gloo", *BOUNDS)
+TWO_LINKS = "mpi4py 2 links"
 HUNDRED_MB = 100_000_000
 
 
@@ -95,6 +96,14 @@ def open_mpi4py(inplace: bool) -> Opened:
     return Opened(world.Get_rank(), world.Get_size(), call)
 
 
+def open_mpi4py_two_links(inplace: bool) -> Opened:
+    """As hvdkit has Open MPI: with two TCP connections for each pair of ranks."""
+    from hvdkit.environments.openmpi import use_the_wire_both_ways
+
+    use_the_wire_both_ways()
+    return open_mpi4py(inplace)
+
+
 def open_gloo(inplace: bool) -> Opened:
     import torch.distributed as dist
 
@@ -131,6 +140,7 @@ WORKERS: dict[str, Callable[[bool], Opened]] = {
     "hvdkit": functools.partial(open_horovod, "hvdkit"),
     "horovod": functools.partial(open_horovod, "horovod"),
     "mpi4py": open_mpi4py,
+    TWO_LINKS: open_mpi4py_two_links,
     "gloo": open_gloo,
     "fusion": functools.partial(open_shared, "open_fusion"),
     ONE_PASS: functools.partial(open_shared, "open_one_pass"),

@@ -9,6 +9,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,22 +23,24 @@ from jobs import Peer, has_mpi
 from tqdm import tqdm
 
 RESULTS = Path(__file__).resolve().parent / "results"
+USUAL_RANKS = 2
 
 
 def run_rounds(
     peers: Sequence[Peer], rounds: int, job: Callable[[Peer], Any]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Every peer's job once a round, each round beginning with another peer, so that a slow minute hits all alike.
+    """Every peer's job once a round, in an order of its own each round, so that a slow minute hits all alike.
 
     Returns the rounds, each a result per peer, and the errors of peers that failed; those are left out of all rounds.
     """
     results: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
+    shuffled = random.Random(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a job that runs is ended
     with tqdm(total=rounds * len(peers), unit="job") as bar:
         for turn in range(rounds):
-            first = turn % len(peers)
             results.append({})
-            for peer in [*peers[first:], *peers[:first]]:
+            for peer in shuffled.sample(list(peers), len(peers)):
                 bar.set_description(f"round {turn + 1}/{rounds}, {peer.name}")
                 if peer.name not in errors:
                     try:
@@ -129,7 +133,7 @@ def machine() -> dict[str, Any]:
 def add_common_flags(parser: argparse.ArgumentParser, rounds: int, ranks: bool = True) -> None:
     """Flags of all benchmarks that run jobs, and the two hidden ones that turn the script into a worker."""
     if ranks:
-        parser.add_argument("--ranks", type=int, default=2, help="processes of each job")
+        parser.add_argument("--ranks", type=int, default=USUAL_RANKS, help="processes of each job")
     parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds; each runs every peer once")
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="only these peers, e.g. --peers 'hvdkit mpi' DDP")
@@ -169,7 +173,7 @@ def pyplot() -> Any:
 
 
 def save(name: str, args: argparse.Namespace, payload: dict[str, Any], figure: Any) -> None:
-    """Write ``<name>.json`` and ``<name>.png`` and say where."""
+    """Write ``<name>.json`` and ``<name>.png`` and say where; another number of ranks than usual is in the name."""
     args.output.mkdir(parents=True, exist_ok=True)
     hidden = {"worker", "report", "output"}
     document = {
@@ -179,7 +183,8 @@ def save(name: str, args: argparse.Namespace, payload: dict[str, Any], figure: A
         "arguments": {key: value for key, value in vars(args).items() if key not in hidden},
         **payload,
     }
-    path = args.output / f"{name}.json"
+    ranks = getattr(args, "ranks", USUAL_RANKS)
+    path = args.output / (f"{name}.json" if ranks == USUAL_RANKS else f"{name}_{ranks}_ranks.json")
     path.write_text(json.dumps(document, indent=1) + "\n")
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=150)

@@ -96,7 +96,7 @@ def wait(args: argparse.Namespace) -> None:
 def contestants(mode: str) -> list[Peer]:
     if mode == "asleep":
         return [Peer("torch", "torch", "plain"), *jobs.horovods()]
-    return [peer for peer in allreduce.contestants() if not peer.flags and peer.name != allreduce.MEMORY]
+    return [peer for peer in allreduce.contestants() if not peer.flags and peer.name not in allreduce.BOUNDS]
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ The hosts are Linux namespaces on this machine (see namespaces.py), made anew fo
 is what a plain TCP connection carries in both directions at once; at high rates that alone takes a good part of the
 cores, which the ranks share with it. An allreduce of n bytes sends at least 2 n (H-1) / H out of each of H hosts and as
 many in. The bound is the time that takes on the wire; for a step it is forward + max(backward, wire) + optimizer, with
-the phases of the step alone. The allreduces are in place.
+the phases of the step alone. The allreduces are in place. "2 links" is mpi4py with two TCP connections, which hvdkit
+always asks Open MPI for.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -131,7 +130,8 @@ def wire_milliseconds(count: float, wire: dict[str, float]) -> float:
 
 def contestants(parts: list[str], names: list[str] | None) -> dict[str, list[Peer]]:
     """Who takes part in each part that has anyone; all that ``names`` holds, or all."""
-    mpi4py = [Peer("mpi4py", "mpi4py", "mpi", ("--inplace",))] if jobs.has_mpi() else []
+    names_of_mpi = ("mpi4py", allreduce.TWO_LINKS) if jobs.has_mpi() else ()
+    mpi4py = [Peer(name, name, "mpi", ("--inplace",)) for name in names_of_mpi]
     found = {
         "allreduce": [*jobs.horovods("", "--inplace"), Peer("Gloo", "gloo", "plain"), *mpi4py],
         "step": training.contestants(),
@@ -249,7 +249,6 @@ def compare(args: argparse.Namespace) -> None:
     """What the script itself runs: for each rate, rounds of allreduces and of steps, then the tables."""
     if reason := namespaces.missing():
         raise SystemExit(f"cannot make two hosts: {reason}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     measures = {"allreduce": measure_allreduce, "step": measure_step}
     peers = contestants(args.parts, args.peers)
     results, errors = {}, {}

@@ -70,21 +70,22 @@ def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
     if group.layout is None:
         return HostBuckets(group, plan.reduction, None)
     home, problem = shared_buckets(group, plan.reduction, lane_id, total_bytes(plan.slots))
-    fine = np.array([not problem], dtype=np.uint8)
+    everyone = engine.transport.size
+    short = np.array([engine.topology.rank if problem else everyone])  # the first rank that is short of memory
     engine.allreduce(
-        [fine],
+        [short],
         name=f"{plan.name}.memory",
         op=ReduceOp.MIN,
         prescale=1.0,
         postscale=1.0,
         process_set_id=plan.process_set_id,
     ).wait()
-    if problem:
+    if short[0] == engine.topology.rank:
         logger.warning(
             "%s: the gradients of '%s' are not in shared memory, which is slower: %s",
             engine.told(), plan.name, problem,
         )  # fmt: skip
-    if not fine[0]:
+    if short[0] < everyone:
         return HostBuckets(group, plan.reduction, None)
     return home or HostBuckets(group, plan.reduction, group.layout)
 

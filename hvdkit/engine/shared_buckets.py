@@ -73,7 +73,7 @@ class SharedBuckets(Buckets):
             else f"one pass on {len(layout.nodes)} nodes, {layout.carriers} ranks of each carry their shares between"
         )
         self._map()
-        self._window.populate(*self._region(self._me))
+        self._populate(self._me)
 
     def _region(self, number: int) -> tuple[int, int]:
         """Where a rank's region begins in the window, and its bytes; spare regions follow those of all ranks."""
@@ -87,7 +87,10 @@ class SharedBuckets(Buckets):
     def populate_others(self) -> None:
         """Bring in the other ranks' regions, once all have brought in their own."""
         for rank in range(len(self._members)):
-            self._window.populate(*self._region(rank))
+            self._populate(rank)
+
+    def _populate(self, rank: int) -> None:
+        self._transport.populate(self._window, self._place, *self._region(rank))
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)

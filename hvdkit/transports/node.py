@@ -107,6 +107,10 @@ class NodeTransport(Transport):
         """Memory that all ranks of this node which ask for the same place share. Place 0 is taken."""
         return self.memory.window(place, nbytes)
 
+    def populate(self, window: Window, place: int, begin: int, nbytes: int) -> None:
+        """Take memory for a part of the window of ``place`` now. Raises OSError where there is not enough."""
+        self.memory.populate(window, place, begin, nbytes)
+
     def cells(self, window: Window, offset: int, count: int) -> Cells:
         """Counters in a window, each on a cache line of its own."""
         return Cells(window, offset, count)

@@ -47,6 +47,14 @@ class NodeMemory:
             raise OSError(errno.EFBIG, f"{nbytes} bytes in one place", None)
         return Window(self._descriptor, place % PLACES * PLACE_BYTES, nbytes)
 
+    def populate(self, window: Window, place: int, begin: int, nbytes: int) -> None:
+        """Take memory for a part of the window of ``place`` now.
+
+        Raises OSError where there is not enough: to touch it later would be fatal.
+        """
+        if not window.populate(begin, nbytes):  # this kernel can only set it aside
+            os.posix_fallocate(self._descriptor, place % PLACES * PLACE_BYTES + begin, nbytes)
+
     def gone(self) -> list[int]:
         """The ranks (by index) whose process has ended or closed this memory."""
         return [index for index in range(self.count) if index != self.index and not self._is_locked(index)]

@@ -30,10 +30,11 @@ Window::~Window() {
 
 void Window::give_back_at_end(std::size_t begin, std::size_t nbytes) { given_back_.emplace_back(begin, nbytes); }
 
-void Window::populate(std::size_t begin, std::size_t nbytes) {
+bool Window::populate(std::size_t begin, std::size_t nbytes) {
     static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     const std::size_t first = begin / page * page;
-    if (madvise(data_ + first, begin + nbytes - first, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) return;
+    if (madvise(data_ + first, begin + nbytes - first, MADV_POPULATE_WRITE) == 0) return true;
+    if (errno == EINVAL) return false;
     throw std::system_error(errno, std::generic_category(), "madvise");
 }
 

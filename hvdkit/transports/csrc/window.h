@@ -20,8 +20,8 @@ class Window {
     Window& operator=(const Window&) = delete;
 
     // Brings pages in at once, which costs a fraction of one page fault each. Throws std::system_error where there is
-    // not enough memory; later touches would then be fatal. Kernels before 5.14 cannot do it and touch pages later.
-    void populate(std::size_t begin, std::size_t nbytes);
+    // not enough memory; later touches would then be fatal. False: kernels before 5.14 cannot do it.
+    bool populate(std::size_t begin, std::size_t nbytes);
 
     // When this window goes, so does the memory behind this part of it: others that map it see zeros. Not where it
     // goes in a fork of the process that made it.
