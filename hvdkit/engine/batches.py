@@ -34,11 +34,11 @@ class Batches:
         if engine.error is not None:
             return  # everyone is learning of it
         _, sequence, process_set_id, kind, names, signatures = message
+        group = engine.groups.group(process_set_id)  # may fail, so before anything is taken from who waits
         submissions = [
             self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
             for index, (name, _) in enumerate(names)
         ]
-        group = engine.groups.group(process_set_id)
         root = group.members.index(submissions[0].signature.get("root", group.members[0]))
         extras = [extra for _, extra in names]
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION

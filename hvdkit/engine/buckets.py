@@ -66,6 +66,10 @@ class Buckets(ABC):
     def close(self) -> None:
         """Give back what is held for reducing; nothing can be reduced afterwards."""
 
+    def discard(self) -> None:
+        """Give back what was taken for reducing, before anything was: the ranks have agreed on another home."""
+        self.close()
+
 
 class HostBuckets(Buckets):
     """numpy arrays in this rank's own memory; ``layout``: how ranks lie on nodes, where some of them share memory."""

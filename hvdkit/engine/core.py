@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class Engine(NamedOperations):
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
         self.place: str | None = None  # the device that this rank's named operations use
+        self._process = os.getpid()
         self._inbox: deque[Callable[[], None]] = deque()
         self._automatic: dict[tuple[str, int], int] = {}
         self._submit_lock = threading.Lock()
@@ -201,6 +203,8 @@ class Engine(NamedOperations):
         self._wait(handle, None, handle.done)
 
     def _wait(self, handle: Handle | None, lane: Lane | None, finished: Callable[[], bool]) -> None:
+        if os.getpid() != self._process:
+            raise HorovodInternalError(f"a forked child of {self.told()} waits for what only its parent can finish")
         self.watch.begin_waiting(handle, lane)
         try:
             self._drive_until(finished)
@@ -218,11 +222,18 @@ class Engine(NamedOperations):
             if not broken:
                 logger.exception("the engine failed on %s", self.told())
             failure = HorovodInternalError(f"the engine failed on {self.told()}: {error!r}")
+        except BaseException as error:  # Ctrl-C in the middle of a sum: nobody can know how far it is
+            self._break(HorovodInternalError(f"{self.told()} was interrupted by {type(error).__name__}"), broken)
+            raise
+        self._break(failure, broken)
+        return not broken
+
+    def _break(self, failure: HorovodInternalError, broken: bool) -> None:
+        """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
             rank = -1 if isinstance(failure, PeerLostError) else self.topology.rank
-            self.negotiation.tell_everyone(["lost", rank, str(failure)])  # they would wait for this rank
+            self.negotiation.tell_everyone(["lost", rank, str(failure)])
         self.fail(failure)
-        return not broken
 
     def _pass(self) -> bool:
         moved = False

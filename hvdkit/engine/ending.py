@@ -27,10 +27,10 @@ class Ending:
 
     def watch(self, shutdown: Callable[[], None]) -> None:
         """Have ``shutdown`` called when the process ends, and see why it does. Once is enough."""
+        self._process = os.getpid()
         if self._watched is not None:
             return
         self._watched = shutdown
-        self._process = os.getpid()
         atexit.register(self._at_exit)
         previous_hook, previous_exit = sys.excepthook, sys.exit
 

@@ -109,13 +109,14 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace:
         layout.draw() if staged and any(array.size for array in arrays) else (0, 0) for arrays in by_dtype.values()
     ]
     for arrays, turns in zip(by_dtype.values(), all_turns, strict=True):
-        if signature["prescale"] != 1.0:
-            for array in arrays:
-                kernels.scale_into(array.reshape(-1), array.reshape(-1), signature["prescale"])
+        prescale = signature["prescale"]
         if len(arrays) == 1:
-            yield from _reduce_flat(group, arrays[0].reshape(-1), [arrays[0].size], op, scale, tag, turns)
+            flat = arrays[0].reshape(-1)
+            if prescale != 1.0:
+                kernels.scale_into(flat, flat, prescale)
+            yield from _reduce_flat(group, flat, [flat.size], op, scale, tag, turns)
         else:
-            yield from _reduce_fused(group, arrays, op, scale, tag, turns, trace)
+            yield from _reduce_fused(group, arrays, prescale, op, scale, tag, turns, trace)
 
 
 def _reduce_flat(
@@ -132,6 +133,7 @@ def _reduce_flat(
 def _reduce_fused(
     group: Group,
     arrays: Sequence[Array],
+    prescale: float,
     op: ReduceOp,
     scale: float,
     tag: int,
@@ -145,6 +147,8 @@ def _reduce_fused(
     ends = list(accumulate(lengths))
     for array, end in zip(arrays, ends, strict=True):
         fused[end - array.size : end] = array.reshape(-1)
+    if prescale != 1.0:
+        kernels.scale_into(fused, fused, prescale)  # not the arrays, among which one may be twice
     trace("ALLREDUCE")
     yield from _reduce_flat(group, fused, lengths, op, scale, tag, turns)
     trace("MEMCPY_OUT_FUSION_BUFFER")

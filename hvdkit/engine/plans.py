@@ -86,6 +86,8 @@ def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
             engine.told(), plan.name, problem,
         )  # fmt: skip
     if short[0] < everyone:
+        if home is not None:
+            home.discard()
         return HostBuckets(group, plan.reduction, None)
     return home or HostBuckets(group, plan.reduction, group.layout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any
@@ -27,17 +28,18 @@ FAILED_GOODBYE_SECONDS = 0.3
 _engine: Engine | None = None
 _dynamic = False
 _generation = 0
+_process = 0  # that called init
 
 
 def engine() -> Engine:
     """The engine. Raises NotInitializedError (a ValueError) before init and after shutdown."""
-    if _engine is None or not ENDING.check_process():
+    if _engine is None or _process != os.getpid():
         raise NotInitializedError  # a fork must not use its parent's connections
     return _engine
 
 
 def is_initialized() -> bool:
-    return _engine is not None
+    return _engine is not None and _process == os.getpid()
 
 
 def dynamic_process_sets() -> bool:
@@ -53,8 +55,8 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
     Raises ValueError for contradictory environments and arguments, TransportUnavailableError where ranks cannot meet,
     HorovodInternalError on every rank where versions or process sets differ.
     """
-    global _engine, _dynamic, _generation
-    if _engine is not None:
+    global _engine, _dynamic, _generation, _process
+    if _engine is not None and _process == os.getpid():
         return
     settings = config.from_environment()
     logger.setLevel(settings.log_level.upper())
@@ -72,7 +74,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
         network = Network(0.0, 0.0)
         if transport.size > 1:
             network = measure_network(transport, topology.nodes, settings.timeout_seconds)
-        _engine = Engine(transport, topology, settings, network, static)
+        _engine, _process = Engine(transport, topology, settings, network, static), os.getpid()
     except BaseException:
         transport.close(graceful=False)
         raise
@@ -86,7 +88,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
 def shutdown() -> None:
     """Tell the others, give everything back; ``init`` may be called again afterwards."""
     global _engine, _dynamic
-    if _engine is None or not ENDING.check_process():
+    if _engine is None or _process != os.getpid():
         return
     engine, _engine, _dynamic = _engine, None, False
     graceful = False

@@ -62,7 +62,6 @@ class SharedBuckets(Buckets):
         self._members = layout.staging.members
         self._me = layout.staging.me
         self._bells = transport.bells_of([rank for rank in self._members if rank != transport.rank])
-        self._across = counterparts(group, layout) if len(layout.nodes) > 1 else None
         self._head_bytes = -(-2 * len(self._members) * CELLS * CACHE_LINE // PAGE) * PAGE
         self._region_bytes = -(-nbytes // PAGE) * PAGE + PAGE
         self._buckets: list[Bucket] = []
@@ -72,6 +71,7 @@ class SharedBuckets(Buckets):
             if len(layout.nodes) == 1
             else f"one pass on {len(layout.nodes)} nodes, {layout.carriers} ranks of each carry their shares between"
         )
+        self._mapped_again = False
         self._map()
         self._populate(self._me)
 
@@ -116,6 +116,7 @@ class SharedBuckets(Buckets):
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
         if self._window is None:  # closed; but this rank has joined, and others still need its share
+            self._mapped_again = True
             self._map()
             self._view()
         # What the steps need is held by them: the lane may be closed while they are under way.
@@ -146,14 +147,14 @@ class SharedBuckets(Buckets):
 
     def _reduce_across(self, views: list[Array], op: ReduceOp, scale: float, tag: int) -> Steps[None]:
         """This rank's share: the node's sum into its own region, the sum of nodes, and one pass back."""
-        assert self._across is not None
+        across = counterparts(self._group, self._layout)
+        assert across is not None
         codec = CODECS[self._reduction.codec]
         own = views[self._me]
         node_scale, wire_scale = early_scale(own, op, scale, codec)
         kernels.reduce_into(own, views, op, node_scale)
-        before = self._across.bytes_sent
-        yield from allreduce(self._across, own, op, wire_scale, codec, tag)
-        self._group.bytes_sent += self._across.bytes_sent - before
+        yield from allreduce(across, own, op, wire_scale, codec, tag)
+        self._group.bytes_sent += across.bytes_sent
         others = [view for rank, view in enumerate(views) if rank != self._me]
         kernels.reduce_into(others, [own], ReduceOp.SUM, 1.0)
 
@@ -177,9 +178,15 @@ class SharedBuckets(Buckets):
         gradients.
         """
         if quiet and self._window is not None:
-            for number in (self._me, len(self._members) + self._me):
-                self._window.give_back_at_end(*self._region(number))
+            # Mapped again, it is used for zeros only, while gradients may still live in the first mapping.
+            number = len(self._members) + self._me if self._mapped_again else self._me
+            self._window.give_back_at_end(*self._region(number))
         self._views, self._window, self._cells = [], None, None
+
+    def discard(self) -> None:
+        """Give back all memory, before anybody has used it: some rank has no room for its part."""
+        self._window.give_back_at_end(0, self._head_bytes + 2 * len(self._members) * self._region_bytes)
+        self.forget(quiet=False)
 
     def close(self) -> None:
         self.forget(quiet=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,7 @@ def _obtain(
     from hvdkit.transports.node import rings_bytes
     from hvdkit.transports.node_memory import NodeMemory, fetch
 
-    memory = None
+    descriptor, memory = -1, None
     try:
         if invitation is not None:
             descriptor = invitation.serve(len(node) - 1, seconds)
@@ -105,4 +106,6 @@ def _obtain(
     except OSError as error:
         if memory is not None:
             memory.close()
+        elif descriptor >= 0:
+            os.close(descriptor)
         return None, f"rank {rank} could not get the memory that rank {node[0]} made ({error})"

@@ -101,6 +101,11 @@ class Routes:
         elif id(parameter) in self.named.index:
             self.named.hand_over(parameter)
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether the lane has gradients of a step that is not over."""
+        return self.planned is not None and self.planned.lane.in_flight
+
     def finish(self, name_of: NameOf) -> None:
         """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
         if self.planned is not None:

@@ -33,6 +33,10 @@ SKIPPED_IN_FLIGHT = (
     "optimizer.synchronize(). The gradients are those of this rank alone, and the ranks would diverge.\n"
     "HINT: call optimizer.synchronize() before optimizer.skip_synchronize(), or call optimizer.step() outside of it."
 )
+INTERRUPTED = (
+    "The gradients of this step were being reduced when hvd.shutdown() ended the job; they may be half summed.\n"
+    "HINT: after hvd.init(), call optimizer.zero_grad() and run the forward and backward pass again."
+)
 SUPERSEDED = (
     "The parameters of this DistributedOptimizer were given to another DistributedOptimizer later.\n"
     "HINT: wrap each optimizer once, and no parameter in two of them."
@@ -107,7 +111,10 @@ class GradientSynchronizer:
         if engine is self._engine:
             return
         self._engine = engine
-        self._routes = None
+        interrupted = self._routes is not None and self._routes.in_flight
+        if self._routes is not None:
+            self._routes.move_out()
+            self._routes = None
         process_set = self.settings.process_set
         self._distributed = process_set.included() and process_set.size() > 1
         if self._distributed:
@@ -116,6 +123,9 @@ class GradientSynchronizer:
         else:
             self._hooks.detach()
             self._hooks.reset()
+        if interrupted:
+            self._start_step()
+            raise HorovodInternalError(INTERRUPTED)
 
     def _check_owner(self) -> None:
         if self._hooks.superseded:
@@ -224,6 +234,7 @@ class GradientSynchronizer:
         if is_current(self._engine):
             self._routes.abandon()
         else:
+            self._routes.move_out()
             self._routes = None
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:

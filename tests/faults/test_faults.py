@@ -37,6 +37,15 @@ def test_a_rank_that_fails_ends_an_mpi_job(scenario, channel):
         assert status == 3, output
 
 
+def test_an_interrupted_sum_is_an_error_on_all_ranks(transport):
+    _, output = run_ranks([*WORKER, "interrupted", "planned"], 3, transport, timeout=60)
+    assert "WENT ON" not in output
+    assert noticed(output), output
+    assert all("interrupted by KeyboardInterrupt" in text for text in noticed(output).values()), output
+    if transport == "torch":  # mpirun ends the others when the first of them does
+        assert sorted(noticed(output)) == [0, 1, 2], output
+
+
 @all_channels
 @pytest.mark.parametrize("scenario", ["raises", "killed", "leaves"])
 def test_the_others_learn_which_rank_is_gone(scenario, channel):

@@ -10,6 +10,7 @@ import time
 import torch
 
 import hvdkit.torch as hvd
+from hvdkit import kernels
 
 
 def misbehave(scenario: str) -> None:
@@ -29,6 +30,13 @@ def misbehave(scenario: str) -> None:
         sys.exit(0)
     if scenario == "late":
         time.sleep(4)
+    if scenario == "interrupted":
+        kernels.reduce_into = interrupt
+
+
+def interrupt(*arguments: object) -> None:
+    """What Ctrl-C does to the thread that is summing."""
+    raise KeyboardInterrupt
 
 
 def wait_for_rank_1(channel: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
@@ -66,7 +74,10 @@ def main(scenario: str, channel: str) -> None:
         misbehave(scenario)
     started = time.monotonic()
     try:
-        wait_for_rank_1(channel, optimizer, model)
+        try:
+            wait_for_rank_1(channel, optimizer, model)
+        except KeyboardInterrupt:
+            optimizer.step()  # half of the sum is missing
     except hvd.HorovodInternalError as error:
         print(f"RANK {hvd.rank()} NOTICED {time.monotonic() - started:.1f} {error}".replace("\n", " | "), flush=True)
         if scenario.endswith("and-caught"):

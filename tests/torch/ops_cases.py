@@ -200,6 +200,12 @@ def case_allgather_of_ranks_without_rows(hvd):
     assert hvd.allgather(torch.empty(0, 4)).shape == (0, 4)
 
 
+def case_a_tensor_that_is_twice_in_a_group_is_scaled_once(hvd):
+    tensor = torch.full((5,), float(hvd.rank() + 1))
+    hvd.grouped_allreduce_([tensor, tensor], op=hvd.Sum, prescale_factor=2.0)
+    assert tensor.tolist() == [2.0 * sum(range(1, hvd.size() + 1))] * 5
+
+
 def case_grouped_allgather_mixes_types_and_shapes(hvd):
     kinds = list(itertools.product(MOVABLE, SHAPES[1:]))
     inputs = [

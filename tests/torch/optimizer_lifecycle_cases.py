@@ -86,6 +86,38 @@ def case_plain_step_is_the_parent_class(hvd: Any) -> None:
     assert type(optimizer).__bases__ == (torch.optim.SGD,)
 
 
+def case_gradients_that_were_moved_elsewhere_are_still_reduced(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    for step in range(2):
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data.clone()  # the same tensor, with memory of its own
+        alone = make_net()
+        alone.load_state_dict(net.state_dict())
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(net, batch(hvd.rank(), step)).backward()
+        loss_of(alone, joined_batch(hvd.size(), step)).backward()
+        optimizer.synchronize()
+        assert_same_gradients(net, alone)
+
+
+def case_a_model_of_another_dtype_is_still_reduced(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    net.double()
+    for set_to_none in (False, True):
+        alone = make_net().double()
+        alone.load_state_dict(net.state_dict())
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(net, tuple(data.double() for data in batch(hvd.rank()))).backward()
+        loss_of(alone, tuple(data.double() for data in joined_batch(hvd.size()))).backward()
+        optimizer.synchronize()
+        assert_same_gradients(net, alone)
+
+
 def case_frozen_and_unfrozen_parameters(hvd: Any) -> None:
     net = make_net()
     net.hidden.requires_grad_(False)
@@ -280,6 +312,19 @@ def case_bad_arguments_are_value_errors(hvd: Any) -> None:
         make(groups=[[net.conv.bias], [net.conv.bias]])
     with expect(TypeError, "optimizer must be"):
         hvd.DistributedOptimizer(net)
+
+
+def case_init_again_in_the_middle_of_a_step(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    optimizer.zero_grad()
+    loss_of(net, batch(hvd.rank())).backward()
+    hvd.shutdown()
+    hvd.init()
+    with expect(hvd.HorovodInternalError, "may be half summed", "HINT"):
+        optimizer.step()
+    assert_reduces(hvd, optimizer, net)
 
 
 def case_init_again_after_shutdown(hvd: Any) -> None:

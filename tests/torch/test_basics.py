@@ -152,6 +152,23 @@ for _ in range(2):
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def test_a_forked_child_starts_a_job_of_its_own() -> None:
+    program = (
+        "import os, sys, torch, hvdkit.torch as hvd\n"
+        "if sys.argv[1] == 'initialized': hvd.init()\n"
+        "if os.fork() == 0:\n"
+        "    hvd.init()\n"
+        "    assert (hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(2)).tolist()) == (0, 1, [1, 1])\n"
+        "    hvd.shutdown()\n"
+        "    assert not hvd.is_initialized()\n"
+        "    os._exit(0)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    for state in ("initialized", "fresh"):
+        done = subprocess.run([sys.executable, "-c", program, state], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
 def test_fp16_compresses_floating_point_only() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         compressed, context = hvd.Compression.fp16.compress(torch.ones(3, dtype=dtype))

@@ -189,6 +189,30 @@ def case_an_engine_of_the_parent_is_not_used_by_a_fork(hvd):
     good_allreduce(hvd)
 
 
+def case_a_fork_cannot_wait_for_what_its_parent_began(hvd):
+    if hvd.size() == 1:
+        good_allreduce(hvd)  # ends before anybody could fork
+        return
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(3), name="begun", op=hvd.Sum)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if _refused(hvd, handle) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    hvd.barrier()
+    if hvd.rank() != 0:
+        handle = hvd.allreduce_async(torch.ones(3), name="begun", op=hvd.Sum)
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+
+
+def _refused(hvd, handle) -> bool:
+    try:
+        hvd.synchronize(handle)
+    except hvd.HorovodInternalError as error:
+        return "forked child" in str(error)
+    return False
+
+
 def _usable(hvd) -> bool:
     try:
         hvd.rank()
