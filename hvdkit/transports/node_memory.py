@@ -1,7 +1,7 @@
 """Memory that the ranks of one node share: an anonymous file that one of them makes and hands to the others.
 
-A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not hold for it; it has no name, so nobody
-else can open it and nothing is left behind however its ranks end. Its descriptor travels over a socket, to processes of
+A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not hold for it; it has no name, so no other
+user can open it and nothing is left behind however its ranks end. Its descriptor travels over a socket, to processes of
 the same user that show a secret which they got over the transport. Each rank holds a lock on one byte of the file; the
 kernel drops it when the process ends, which is how the others notice.
 """
