@@ -45,6 +45,10 @@ class Lobby:
         self._drawn += 1
         return self._drawn - 1
 
+    def is_left(self) -> bool:
+        """Whether all operations are over, on the other ranks too."""
+        return self.passed == self._drawn and self.area.left_by_others()
+
 
 class Turn:
     """A wait, like a transfer, until it is a ticket's turn. What holds it up is another operation of this rank."""
@@ -83,12 +87,23 @@ class Staging:
     one, a later operation's first half would have to wait for that.
     """
 
-    def __init__(self, members: Sequence[int], rank: int, first: Any, second: Any, spin_seconds: float) -> None:
+    def __init__(
+        self, members: Sequence[int], rank: int, first: Any, second: Any, spin_seconds: float, window: Any
+    ) -> None:
         self.members = list(members)
         self.me = self.members.index(rank)
         self._rank = rank
         self._lobbies = (Lobby(first), Lobby(second))
         self._spin_seconds = spin_seconds
+        self._window = window  # where the first area is followed by the second
+
+    def leave(self) -> None:
+        """The group is no more: its memory goes back to the system, where nobody can be in it any more."""
+        half = self._window.nbytes // len(self._lobbies)
+        for number, lobby in enumerate(self._lobbies):
+            if lobby.is_left():
+                begin, nbytes = lobby.area.own_slots()
+                self._window.give_back_at_end(number * half + begin, nbytes)
 
     def draw(self, half: int) -> int:
         """A turn in one of the areas. All members draw in the same order, so only what starts an operation may."""

@@ -53,7 +53,9 @@ class Groups:
             self.ranks[result] = list(signature["ranks"])
         elif kind == "remove_process_set":
             self.ranks.pop(signature["id"], None)
-            self._groups.pop(signature["id"], None)
+            group = self._groups.pop(signature["id"], None)
+            if group is not None and group.layout is not None and group.layout.staging is not None:
+                group.layout.staging.leave()
             for key in [key for key in self._device_collectives if key[0] == signature["id"]]:
                 collectives = self._device_collectives.pop(key)
                 if collectives is not None:

@@ -36,7 +36,7 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     window = transport.window(staging_place(process_set_id), 2 * area_bytes)
     bells = transport.bells_of(node)
     areas = [Area(window, half * area_bytes, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for half in (0, 1)]
-    return Layout(nodes, Staging(node, rank, areas[0], areas[1], spin_seconds))
+    return Layout(nodes, Staging(node, rank, areas[0], areas[1], spin_seconds, window))
 
 
 def shared_buckets(group: Group, reduction: Reduction, lane_id: int, nbytes: int) -> tuple[Buckets | None, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from hvdkit.engine import runtime
 from tests.ranks import Skip
 from tests.torch.data import equal, total, values
 from tests.torch.told import told
@@ -46,6 +49,27 @@ def case_all_operations_stay_inside_the_set(hvd):
         assert equal(share, total(inputs).tensor_split(count)[place])
         hvd.barrier(process_set=process_set)
     _remove(hvd, sets)
+
+
+def case_sets_that_come_and_go_leave_no_memory_behind(hvd):
+    memory = getattr(runtime.engine().transport, "memory", None)
+    if memory is None or hvd.size() < 3:
+        raise Skip("needs memory that three ranks share")
+    everyone = len(runtime.engine().transport.members) == hvd.size()
+    if not everyone:
+        raise Skip("needs one node")
+    numbers = torch.ones(1 << 20)
+
+    def held() -> int:
+        return int(hvd.broadcast(torch.tensor([os.fstat(memory._descriptor).st_blocks]), 0)) * 512
+
+    before = held()
+    for _ in range(8):
+        pair = hvd.add_process_set([0, 1])
+        if pair.included():
+            assert equal(hvd.allreduce(numbers, op=hvd.Sum, process_set=pair), 2 * numbers)
+        assert hvd.remove_process_set(pair)
+    assert held() - before < numbers.nbytes, (before, held())  # two ranks stage 1 MiB each in each set
 
 
 def case_objects_and_sparse_tensors_in_a_set(hvd):

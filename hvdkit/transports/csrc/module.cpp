@@ -126,6 +126,7 @@ void bind_shared_memory(py::module_& module) {
     py::class_<Window>(module, "Window", py::buffer_protocol())
         .def(py::init<int, std::uint64_t, std::size_t>(), py::arg("descriptor"), py::arg("offset"), py::arg("nbytes"))
         .def("populate", &Window::populate, py::arg("begin"), py::arg("nbytes"), Unlocked())
+        .def_property_readonly("nbytes", &Window::nbytes)
         .def("give_back_at_end", &Window::give_back_at_end, py::arg("begin"), py::arg("nbytes"))
         .def_buffer([](Window& window) {
             return py::buffer_info(reinterpret_cast<std::uint8_t*>(window.data()),
@@ -184,6 +185,8 @@ void bind_shared_memory(py::module_& module) {
                  return std::make_unique<Area>(base, ranks, me, depth, slot_bytes, bells_of(bells));
              }),
              py::keep_alive<1, 2>(), py::keep_alive<1, 8>())
+        .def("own_slots", &Area::own_slots)
+        .def("left_by_others", &Area::left_by_others)
         .def_property_readonly("slot_bytes", &Area::slot_bytes);
     py::class_<Staged>(module, "Staged")
         .def(py::init(&make_staged), py::arg("area"), py::arg("mode"), py::arg("array"), py::arg("op"),

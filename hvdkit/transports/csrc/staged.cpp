@@ -38,6 +38,17 @@ void Area::ring_others() const {
     }
 }
 
+std::pair<std::size_t, std::size_t> Area::own_slots() const {
+    return {static_cast<std::size_t>(slot(me_, 0) - base_), depth_ * slot_bytes_};
+}
+
+bool Area::left_by_others() const {
+    for (std::size_t rank = 0; rank < ranks_; ++rank) {
+        if (rank != me_ && counter(rank, finished_chunks).get() < chunks) return false;
+    }
+    return true;
+}
+
 Staged::Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byte* data, std::size_t count,
                std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source)
     : area_(area),

@@ -30,6 +30,11 @@ class Area {
     Counter& counter(std::size_t rank, std::size_t which) const;
     void ring_others() const;
 
+    // Where this rank's slots begin, from ``base`` on, and how many bytes they are.
+    std::pair<std::size_t, std::size_t> own_slots() const;
+    // Whether the others are through with all that this rank has been through: nobody will look into its slots.
+    bool left_by_others() const;
+
     std::uint64_t chunks = 0;  // of all operations so far: the same number on all ranks between two operations
 
  private:

@@ -12,6 +12,14 @@
 #endif
 
 namespace hvdkit {
+namespace {
+
+std::size_t page() {
+    static const auto nbytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    return nbytes;
+}
+
+}  // namespace
 
 Window::Window(int descriptor, std::uint64_t offset, std::size_t nbytes) : nbytes_(nbytes), process_(getpid()) {
     void* const mapped =
@@ -28,11 +36,14 @@ Window::~Window() {
     munmap(data_, nbytes_);
 }
 
-void Window::give_back_at_end(std::size_t begin, std::size_t nbytes) { given_back_.emplace_back(begin, nbytes); }
+void Window::give_back_at_end(std::size_t begin, std::size_t nbytes) {
+    const std::size_t first = (begin + page() - 1) / page() * page();
+    const std::size_t last = (begin + nbytes) / page() * page();
+    if (first < last) given_back_.emplace_back(first, last - first);
+}
 
 bool Window::populate(std::size_t begin, std::size_t nbytes) {
-    static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    const std::size_t first = begin / page * page;
+    const std::size_t first = begin / page() * page();
     if (madvise(data_ + first, begin + nbytes - first, MADV_POPULATE_WRITE) == 0) return true;
     if (errno == EINVAL) return false;
     throw std::system_error(errno, std::generic_category(), "madvise");

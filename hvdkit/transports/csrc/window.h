@@ -23,8 +23,8 @@ class Window {
     // not enough memory; later touches would then be fatal. False: kernels before 5.14 cannot do it.
     bool populate(std::size_t begin, std::size_t nbytes);
 
-    // When this window goes, so does the memory behind this part of it: others that map it see zeros. Not where it
-    // goes in a fork of the process that made it.
+    // When this window goes, so does the memory behind the whole pages of this part of it: others that map it see
+    // zeros. Not where it goes in a fork of the process that made it.
     void give_back_at_end(std::size_t begin, std::size_t nbytes);
 
     std::byte* data() const { return data_; }
