@@ -5,7 +5,6 @@ The programs are in sanitizers/.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.compiling import (
+    KERNELS,
+    MEANING,
+    TRANSPORTS,
+    compile_one,
+    run,
+    some_compiler,
+    sources_without_python,
+)
 from tests.ranks import ROOT
 
 SANITIZERS = {"addresses": "address,undefined", "threads": "thread"}
-NATIVE = [ROOT / "hvdkit/kernels/csrc", ROOT / "hvdkit/transports/csrc"]
 DRIVER = ROOT / "tests/kernels/sanitizers"
-NEEDS_PYTHON = {"arguments.cpp", "module.cpp"}
-# As setup.py has them, where they change what the code means.
-FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = [*MEANING, "-O1", "-g"]
 # Under a sanitizer clang cannot vectorise what it is asked to; other compilers ignore the name of that warning.
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-pass-failed", "-fno-sanitize-recover=all"]
 
@@ -52,22 +57,13 @@ int main(int count, char** arguments) {
 FAULTS_SEEN = {"addresses": ["overflow", "overrun"], "threads": ["race"]}
 
 
-def run(command: list[str], seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-
-
 def compile_all(compiler: str, sanitizer: str, sources: list[Path], folder: Path) -> Path:
     """Compile and link into a new folder; fails on a warning."""
     folder.mkdir()
     flags = [compiler, *FLAGS, f"-fsanitize={SANITIZERS[sanitizer]}"]
     objects = [folder / f"{number}.o" for number in range(len(sources))]
-
-    def compile_one(source: Path, into: Path) -> None:
-        done = run([*flags, "-c", str(source), "-o", str(into)])
-        assert done.returncode == 0, f"{source}:\n{done.stderr}"
-
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, sources, objects))
+        list(pool.map(lambda source, into: compile_one([*flags, "-c", "-o", str(into)], source), sources, objects))
     program = folder / "program"
     linked = run([*flags, *map(str, objects), "-o", str(program)])
     assert linked.returncode == 0, linked.stderr
@@ -90,8 +86,8 @@ class Sanitized:
         self._start = next((start for start in starts if run([*start, str(self.faults)]).returncode == 0), None)
         if self._start is None:
             pytest.skip(f"the runtime of -fsanitize={SANITIZERS[sanitizer]} does not start here")
-        sources = [one for place in NATIVE for one in sorted(place.glob("*.cpp")) if one.name not in NEEDS_PYTHON]
-        self.driver = compile_all(compiler, sanitizer, [*sources, *sorted(DRIVER.glob("*.cpp"))], folder / "driver")
+        sources = [*sources_without_python(KERNELS, TRANSPORTS), *sorted(DRIVER.glob("*.cpp"))]
+        self.driver = compile_all(compiler, sanitizer, sources, folder / "driver")
 
     def run(self, program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
         assert self._start is not None
@@ -107,10 +103,7 @@ class Sanitized:
 @pytest.fixture(scope="session", params=SANITIZERS)
 def sanitized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
     """The driver under each sanitizer."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None or shutil.which(compiler) is None:
-        pytest.skip("no C++ compiler found")
-    return Sanitized(compiler, request.param, tmp_path_factory.mktemp(request.param))
+    return Sanitized(some_compiler(), request.param, tmp_path_factory.mktemp(request.param))
 
 
 def test_the_sanitizer_sees_faults_and_only_faults(sanitized):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from tests.ranks import Skip, place_on_node
@@ -352,6 +356,143 @@ def case_empty_tensors(hvd):
     first, second = hvd.grouped_allreduce([torch.empty(0), torch.ones(2)], op=hvd.Sum)
     assert first.shape == (0,)
     assert equal(second, torch.full((2,), float(hvd.size())))
+
+
+def case_no_element_and_one_element_of_every_type(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    for dtype, elements in itertools.product(MOVABLE, (0, 1)):
+        inputs = all_values(size, (elements,), dtype)
+        mine, expected = inputs[rank], []  # what was started, and what it must give
+
+        def start(handle, result, expected=expected):
+            expected.append((handle, result))
+
+        if dtype in REDUCIBLE:
+            stacked = torch.stack(inputs).double()
+            for op, result in (
+                (hvd.Sum, total(inputs)),
+                (hvd.Min, stacked.amin(dim=0).to(dtype)),
+                (hvd.Max, stacked.amax(dim=0).to(dtype)),
+                (hvd.Product, stacked.prod(dim=0).to(dtype)),
+            ):
+                start(hvd.allreduce_async(mine, op=op), result)
+                start(hvd.allreduce_async_(mine.clone(), op=op), result)
+            start(hvd.grouped_allreduce_async([mine, mine.clone()], op=hvd.Sum), (total(inputs),) * 2)
+            own = total(inputs)[:elements] if rank == 0 else mine[:0]
+            start(hvd.reducescatter_async(mine, op=hvd.Sum), own)
+            start(hvd.grouped_reducescatter_async([mine, mine], op=hvd.Sum), (own, own))
+        start(hvd.allgather_async(mine), torch.cat(inputs))
+        start(hvd.grouped_allgather_async([mine, mine]), (torch.cat(inputs),) * 2)
+        for root in range(size):
+            start(hvd.broadcast_async(mine, root), inputs[root])
+            start(hvd.broadcast_async_(mine.clone(), root), inputs[root])
+        splits = [elements if other == size - 1 else 0 for other in range(size)]
+        received = torch.tensor([elements if rank == size - 1 else 0] * size, dtype=torch.int32)
+        there = torch.cat(inputs) if rank == size - 1 else mine[:0]
+        start(hvd.alltoall_async(mine, splits=splits), (there, received))
+        for handle, result in reversed(expected):
+            got = hvd.synchronize(handle)
+            results, outputs = (result, got) if isinstance(result, tuple) else ((result,), (got,))
+            assert len(outputs) == len(results)
+            assert all(map(equal, outputs, results)), (dtype, elements, outputs, results)
+
+
+def case_adasum_of_nothing_and_of_zeros(hvd):
+    if hvd.size() & (hvd.size() - 1):
+        raise Skip("Adasum needs a power of two")
+    for dtype, shape in itertools.product(FLOATS, ((0,), (1,), (5,))):
+        assert equal(hvd.allreduce(torch.zeros(shape, dtype=dtype), op=hvd.Adasum), torch.zeros(shape, dtype=dtype))
+        # Orthogonal to all others: then it is the sum, of which one rank has something.
+        alone = torch.full(shape, 2.0 if hvd.rank() == 0 else 0.0, dtype=dtype)
+        assert equal(hvd.allreduce(alone, op=hvd.Adasum), torch.full(shape, 2.0, dtype=dtype))
+
+
+def _overlapping(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Views of a flat tensor that share elements with each other, the last one even each element with itself."""
+    square = tensor.view(-1, 4)
+    return [tensor, tensor[:-5], tensor[5:], tensor, square, square.t(), tensor[::2], tensor[3:4].expand(9)]
+
+
+def case_views_that_overlap_are_operations_of_their_own(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    for elements, dtype in itertools.product((24, 20_000), (torch.float32, torch.bfloat16, torch.int64)):
+        inputs = all_values(size, (elements,), dtype)
+        tensor = inputs[rank].clone()
+        views, of_ranks = _overlapping(tensor), list(zip(*map(_overlapping, inputs), strict=True))
+        sums = [total(list(one)) for one in of_ranks]
+        gathered = [torch.cat(one) for one in of_ranks]
+        shares = [torch.tensor_split(one, size)[rank] for one in sums]
+        reductions = [hvd.allreduce_async(view, op=hvd.Sum, prescale_factor=2.0) for view in views]
+        gathers = [hvd.allgather_async(view) for view in views]
+        scatters = [hvd.reducescatter_async(view, op=hvd.Sum) for view in views]
+        grouped = hvd.grouped_allreduce_async(views, op=hvd.Sum)
+        assert all(map(equal, hvd.synchronize(grouped), sums))
+        assert all(map(equal, map(hvd.synchronize, scatters), shares))
+        assert all(map(equal, map(hvd.synchronize, gathers), gathered))
+        assert all(map(equal, map(hvd.synchronize, reductions), [2 * one for one in sums]))
+        assert all(map(equal, hvd.grouped_allreduce(views, op=hvd.Sum, postscale_factor=2.0), [2 * s for s in sums]))
+        assert all(map(equal, hvd.grouped_allgather(views), gathered))
+        assert all(map(equal, hvd.grouped_reducescatter(views, op=hvd.Sum), shares))
+        assert equal(tensor, inputs[rank])
+
+
+@contextmanager
+def _read_only(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same in a file that is mapped for reading: whoever writes there is killed by a signal."""
+    with tempfile.NamedTemporaryFile() as file, warnings.catch_warnings():
+        file.write(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        file.flush()
+        warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that know that they are read-only
+        memory = torch.from_numpy(np.memmap(file.name, dtype=np.uint8, mode="r"))
+        yield memory.view(tensor.dtype).view(tensor.shape)
+
+
+def case_inputs_may_be_read_only(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    for rows, dtype in itertools.product((12, 6_000), (torch.float32, torch.bfloat16, torch.int64)):
+        inputs = all_values(size, (rows, 3), dtype)
+        summed, twice, gathered = total(inputs), total(inputs) * 2, torch.cat(inputs)
+        share = torch.tensor_split(summed, size)[rank]
+        rows_for_me = torch.cat([torch.tensor_split(one, size)[rank] for one in inputs])
+        with _read_only(inputs[rank]) as tensor:
+            assert equal(hvd.allreduce(tensor, op=hvd.Sum), summed)
+            assert equal(hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0), twice)
+            assert equal(hvd.allreduce(tensor, op=hvd.Sum, postscale_factor=2.0), twice)
+            assert equal(hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.fp16), summed)
+            handles = [hvd.allreduce_async(tensor, op=hvd.Sum, prescale_factor=factor) for factor in (1.0, 2.0)]
+            assert all(map(equal, map(hvd.synchronize, handles), [summed, twice]))
+            for factor, expected in ((1.0, summed), (2.0, twice)):
+                options = {"op": hvd.Sum, "prescale_factor": factor}
+                results = [
+                    *hvd.grouped_allreduce([tensor, tensor[:0], tensor], **options),
+                    *hvd.synchronize(hvd.grouped_allreduce_async([tensor, tensor[:0], tensor], **options)),
+                ]
+                assert all(map(equal, results, [expected, expected[:0], expected] * 2))
+                shares = [
+                    hvd.reducescatter(tensor, **options),
+                    hvd.synchronize(hvd.reducescatter_async(tensor, **options)),
+                    *hvd.grouped_reducescatter([tensor, tensor], **options),
+                ]
+                assert all(equal(one, share * int(factor)) for one in shares)
+            for one in (hvd.allgather(tensor), *hvd.grouped_allgather([tensor, tensor])):
+                assert equal(one, gathered)
+            assert equal(hvd.synchronize(hvd.allgather_async(tensor)), gathered)
+            for root in range(size):
+                assert equal(hvd.broadcast(tensor, root), inputs[root])
+                assert equal(hvd.synchronize(hvd.broadcast_async(tensor, root)), inputs[root])
+            assert equal(hvd.alltoall(tensor), rows_for_me)
+            assert equal(hvd.alltoall(tensor, splits=[rows // size] * size)[0], rows_for_me)
+            if dtype.is_floating_point and size & (size - 1) == 0:
+                hvd.allreduce(tensor, op=hvd.Adasum)
+            sparse = hvd.sparse_allreduce_async(_sparse(tensor), name="sparse.read_only", op=hvd.Sum)()
+            assert equal(sparse.to_dense(), summed)
+            assert equal(tensor, inputs[rank])
+
+
+def _sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows of a tensor, whose memory holds the values."""
+    indices = torch.arange(tensor.shape[0]).unsqueeze(0)
+    return torch.sparse_coo_tensor(indices, tensor, tensor.shape, is_coalesced=True)
 
 
 def case_sparse_allreduce_adds_up_the_elements_of_all_ranks(hvd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 
@@ -21,18 +22,60 @@ BY_NAME = {
     transport: RankedCases("tests.torch.optimizer_cases", HVDKIT_NODE_MEMORY="0", HVDKIT_ALLREDUCE=name)
     for transport, name in (("mpi", "ring"), ("torch", "butterfly"))
 }
+WEIGHTS = [sys.executable, "-m", "tests.torch.weights"]
+
+
+def hidden(statements: str) -> list[str]:
+    """The same program, after something was taken from it."""
+    run = "runpy.run_module('tests.torch.weights', run_name='__main__')"
+    return [sys.executable, "-W", "ignore", "-c", f"import os, runpy, sys\n{statements}\n{run}"]
+
+
+# A kernel from before 3.17: the C library knows the call, the kernel does not.
+OLD_KERNEL = """
+def memfd_create(name, flags):
+    raise OSError(38, "Function not implemented")
+os.memfd_create = memfd_create
+"""
 # What stands in the way, as a command that starts the program, and what is said about it.
-HIDE_NATIVE = (
-    "import runpy, sys; sys.modules['hvdkit.kernels._native'] = None; "
-    "runpy.run_module('tests.torch.weights', run_name='__main__')"
-)
 OBSTACLES = {
-    "no native kernels": ([sys.executable, "-W", "ignore", "-c", HIDE_NATIVE], "the native kernels were not built"),
+    "no native kernels": (
+        hidden("sys.modules['hvdkit.kernels._native'] = None"),
+        "the native kernels were not built",
+    ),
     "a limit on the size of files": (
-        ["sh", "-c", 'ulimit -f 100000; exec "$@"', "sh", sys.executable, "-m", "tests.torch.weights"],
+        ["sh", "-c", 'ulimit -f 100000; exec "$@"', "sh", *WEIGHTS],
         "no memory file can be made here",
     ),
+    "a Python without memfd_create": (
+        hidden("del os.memfd_create"),
+        "no memory file can be made here (module 'os' has no attribute 'memfd_create')",
+    ),
+    "a kernel without memfd_create": (
+        hidden(OLD_KERNEL),
+        "no memory file can be made here ([Errno 38] Function not implemented)",
+    ),
 }
+# Prints what it is limited to, as proof.
+NOTHING_LOCKED = ["sh", "-c", 'ulimit -l 0 && echo "LOCKED $(ulimit -l)" && exec "$@"', "sh", *WEIGHTS]
+
+
+def train(command: list[str], ranks: int, transport: str, per_node: int | None = None) -> tuple[list[str], str]:
+    """All ranks' digests, and all that was printed."""
+    status, output = run_ranks(command, ranks, transport, per_node=per_node)
+    assert status == 0, output
+    digests = re.findall(r"DIGEST ([0-9a-f]{64})", output)
+    assert len(digests) == ranks, output
+    return digests, output
+
+
+@functools.cache
+def digest_in_shared_memory(transport: str) -> str:
+    """Of two ranks of a node with nothing in the way."""
+    digests, output = train(WEIGHTS, 2, transport)
+    assert "share no memory" not in output
+    assert len(set(digests)) == 1
+    return digests[0]
 
 
 @pytest.mark.parametrize("ranks", [4, 3])
@@ -66,15 +109,16 @@ def test_an_algorithm_asked_for_by_name(case: str, transport: str) -> None:
     BY_NAME[transport].check(case, 3, transport)
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (3, 2), (4, 2), (4, 1)])
 def test_all_ranks_on_all_transports_hold_the_same_bits(ranks: int, per_node: int) -> None:
-    digests = []
+    digests, compressed = [], []
     for transport in ("mpi", "torch"):
-        status, output = run_ranks([sys.executable, "-m", "tests.torch.weights"], ranks, transport, per_node=per_node)
-        assert status == 0, output
-        digests += re.findall(r"DIGEST ([0-9a-f]{64})", output)
-    assert len(digests) == 2 * ranks
+        of_ranks, output = train(WEIGHTS, ranks, transport, per_node)
+        digests += of_ranks
+        compressed += re.findall(r"COMPRESSED ([0-9a-f]{64})", output)
     assert len(set(digests)) == 1
+    assert len(compressed) == 2 * ranks
+    assert len(set(compressed)) == 1
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
@@ -82,13 +126,14 @@ def test_without_what_shared_memory_needs_it_is_slower_and_says_so_once_but_give
     obstacle: str, transport: str
 ) -> None:
     command, reason = OBSTACLES[obstacle]
-    status, output = run_ranks(command, 2, transport)
-    assert status == 0, output
+    digests, output = train(command, 2, transport)
     assert output.count("share no memory") == 1, output
     assert reason in output
-    status, shared = run_ranks([sys.executable, "-m", "tests.torch.weights"], 2, transport)
-    assert status == 0, shared
-    assert "share no memory" not in shared
-    digests = re.findall(r"DIGEST ([0-9a-f]{64})", output + shared)
-    assert len(digests) == 4
-    assert len(set(digests)) == 1
+    assert set(digests) == {digest_in_shared_memory(transport)}
+
+
+def test_shared_memory_needs_no_locked_memory(transport: str) -> None:
+    digests, output = train(NOTHING_LOCKED, 2, transport)
+    assert output.count("LOCKED 0\n") == 2, output
+    assert "share no memory" not in output
+    assert set(digests) == {digest_in_shared_memory(transport)}

@@ -76,7 +76,7 @@ __attribute__((target("avx,f16c"))) std::size_t narrow_float16_f16c(std::byte* o
     return i;
 }
 
-const bool use_f16c = has_f16c();
+const bool use_f16c = HVDKIT_F16C != 0 && has_f16c();
 #endif
 
 }  // namespace

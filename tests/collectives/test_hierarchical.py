@@ -1,0 +1,173 @@
+"""Over nodes, each share crosses the wire once for a whole node: bits, and bytes counted where the transport sends.
+
+Ranks are objects of this process: those of one node on a window that they share, all on a network in memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdkit.collectives.choice import Choice
+from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes
+from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
+from hvdkit.compression import CODECS, Codec
+from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
+from hvdkit.transports.base import Bytes, Transfer
+from tests.collectives.loopback import LoopbackTransport
+from tests.transports.shared import LINE, bells_in, native, needs_memory_files, needs_native, new_window
+
+pytestmark = [needs_native, needs_memory_files]
+
+NODES = {
+    "2 nodes of 2": [[0, 1], [2, 3]],
+    "3 nodes of 2": [[0, 1], [2, 3], [4, 5]],
+    "2 nodes of 3": [[0, 1, 2], [3, 4, 5]],
+    "2 nodes of 2, in turn": [[0, 2], [1, 3]],
+    "one node is smaller": [[0, 1], [2, 3], [4]],
+    "one rank a node": [[0], [1], [2]],
+}
+# Cache lines of every rank's part of a share, whatever the nodes above and the codec: 2 x 3 parts of 2-byte numbers.
+ELEMENTS = 6 * 32 * 7
+ROUNDS = 10_000  # many times what the longest operation here needs
+
+
+class CountingTransport(LoopbackTransport):
+    """Knows how many bytes went to whom."""
+
+    def __init__(self, rank: int, size: int, wires: dict[tuple[int, int, int], deque[Bytes]]) -> None:
+        super().__init__(rank, size, wires)
+        self.sent: Counter[int] = Counter()
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        self.sent[peer] += buffer.nbytes
+        return super().isend(buffer, peer, tag)
+
+
+def layouts(nodes: list[list[int]]) -> dict[int, Layout]:
+    """Every rank's view of the nodes, with areas in memory that the ranks of its node share."""
+    found = {}
+    for node in nodes:
+        count = len(node)
+        if count == 1:
+            found[node[0]] = Layout(nodes, None)
+            continue
+        area_bytes = native.Area.bytes_needed(count, DEPTH, SLOT_BYTES)
+        window = new_window(count * LINE + 2 * area_bytes)
+        bells = bells_in(window, count)
+        for place, rank in enumerate(node):
+            areas = [
+                native.Area(window, count * LINE + half * area_bytes, count, place, DEPTH, SLOT_BYTES, bells)
+                for half in (0, 1)
+            ]
+            found[rank] = Layout(nodes, Staging(node, rank, areas[0], areas[1], 0.0))
+    return found
+
+
+def run_on_nodes(
+    nodes: list[list[int]], choice: Choice, steps_of: Callable[[Group], Steps[None]]
+) -> dict[int, tuple[Counter[int], int]]:
+    """Run ``steps_of(group)`` for every rank to its end; what each rank's transport sent to whom, and what it counts.
+
+    The network in memory has its own loop, which takes an operation for stuck that goes on chunk by chunk.
+    """
+    size, wires = sum(map(len, nodes)), defaultdict(deque)
+    groups = [Group(CountingTransport(rank, size, wires), range(size), choice) for rank in range(size)]
+    for rank, layout in layouts(nodes).items():
+        groups[rank].layout = layout
+    running: dict[int, tuple[Steps[None], list[Any]]] = {group.rank: (steps_of(group), []) for group in groups}
+    for _ in range(ROUNDS):
+        for rank, (steps, pending) in list(running.items()):
+            pending[:] = [transfer for transfer in pending if not transfer.done()]
+            if not pending:
+                try:
+                    pending.extend(next(steps))
+                except StopIteration:
+                    del running[rank]
+        if not running:
+            break
+    assert not running, f"ranks {list(running)} wait for what nobody does"
+    assert not any(wires.values()), "a message was sent that nobody received"
+    return {group.rank: (group.transport.sent, group.bytes_sent) for group in groups}
+
+
+def reduced_on_nodes(
+    nodes: list[list[int]],
+    inputs: list[np.ndarray],
+    choice: Choice,
+    codec: Codec = CODECS["none"],
+    op: ReduceOp = ReduceOp.SUM,
+    scale: float = 1.0,
+) -> tuple[np.ndarray, dict[int, tuple[Counter[int], int]]]:
+    """The result, of which all ranks have the same bits, and what was sent."""
+    buffers = [one.copy() for one in inputs]
+
+    def steps_of(group: Group) -> Steps[None]:
+        return layout_allreduce(group, group.layout, buffers[group.rank], op, scale, codec, 6, group.layout.draw())
+
+    sent = run_on_nodes(nodes, choice, steps_of)
+    for buffer in buffers:
+        assert buffer.tobytes() == buffers[0].tobytes()
+    return buffers[0], sent
+
+
+def inputs_of(nodes: list[list[int]], elements: int, dtype: str) -> list[np.ndarray]:
+    generator = np.random.default_rng(elements)
+    return [generator.standard_normal(elements).astype(DTYPES[dtype]) for _ in range(sum(map(len, nodes)))]
+
+
+def crossing(name: str, nbytes: int, carriers: int, nodes: int) -> int:
+    """What a rank that carries a share of ``nbytes`` sends to other nodes: 2 n / L (K - 1) / K in two phases."""
+    two = {"two_phase": 2, "all_to_all": nodes}[name]
+    return two * nbytes * (nodes - 1) // (carriers * nodes)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+@pytest.mark.parametrize("name", ["two_phase", "all_to_all"])
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
+    nodes: list[list[int]], name: str, codec: str
+) -> None:
+    inputs = inputs_of(nodes, ELEMENTS, "float32")
+    _, sent = reduced_on_nodes(nodes, inputs, Choice(name), CODECS[codec])
+    carriers, itemsize = min(map(len, nodes)), {"none": 4, "fp16": 2}[codec]
+    expected = crossing(name, ELEMENTS * itemsize, carriers, len(nodes))
+    for node in nodes:
+        for place, rank in enumerate(node):
+            to, counted = sent[rank]
+            carries = place < carriers
+            counterparts = {other[place] for other in nodes if other is not node} if carries else set()
+            assert set(to) == counterparts
+            assert sum(to.values()) == expected * carries
+            of_node = node_bytes(inputs[0].nbytes, len(node)) if len(node) > 1 else 0
+            assert counted == expected * carries + of_node
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes: list[list[int]], dtype: str) -> None:
+    early, late = (1.0, 1 / 3) if dtype == "float32" else (1 / 3, 1.0)  # what is rounded on its way is scaled first
+    for elements in (1, 17, 2049, ELEMENTS, 300_000):  # the last one takes several chunks
+        inputs = inputs_of(nodes, elements, dtype)
+        of_nodes = [np.empty_like(inputs[0]) for _ in nodes]
+        for into, node in zip(of_nodes, nodes, strict=True):
+            numpy_kernels.reduce_into(into, [inputs[rank] for rank in node], ReduceOp.SUM, early)
+        expected = np.empty_like(inputs[0])
+        numpy_kernels.reduce_into(expected, of_nodes, ReduceOp.SUM, late)
+        for name in ("two_phase", "all_to_all"):
+            result, _ = reduced_on_nodes(nodes, inputs, Choice(name), scale=1 / 3)
+            assert result.tobytes() == expected.tobytes(), (name, elements)
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_a_rank_whose_share_is_empty_sends_nothing(nodes: list[list[int]]) -> None:
+    # One cache line: the first rank of each node has all of it.
+    inputs = inputs_of(nodes, 3, "float32")
+    _, sent = reduced_on_nodes(nodes, inputs, Choice("two_phase"))
+    for node in nodes:
+        assert [rank for rank in node if sent[rank][0]] == node[:1]

@@ -1,0 +1,118 @@
+"""Each processor runs its own version of the loops; all of them give the bits of the numpy twins.
+
+The module that setup.py built takes the widest one that this processor has. What older processors run is compiled here
+as the only version there is, and meets the same tests in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.arrays import needs_native
+from tests.kernels.compiling import (
+    KERNELS,
+    MEANING,
+    NEEDS_PYTHON,
+    TRANSPORTS,
+    compile_one,
+    run,
+    some_compiler,
+    sources_without_python,
+)
+from tests.ranks import ROOT
+
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+TESTS = "tests/kernels/test_native_agrees_with_numpy.py"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is told to the compiler, and what the processor must have."""
+
+    definitions: tuple[str, ...]
+    features: frozenset[str]
+
+
+VARIANTS = {
+    "plain": Variant(("-DHVDKIT_CLONES=", "-DHVDKIT_F16C=0"), frozenset()),
+    "avx2 and f16c": Variant(('-DHVDKIT_CLONES=__attribute__((target("avx2")))',), frozenset({"avx2", "f16c"})),
+}
+
+# Puts a compiled module before the installed one, makes sure that the package took it, and runs the tests.
+AGAINST = """
+import importlib.util, sys
+import pytest
+path, *arguments = sys.argv[1:]
+specification = importlib.util.spec_from_file_location("hvdkit.kernels._native", path)
+native = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(native)
+from hvdkit import kernels
+assert kernels.reduce_into is native.reduce_into
+raise SystemExit(pytest.main(arguments))
+"""
+
+
+def features_of_this_processor() -> set[str]:
+    """As Linux names them; none where it is not Linux, or not x86."""
+    try:
+        told = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    flags = re.search(r"^flags\s*:(.*)$", told, re.MULTILINE)
+    return set(flags[1].split()) if flags else set()
+
+
+def position_independent(compiler: str) -> list[str]:
+    pybind11 = pytest.importorskip("pybind11")
+    includes = [sysconfig.get_paths()["include"], pybind11.get_include()]
+    return [compiler, *MEANING, "-fPIC", "-fvisibility=hidden", *(f"-I{folder}" for folder in includes)]
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What is the same in all variants, compiled once: no loop of theirs comes in several versions."""
+    command, folder = position_independent(some_compiler()), tmp_path_factory.mktemp("bindings")
+    sources = [place / name for place in (KERNELS, TRANSPORTS) for name in sorted(NEEDS_PYTHON)]
+    sources = [source for source in sources if source.exists()] + sources_without_python(TRANSPORTS)
+    objects = [folder / f"{number}.o" for number in range(len(sources))]
+    for source, into in zip(sources, objects, strict=True):
+        compile_one([*command, "-O0", "-c", "-o", str(into)], source)
+    return objects
+
+
+@needs_native  # where setup.py could build nothing, neither can we
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_version_for_older_processors_agrees_with_numpy(
+    variant: Variant, bindings: list[Path], tmp_path: Path
+) -> None:
+    missing = variant.features - features_of_this_processor()
+    if missing:
+        pytest.skip(f"this processor has no {' and no '.join(sorted(missing))}")
+    command = [*position_independent(some_compiler()), "-O3", *variant.definitions]
+    sources = sources_without_python(KERNELS)
+    objects = [tmp_path / f"{source.stem}.o" for source in sources]
+    for source, into in zip(sources, objects, strict=True):
+        compile_one([*command, "-c", "-o", str(into)], source)
+    module = tmp_path / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    linked = run([*command, "-shared", "-o", str(module), *map(str, [*bindings, *objects])])
+    assert linked.returncode == 0, linked.stderr
+    names = module.read_bytes()
+    assert b".resolver" not in names, "several versions, of which one is chosen when it is loaded"
+    assert (b"widen_float16_f16c" in names) is ("f16c" in variant.features)
+    arguments = ["-q", "-p", "no:cacheprovider", str(ROOT / TESTS)]
+    tested = run([sys.executable, "-c", AGAINST, str(module), *arguments], 240.0)
+    assert tested.returncode == 0, tested.stdout[-8000:] + tested.stderr
+    assert re.search(r"^[1-9]\d* passed in ", tested.stdout, re.MULTILINE), tested.stdout  # and none skipped
+
+
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER}")
+@pytest.mark.parametrize("source", sources_without_python(KERNELS, TRANSPORTS), ids=lambda path: path.name)
+def test_the_sources_compile_for_arm(source: Path) -> None:
+    compile_one([ARM_COMPILER, *MEANING, "-O1", "-Wall", "-Wextra", "-Werror", "-c", "-o", "/dev/null"], source)
