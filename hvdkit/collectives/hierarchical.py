@@ -42,13 +42,16 @@ class Layout:
 
 
 def counterparts(group: Group, layout: Layout) -> Group | None:
-    """The ranks that carry the same share as this one, one on each node; None if this rank carries none."""
+    """The ranks that carry the same share as this one, one on each node; None if this rank carries none.
+
+    In the order of the nodes: all shares are summed in the same order.
+    """
     rank = group.members[group.rank]
     node = next(node for node in layout.nodes if rank in node)
     place = list(node).index(rank)
     if place >= layout.carriers:
         return None
-    return Group(group.transport, sorted(node[place] for node in layout.nodes), group.choice)
+    return Group(group.transport, [node[place] for node in layout.nodes], group.choice)
 
 
 def node_shares(count: int, itemsize: int, layout: Layout, ranks: int) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ NODES = {
     "2 nodes of 2, in turn": [[0, 2], [1, 3]],
     "one node is smaller": [[0, 1], [2, 3], [4]],
     "one rank a node": [[0], [1], [2]],
+    "ranks that cross": [[0, 5], [1, 3], [2, 4]],
 }
 # Cache lines of every rank's part of a share, whatever the nodes above and the codec: 2 x 3 parts of 2-byte numbers.
 ELEMENTS = 6 * 32 * 7
@@ -65,7 +66,7 @@ def layouts(nodes: list[list[int]]) -> dict[int, Layout]:
                 native.Area(window, count * LINE + half * area_bytes, count, place, DEPTH, SLOT_BYTES, bells)
                 for half in (0, 1)
             ]
-            found[rank] = Layout(nodes, Staging(node, rank, areas[0], areas[1], 0.0))
+            found[rank] = Layout(nodes, Staging(node, rank, areas[0], areas[1], 0.0, window))
     return found
 
 
