@@ -104,6 +104,25 @@ def case_gradients_live_in_the_fusion_buffer(hvd: Any) -> None:
             assert parameter.grad.data_ptr() == planned.lane.slot_array(i).ctypes.data
 
 
+def case_a_reduced_gradient_is_private_to_its_rank(hvd: Any) -> None:
+    values = nn.Parameter(torch.zeros(5000))  # some pages of memory
+    numbers = torch.arange(5000.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([values], lr=1.0))
+    for _ in range(4):
+        optimizer.zero_grad()
+        ((values * numbers).sum() * (hvd.rank() + 1)).backward()
+        optimizer.synchronize()
+        assert_close(values.grad, numbers * (hvd.size() + 1) / 2)
+        average = values.grad.clone()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            values.grad.mul_(7)
+        hvd.barrier()
+        assert torch.equal(values.grad, average * 7 if hvd.rank() == 0 else average)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
 def case_scalar_and_empty_parameters(hvd: Any) -> None:
     scalar, empty = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(0, 3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([scalar, empty], lr=1.0))

@@ -28,6 +28,8 @@ except ImportError:
 LINE = 64
 FILE_BYTES = 1 << 62  # sparse, as in node_memory.py
 
+OF_MPI = ("sm_segment.", "open_mpi.", "vader_segment.")  # in /dev/shm; of this job or another one on this machine
+
 needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this Python has no memfd_create")
 
 
@@ -134,3 +136,8 @@ def open_descriptors() -> dict[int, str]:
         except OSError:  # the one that listed the folder
             continue
     return found
+
+
+def shared_files() -> set[str]:
+    """What lies in /dev/shm, except for what is Open MPI's own."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OF_MPI)}  # noqa: S108

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -11,16 +10,11 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.transports.shared import needs_memory_files, needs_native
+from tests.transports.shared import needs_memory_files, needs_native, shared_files
 
 pytestmark = [needs_native, needs_memory_files]
 
 ROUNDS = 200
-OF_MPI = ("sm_segment.", "open_mpi.", "vader_segment.")  # in /dev/shm; of this job or another one on this machine
-
-
-def shared_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(OF_MPI)}  # noqa: S108
 
 
 def held_by_ranks(kind: str, transport: str) -> list[dict[str, Any]]:

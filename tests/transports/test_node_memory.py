@@ -267,7 +267,15 @@ from hvdkit.engine import runtime
 hvd.init()
 transport = type(runtime.engine().transport).__name__
 tensor = torch.full((1 << 20,), 1.0 + hvd.rank())
-print(transport, hvd.allreduce(tensor, op=hvd.Sum).unique().tolist(), flush=True)
+print(transport, hvd.allreduce(tensor, op=hvd.Sum).unique().tolist())
+weight = torch.nn.Parameter(torch.zeros(1 << 21))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+for _ in range(2):
+    optimizer.zero_grad()
+    (weight * (1.0 + hvd.rank())).sum().backward()
+    optimizer.step()
+home = type(optimizer._synchronizer._routes.planned.lane.home).__name__
+print(home, weight.detach().unique().tolist(), flush=True)
 hvd.shutdown()
 """
 MOUNT = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
@@ -301,4 +309,4 @@ def test_a_tiny_dev_shm_is_enough():
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert outputs == ["NodeTransport [3.0]"] * 2
+    assert outputs == ["NodeTransport [3.0]\nSharedBuckets [-6.0]"] * 2

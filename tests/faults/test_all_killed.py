@@ -1,0 +1,77 @@
+"""All ranks killed at once while they train: they cannot clean up, and still nothing of the node's memory is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.ranks import start_ranks
+from tests.transports.shared import needs_memory_files, needs_native, shared_files
+
+pytestmark = [needs_native, needs_memory_files]
+
+START_SECONDS = 90
+SETTLE_SECONDS = 10
+
+
+def processes_of_ranks(folder: Path, ranks: int) -> list[int]:
+    """The processes of all ranks, once they are in the middle of training."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        told = [path.read_text() for path in folder.iterdir()]
+        if len(told) == ranks and all(text.endswith("\n") for text in told):
+            return [int(text) for text in told]
+        assert time.monotonic() < deadline, "the ranks did not come to train"
+        time.sleep(0.05)
+
+
+def memory_of(process: int) -> set[str]:
+    """The memory files of hvdkit that a process maps, by device and number."""
+    try:
+        maps = Path(f"/proc/{process}/maps").read_text()
+    except OSError:  # it has ended, or is none of ours
+        return set()
+    return set(re.findall(r"^\S+ \S+ \S+ (\S+ \d+) +/memfd:hvdkit", maps, re.MULTILINE))
+
+
+def holders(memory: set[str]) -> list[int]:
+    """The processes that map one of these files."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and memory_of(int(name)) & memory]
+
+
+def sockets() -> set[str]:
+    """The abstract sockets at which hvdkit hands out memory."""
+    return set(re.findall(r"@hvdkit\S*", Path("/proc/net/unix").read_text()))
+
+
+def test_nothing_is_left_when_all_ranks_are_killed(transport, tmp_path):
+    files, listening = shared_files(), sockets()
+    starters = start_ranks([sys.executable, "-m", "tests.faults.endless", str(tmp_path)], 2, transport)
+    try:
+        ranks = processes_of_ranks(tmp_path, 2)
+        memory = set.union(*(memory_of(rank) for rank in ranks))
+        assert len(memory) == 1  # one file, which both have
+        assert sorted(holders(memory)) == sorted(ranks)
+        for rank in ranks:
+            with suppress(ProcessLookupError):  # mpirun ends a rank when another one has gone
+                os.kill(rank, signal.SIGKILL)
+        for starter in starters:
+            starter.communicate(timeout=60)
+            assert starter.returncode != 0
+    finally:
+        for starter in starters:
+            if starter.poll() is None:
+                starter.terminate()  # mpirun then ends its ranks
+                starter.communicate()
+    deadline = time.monotonic() + SETTLE_SECONDS
+    # Other programs may have files and sockets of their own for a moment.
+    while (holders(memory) or shared_files() - files or sockets() - listening) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert holders(memory) == []
+    assert shared_files() <= files
+    assert sockets() <= listening

@@ -1,0 +1,116 @@
+"""A rank that dies, stops or falls behind in the middle of a pass through shared memory, where others need its part."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.ranks import start_ranks
+from tests.transports.shared import needs_memory_files, needs_native
+
+pytestmark = [needs_native, needs_memory_files]
+
+WORKER = [sys.executable, "-m", "tests.faults.mid_pass"]
+# By ranks: two are one node, a third one is on another. Only there has a named operation a second pass, back from the
+# sums of all nodes.
+CHANNELS = {2: ["lane", "first pass"], 3: ["lane", "first pass", "second pass"]}
+passes = pytest.mark.parametrize(
+    ("channel", "ranks"), [(channel, ranks) for ranks, channels in CHANNELS.items() for channel in channels]
+)
+JOB_SECONDS = 90
+TIMEOUT_SECONDS = 3
+# What is asked for is 1 s on a node, and 2 s after the timeout; machines that run tests may be slow.
+KILLED_WITHIN_SECONDS = 1.5
+STOPPED_WITHIN_SECONDS = TIMEOUT_SECONDS + 2
+ELSEWHERE_WITHIN_SECONDS = 30
+
+
+def output_of(scenario: str, channels: list[str], ranks: int, transport: str, timeout_seconds: float) -> str:
+    """What all ranks printed once those have ended that can."""
+    processes = start_ranks(
+        [*WORKER, scenario, *channels],
+        ranks,
+        transport,
+        per_node=2,
+        HVDKIT_TIMEOUT_SECONDS=str(timeout_seconds),
+        HOROVOD_FUSION_THRESHOLD=str(1 << 20),  # many operations, of which few are in flight
+    )
+    stuck = [processes[1]] if transport == "torch" and scenario == "stopped" else []
+    deadline = time.monotonic() + JOB_SECONDS
+    outputs = []
+    try:
+        for process in [one for one in processes if one not in stuck]:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            late = process not in stuck and process.poll() is None
+            process.kill()
+            outputs.append(process.communicate()[0] + ("(killed: ran past its time limit)\n" if late else ""))
+    output = "\n".join(outputs)
+    for _, stopped in struck(output):
+        with suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGKILL)
+    return output
+
+
+def struck(output: str) -> list[tuple[float, int]]:
+    """When rank 1 misbehaved, and its process."""
+    return [(float(at), int(process)) for at, process in re.findall(r"STRIKES ([\d.]+) (\d+)", output)]
+
+
+def noticed(output: str) -> dict[int, float]:
+    """By rank, how long after rank 1 misbehaved it got an error, which named rank 1."""
+    ((strike, _),) = struck(output)
+    seconds = {}
+    for rank, at, text in re.findall(r"RANK (\d) NOTICED ([\d.]+) (.*)", output):
+        if rank == "1":  # mpirun wakes a stopped rank to end it
+            continue
+        assert "rank 1" in text, output
+        seconds[int(rank)] = float(at) - strike
+    return seconds
+
+
+def kept_what_they_had(output: str) -> list[int]:
+    """The ranks whose weights and inputs were as before the step or call that raised."""
+    return [rank for rank in (0, 2) if f"RANK {rank} KEPT" in output]
+
+
+@passes
+def test_the_others_learn_that_a_rank_was_killed(channel, ranks, transport):
+    output = output_of("killed", [channel], ranks, transport, 60)
+    assert len(struck(output)) == 1, output
+    assert "WENT ON" not in output
+    seconds = noticed(output)
+    if transport == "torch":  # mpirun may end the others before they can say anything
+        assert sorted(seconds) == [rank for rank in range(ranks) if rank != 1], output
+        assert kept_what_they_had(output) == sorted(seconds), output
+    assert seconds.pop(0, 0.0) < KILLED_WITHIN_SECONDS, output
+    assert seconds.pop(2, 0.0) < ELSEWHERE_WITHIN_SECONDS, output
+
+
+@passes
+def test_the_others_learn_that_a_rank_was_stopped(channel, ranks, transport):
+    output = output_of("stopped", [channel], ranks, transport, TIMEOUT_SECONDS)
+    assert len(struck(output)) == 1, output
+    assert "WENT ON" not in output
+    seconds = noticed(output)
+    if transport == "torch":
+        assert sorted(seconds) == [rank for rank in range(ranks) if rank != 1], output
+    assert seconds, output  # under MPI the first one to notice may end the job before others say so
+    assert max(seconds.values()) < STOPPED_WITHIN_SECONDS, output
+    assert kept_what_they_had(output) == sorted(seconds), output
+
+
+@pytest.mark.parametrize("ranks", CHANNELS)
+def test_a_late_rank_is_waited_for_and_sums_are_exact(ranks, transport):
+    output = output_of("late", CHANNELS[ranks], ranks, transport, 60)
+    assert len(struck(output)) == len(CHANNELS[ranks]), output
+    assert output.count("WENT ON") == ranks, output  # each compared every result with the exact sum
