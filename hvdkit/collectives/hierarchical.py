@@ -78,7 +78,9 @@ def why_allreduce(group: Group, nbytes: int) -> str:
     """How an allreduce of ``nbytes`` bytes travels among these ranks and why, for people."""
     layout, choice = group.layout, group.choice
     if layout is not None and len(layout.nodes) == 1:
-        return choose_pass(nbytes)[1]
+        assert layout.staging is not None
+        mode, told = choose_pass(nbytes)
+        return told if mode == Mode.WHOLE else f"{told}; {layout.staging.why_handover(nbytes)}"
     ranks = group.size if layout is None else len(layout.nodes)
     share = nbytes if layout is None else nbytes // layout.carriers
     name, reason = choose_allreduce(share, ranks, choice.asked, choice.latency_seconds, choice.seconds_per_byte)

@@ -14,7 +14,7 @@ import pytest
 
 from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes
+from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes, why_allreduce
 from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
 from hvdkit.compression import CODECS, Codec
 from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
@@ -172,3 +172,21 @@ def test_a_rank_whose_share_is_empty_sends_nothing(nodes: list[list[int]]) -> No
     _, sent = reduced_on_nodes(nodes, inputs, Choice("two_phase"))
     for node in nodes:
         assert [rank for rank in node if sent[rank][0]] == node[:1]
+
+
+def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> None:
+    told: dict[int, list[str]] = {0: [], 1: []}
+
+    def steps_of(group: Group) -> Steps[None]:
+        for _ in range(3):
+            told[group.rank].append(why_allreduce(group, buffer.nbytes))
+            own = buffer.copy()
+            yield from layout_allreduce(
+                group, group.layout, own, ReduceOp.SUM, 1.0, CODECS["none"], 6, group.layout.draw()
+            )
+
+    buffer = np.ones(100_000, np.float32)
+    run_on_nodes([[0, 1]], Choice(), steps_of)
+    for reasons in told.values():
+        assert [" ns: handed over " in reason for reason in reasons] == [False, False, True], reasons
+        assert all("each rank of the node reduces its share; " in reason for reason in reasons)

@@ -36,6 +36,7 @@ class Operation:
     """One operation of all ranks: what each brings, and what each must have at the end.
 
     ``apart``: the ranks bring it in read-only memory apart from the arrays, in which something else is at first.
+    ``past_cache``: for each rank, what it writes past the cache, by reader. ``measure``: reading a line is timed.
     """
 
     mode: Mode
@@ -44,6 +45,8 @@ class Operation:
     op: ReduceOp = ReduceOp.SUM
     scale: float = 1.0
     apart: bool = False
+    past_cache: list[list[bool]] | None = None
+    measure: bool = False
 
     def __post_init__(self) -> None:
         given = [array.copy() for array in self.arrays]
@@ -66,7 +69,15 @@ class Operation:
 
     def start(self, area: Any, rank: int) -> Any:
         return native.Staged(
-            area, int(self.mode), self.arrays[rank], self.op, self.scale, self.shares, source=self.sources[rank]
+            area,
+            int(self.mode),
+            self.arrays[rank],
+            self.op,
+            self.scale,
+            self.shares,
+            source=self.sources[rank],
+            past_cache=self.past_cache[rank] if self.past_cache else [],
+            measure=self.measure,
         )
 
     def check(self) -> None:
@@ -149,15 +160,18 @@ def whole_slots(mode: Mode, size: int, itemsize: int, ranks: int, lines: int) ->
     lines=st.integers(1, 4),
     shares=st.sampled_from(["even", "uneven"]),
     apart=st.booleans(),
+    past_cache=st.booleans(),
 )
 def test_every_rank_gets_the_bits_of_the_numpy_kernels(
-    mode, dtype, seed, ranks, size, op, scale, depth, lines, shares, apart
+    mode, dtype, seed, ranks, size, op, scale, depth, lines, shares, apart, past_cache
 ):
     rng = np.random.default_rng(seed)
     runs = partition(size, ranks, dtype.itemsize) if shares == "even" else uneven(rng, ranks, size)
     factor = 1.0 if dtype == np.bool_ or mode == Mode.ALLGATHER else scale
     apart = apart and mode != Mode.ALLGATHER
     operation = Operation(mode, arrays(rng, dtype, ranks, size), runs, op, factor, apart)
+    if past_cache:
+        operation.past_cache, operation.measure = rng.integers(0, 2, (ranks, ranks)).astype(bool).tolist(), True
     Party(ranks, depth, whole_slots(mode, size, dtype.itemsize, ranks, lines)).run([operation], rng)
 
 
@@ -187,13 +201,31 @@ def test_many_chunks_and_a_last_one_that_is_not_full(mode, ranks):
     Party(ranks, 2, whole_slots(mode, size, 4, ranks, 1)).run([operation], rng)
 
 
+@pytest.mark.parametrize("past_cache", [None, [[True] * 3] * 3], ids=["in the cache", "through memory"])
 @pytest.mark.parametrize("extra", [0, 7])
-def test_large_results_apart_from_their_sources_come_past_the_cache_unchanged(extra):
+def test_large_results_apart_from_their_sources_come_past_the_cache_unchanged(extra, past_cache):
     rng = np.random.default_rng(extra)
     size = (1 << 22) + extra  # 16 MiB of float32
     inputs = [misaligned(rng.standard_normal(size).astype(np.float32), 4 * rank) for rank in range(3)]
     shares = [(0, size // 3), (size // 3, size - 1), (size - 1, size)]
-    Party(3, 4, 3 << 16).run([Operation(Mode.ALLREDUCE, inputs, shares, scale=1 / 3, apart=True)], rng)
+    operation = Operation(Mode.ALLREDUCE, inputs, shares, scale=1 / 3, apart=True, past_cache=past_cache)
+    Party(3, 4, 3 << 16).run([operation], rng)
+
+
+@pytest.mark.parametrize("mode", [Mode.ALLREDUCE, Mode.REDUCE_SCATTER, Mode.ALLGATHER], ids=lambda mode: mode.name)
+def test_reading_a_line_is_timed_for_one_other_rank_after_the_other(mode):
+    rng = np.random.default_rng(0)
+    party = Party(3, 4, 3 * LINE)
+    for turn in range(4):
+        # The lesser of two times: unknown before there are two.
+        assert [[seconds > 0 for seconds in area.line_seconds()] for area in party.areas] == [
+            [turn >= 3 and other == (me + 1) % 3 for other in range(3)] for me in range(3)
+        ]
+        party.run([Operation(mode, arrays(rng, FLOAT32, 3, 48), partition(48, 3, 4), measure=True)], rng)
+    party.run([Operation(mode, arrays(rng, FLOAT32, 3, 48), partition(48, 3, 4))], rng)
+    for me, area in enumerate(party.areas):
+        assert [seconds > 0 for seconds in area.line_seconds()] == [other != me for other in range(3)]
+        assert max(area.line_seconds()) < 1.0
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -260,6 +292,8 @@ def test_wrong_arguments_are_named(mode, shares, scale, message):
     area = Party(2, 2, 2 * LINE).areas[0]
     with pytest.raises(ValueError, match=f"Staged: {message}"):
         native.Staged(area, mode, np.zeros(8, np.float32), ReduceOp.SUM, scale, shares)
+    with pytest.raises(ValueError, match="Staged: past_cache: expected one for each rank, or none"):
+        native.Staged(area, 0, np.zeros(8, np.float32), ReduceOp.SUM, scale, [(0, 4), (4, 8)], past_cache=[True])
 
 
 @pytest.mark.parametrize(

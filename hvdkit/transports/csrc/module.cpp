@@ -96,7 +96,8 @@ py::list take_control(Post& post) {
 }
 
 Staged make_staged(Area& area, int mode, py::handle array, py::handle op, double scale,
-                   std::vector<std::pair<std::size_t, std::size_t>> shares, py::handle source) {
+                   std::vector<std::pair<std::size_t, std::size_t>> shares, py::handle source,
+                   std::vector<bool> past_cache, bool measure) {
     constexpr const char* function = "Staged";
     const Array data = array_argument(function, "array", array, Access::write);
     check_scale(function, "scale", data.dtype, scale);
@@ -108,8 +109,11 @@ Staged make_staged(Area& area, int mode, py::handle array, py::handle op, double
     for (const auto& [begin, end] : shares) {
         if (begin > end || end > data.count) throw py::value_error("Staged: shares: expected runs of the array");
     }
+    if (!past_cache.empty() && past_cache.size() != area.ranks()) {
+        throw py::value_error("Staged: past_cache: expected one for each rank, or none");
+    }
     return Staged(area, static_cast<Mode>(mode), data.dtype, op_argument(function, op), scale, data.data, data.count,
-                  std::move(shares), from.data);
+                  std::move(shares), from.data, std::move(past_cache), measure);
 }
 
 }  // namespace
@@ -187,10 +191,12 @@ void bind_shared_memory(py::module_& module) {
              py::keep_alive<1, 2>(), py::keep_alive<1, 8>())
         .def("own_slots", &Area::own_slots)
         .def("left_by_others", &Area::left_by_others)
+        .def("line_seconds", &Area::line_seconds)
         .def_property_readonly("slot_bytes", &Area::slot_bytes);
     py::class_<Staged>(module, "Staged")
         .def(py::init(&make_staged), py::arg("area"), py::arg("mode"), py::arg("array"), py::arg("op"),
-             py::arg("scale"), py::arg("shares"), py::arg("source") = py::none(), py::keep_alive<1, 2>(),
+             py::arg("scale"), py::arg("shares"), py::arg("source") = py::none(),
+             py::arg("past_cache") = std::vector<bool>(), py::arg("measure") = false, py::keep_alive<1, 2>(),
              py::keep_alive<1, 4>(), py::keep_alive<1, 8>())
         .def("advance", &Staged::advance, py::arg("spin_seconds"), Unlocked())
         .def("awaited", &Staged::awaited);

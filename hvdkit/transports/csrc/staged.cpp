@@ -13,18 +13,38 @@ namespace {
 constexpr std::size_t kCounters = 3;
 enum Which : std::size_t { staged_chunks = 0, reduced_chunks = 1, finished_chunks = 2 };
 
+// Enough lines that the clock's own time is small beside theirs. Each tells which is next, so that the processor cannot
+// read several at once, and they follow each other in an order that it does not foresee.
+constexpr std::size_t kTrail = 16;
+constexpr std::size_t kStride = 7;  // has no divisor in common with kTrail: the trail passes every line
+
+void copy(std::byte* to, const std::byte* from, std::size_t nbytes, bool past_cache) {
+    if (nbytes == 0) return;
+    if (past_cache) {
+        stream_copy(to, from, nbytes);
+    } else {
+        std::memcpy(to, from, nbytes);
+    }
+}
+
 }  // namespace
 
 std::size_t Area::bytes_needed(std::size_t ranks, std::size_t depth, std::size_t slot_bytes) {
-    return ranks * (kCounters * sizeof(Counter) + depth * slot_bytes);
+    return ranks * ((kCounters + kTrail) * sizeof(Counter) + depth * slot_bytes);
 }
 
 Area::Area(std::byte* base, std::size_t ranks, std::size_t me, std::size_t depth, std::size_t slot_bytes,
            std::vector<Bell*> bells)
-    : base_(base), ranks_(ranks), me_(me), depth_(depth), slot_bytes_(slot_bytes), bells_(std::move(bells)) {}
+    : base_(base),
+      ranks_(ranks),
+      me_(me),
+      depth_(depth),
+      slot_bytes_(slot_bytes),
+      bells_(std::move(bells)),
+      line_seconds_(ranks) {}
 
 std::byte* Area::slot(std::size_t rank, std::uint64_t chunk) const {
-    std::byte* const slots = base_ + ranks_ * kCounters * sizeof(Counter);
+    std::byte* const slots = base_ + ranks_ * (kCounters + kTrail) * sizeof(Counter);
     return slots + (rank * depth_ + chunk % depth_) * slot_bytes_;
 }
 
@@ -32,10 +52,33 @@ Counter& Area::counter(std::size_t rank, std::size_t which) const {
     return reinterpret_cast<Counter*>(base_)[rank * kCounters + which];
 }
 
+Counter& Area::trail(std::size_t rank, std::uint64_t line) const {
+    return reinterpret_cast<Counter*>(base_)[ranks_ * kCounters + rank * kTrail + line % kTrail];
+}
+
 void Area::ring_others() const {
     for (std::size_t rank = 0; rank < ranks_; ++rank) {
         if (rank != me_) bells_[rank]->ring();
     }
+}
+
+void Area::leave_trail() {
+    for (std::size_t line = 0; line < kTrail; ++line) trail(me_, line).set(line + kStride);
+}
+
+void Area::follow_trail() {
+    if (ranks_ < 2) return;
+    const std::size_t rank = (me_ + 1 + followed_++ % (ranks_ - 1)) % ranks_;
+    const double begin = monotonic_seconds();
+    std::uint64_t line = 0;
+    for (std::size_t step = 0; step < kTrail; ++step) line = trail(rank, line).get();
+    line_seconds_[rank] = {line_seconds_[rank].second, (monotonic_seconds() - begin) / kTrail};
+}
+
+std::vector<double> Area::line_seconds() const {
+    std::vector<double> seconds;
+    for (const auto& [before, last] : line_seconds_) seconds.push_back(std::min(before, last));
+    return seconds;
 }
 
 std::pair<std::size_t, std::size_t> Area::own_slots() const {
@@ -50,7 +93,8 @@ bool Area::left_by_others() const {
 }
 
 Staged::Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byte* data, std::size_t count,
-               std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source)
+               std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source,
+               std::vector<bool> past_cache, bool measure)
     : area_(area),
       mode_(mode),
       dtype_(dtype),
@@ -61,6 +105,8 @@ Staged::Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byt
       count_(count),
       streams_(source_ != data && count * size_of(dtype) >= kStreamBytes),
       shares_(std::move(shares)),
+      past_cache_(std::move(past_cache)),
+      measure_(measure),
       item_(size_of(dtype)),
       piece_bytes_(area.slot_bytes() / area.ranks() / kLine * kLine),
       base_(area.chunks) {
@@ -73,6 +119,11 @@ Staged::Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byt
         chunks_ = (longest * item_ + piece_bytes_ - 1) / piece_bytes_;
     }
     area_.chunks += chunks_;
+    past_cache_.resize(area.ranks());
+    all_past_cache_ = 2 * std::count(past_cache_.begin(), past_cache_.end(), true) > std::ptrdiff_t(area.ranks() - 1);
+    if (all_past_cache_ && mode == Mode::allreduce && streams_) scratch_.resize(piece_bytes_);
+    // Written before the first chunk is told of, so that who sees that chunk sees these lines.
+    if (measure_) area_.leave_trail();
 }
 
 bool Staged::advance(double spin_seconds) {
@@ -107,6 +158,7 @@ bool Staged::try_stage() {
 
 bool Staged::try_reduce() {
     if (reduced_ == staged_ || !others_reached(staged_chunks, base_ + reduced_ + 1)) return false;
+    measure_once();
     if (mode_ == Mode::whole) {
         reduce_whole(reduced_);
     } else {
@@ -120,6 +172,7 @@ bool Staged::try_reduce() {
 
 bool Staged::try_gather() {
     if (gathered_ == reduced_ || !others_reached(reduced_chunks, base_ + gathered_ + 1)) return false;
+    measure_once();
     gather_shares(gathered_);
     count(finished_chunks, ++gathered_);
     area_.ring_others();
@@ -136,7 +189,8 @@ void Staged::stage_into_slot(std::uint64_t chunk) {
         const bool mine = rank == area_.me();
         if (mine != (mode_ == Mode::allgather)) continue;
         const auto [begin, length] = piece(rank, chunk);
-        if (length > 0) std::memcpy(slot + rank * piece_bytes_, source_ + begin * item_, length * item_);
+        copy(slot + rank * piece_bytes_, source_ + begin * item_, length * item_,
+             mine ? all_past_cache_ : past_cache_[rank]);
     }
 }
 
@@ -147,15 +201,19 @@ void Staged::reduce_share(std::uint64_t chunk) {
     std::byte* const own = data_ + begin * item_;
     std::byte* const shared = area_.slot(me, base_ + chunk) + me * piece_bytes_;
     Reduction reduction{dtype_, dtype_, op_, scale_, length, {}, {}};
+    // Where the result is put first, and where it is copied to from there: past the cache only copies go.
     const bool share = mode_ == Mode::allreduce;
-    if (share) reduction.destinations.push_back(shared);
+    if (share && !all_past_cache_) reduction.destinations.push_back(shared);
     if (!share || !streams_) reduction.destinations.push_back(own);
+    if (reduction.destinations.empty()) reduction.destinations.push_back(scratch_.data());
+    const std::byte* const result = reduction.destinations.front();
     for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
         reduction.sources.push_back(rank == me ? source_ + begin * item_
                                                : area_.slot(rank, base_ + chunk) + me * piece_bytes_);
     }
     reduce(reduction);
-    if (share && streams_) stream_copy(own, shared, length * item_);
+    if (share && all_past_cache_) stream_copy(shared, result, length * item_);
+    if (share && streams_) stream_copy(own, result, length * item_);
 }
 
 void Staged::reduce_whole(std::uint64_t chunk) {
@@ -172,13 +230,13 @@ void Staged::gather_shares(std::uint64_t chunk) {
         if (rank == area_.me()) continue;
         const auto [begin, length] = piece(rank, chunk);
         const std::byte* const reduced = area_.slot(rank, base_ + chunk) + rank * piece_bytes_;
-        if (length == 0) continue;
-        if (streams_) {
-            stream_copy(data_ + begin * item_, reduced, length * item_);
-        } else {
-            std::memcpy(data_ + begin * item_, reduced, length * item_);
-        }
+        copy(data_ + begin * item_, reduced, length * item_, streams_);
     }
+}
+
+void Staged::measure_once() {
+    if (measure_) area_.follow_trail();
+    measure_ = false;
 }
 
 bool Staged::others_reached(std::size_t which, std::uint64_t number) const {

@@ -12,7 +12,8 @@
 namespace hvdkit {
 
 // Memory that the ranks of one group of a node share. Each rank has ``depth`` slots of ``slot_bytes`` in which it puts
-// chunks for the others to read, and three counters of the chunks it has put there, reduced, and is through with.
+// chunks for the others to read, three counters of the chunks it has put there, reduced, and is through with, and a
+// trail: lines that it writes so that others can time what reading them takes.
 class Area {
  public:
     static std::size_t bytes_needed(std::size_t ranks, std::size_t depth, std::size_t slot_bytes);
@@ -28,7 +29,17 @@ class Area {
     std::byte* slot(std::size_t rank, std::uint64_t chunk) const;
     // Each rank's, by what it counts: 0 chunks put into a slot, 1 reduced, 2 done with.
     Counter& counter(std::size_t rank, std::size_t which) const;
+    // Each rank's, by a number that leads to one of its lines whatever it is: it comes from another process.
+    Counter& trail(std::size_t rank, std::uint64_t line) const;
     void ring_others() const;
+
+    // Writes this rank's trail: its lines are in this rank's cache alone now.
+    void leave_trail();
+    // Reads the trail of one other rank, the next one each time, and keeps what it took.
+    void follow_trail();
+    // For each rank, the seconds in which this one read a line that it had just written: the lesser of the last two
+    // times, since this rank may have been interrupted in one of them. 0 until there are two.
+    std::vector<double> line_seconds() const;
 
     // Where this rank's slots begin, from ``base`` on, and how many bytes they are.
     std::pair<std::size_t, std::size_t> own_slots() const;
@@ -44,6 +55,8 @@ class Area {
     std::size_t depth_;
     std::size_t slot_bytes_;
     std::vector<Bell*> bells_;
+    std::size_t followed_ = 0;
+    std::vector<std::pair<double, double>> line_seconds_;  // the last two times of each rank
 };
 
 enum class Mode {
@@ -55,11 +68,14 @@ enum class Mode {
 
 // One operation in place on this rank's ``data``, or out of ``source`` into it. All ranks of the area run the same
 // operations in the same order, one at a time. ``shares``: for each rank the elements (begin, end) that are its own;
-// other elements than these are left alone. Sums run in rank order.
+// other elements than these are left alone. Sums run in rank order. ``past_cache``: for each rank, whether what it
+// reads is written past the cache, into memory; empty if nothing is. ``measure``: read a trail on the way, on all
+// ranks.
 class Staged {
  public:
     Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byte* data, std::size_t count,
-           std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source = nullptr);
+           std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source = nullptr,
+           std::vector<bool> past_cache = {}, bool measure = false);
 
     // Goes on as far as the others are; gives up after ``spin_seconds`` without progress. True when all is done.
     bool advance(double spin_seconds);
@@ -75,6 +91,7 @@ class Staged {
     void reduce_share(std::uint64_t chunk);
     void reduce_whole(std::uint64_t chunk);
     void gather_shares(std::uint64_t chunk);
+    void measure_once();
     bool others_reached(std::size_t which, std::uint64_t number) const;
     // The part of a rank's share that travels in a chunk: its first element and how many.
     std::pair<std::size_t, std::size_t> piece(std::size_t rank, std::uint64_t chunk) const;
@@ -90,6 +107,10 @@ class Staged {
     std::size_t count_;
     bool streams_;  // the result goes past the cache: in place its lines were just read, so there it would cost
     std::vector<std::pair<std::size_t, std::size_t>> shares_;
+    std::vector<bool> past_cache_;
+    bool all_past_cache_;  // what all others read: so if most of them read from memory
+    bool measure_;
+    std::vector<std::byte> scratch_;
     std::size_t item_;
     std::size_t piece_bytes_;
     std::uint64_t base_;    // the area's chunks before this operation

@@ -326,8 +326,10 @@ void run_one_staged(hvdkit::Area& area, Bell& bell, Random& random, const Plan& 
     const Buffer source = values_of(plan, area.me(), number, random.number(0, 9));
     Buffer data = apart ? Buffer(source.nbytes(), random.number(0, 9)) : values_of(plan, area.me(), number, 0);
     Buffer first = apart ? Buffer(source.nbytes()) : values_of(plan, area.me(), number, 0);
+    std::vector<bool> past_cache;
+    for (std::size_t rank = 0; rank < area.ranks(); ++rank) past_cache.push_back(random.number(0, 1) == 1);
     hvdkit::Staged staged(area, plan.mode, plan.dtype, plan.op, 1.0, data.data(), plan.count, plan.shares,
-                          apart ? source.data() : nullptr);
+                          apart ? source.data() : nullptr, past_cache, number % 2 == 0);
     while (true) {
         const std::uint32_t seen = bell.count();
         if (staged.advance(random.number(0, 1) * 2e-6)) break;
