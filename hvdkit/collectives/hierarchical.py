@@ -17,6 +17,10 @@ from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduc
 from hvdkit.compression.codec import Codec
 from hvdkit.kernels import HALVES, ReduceOp
 
+# A piece takes many times the latency of any wire, and each has two of an operation's eight tags.
+PIECE_BYTES = 4 * 1024 * 1024
+MOST_PIECES = 4
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -74,18 +78,35 @@ def early_scale(flat: Array, op: ReduceOp, scale: float, codec: Codec) -> tuple[
     return (scale, 1.0) if narrow and op == ReduceOp.SUM else (1.0, scale)
 
 
-def why_allreduce(group: Group, nbytes: int) -> str:
-    """How an allreduce of ``nbytes`` bytes travels among these ranks and why, for people."""
-    layout, choice = group.layout, group.choice
-    if layout is not None and len(layout.nodes) == 1:
+def nodes_of(group: Group) -> int:
+    """How many nodes, or ranks that share no memory, an allreduce in ``group`` goes between."""
+    return group.size if group.layout is None else len(group.layout.nodes)
+
+
+def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, str]:
+    """In how many pieces a tensor of ``nbytes`` bytes travels between ``nodes`` nodes, and why.
+
+    While one piece is on the wire, the nodes reduce another.
+    """
+    if nodes == 1:
+        return 1, "nothing goes between nodes"
+    if asked not in ("auto", "two_phase"):
+        return 1, "in the order that HVDKIT_ALLREDUCE asks for"
+    count = max(1, min(MOST_PIECES, nbytes // PIECE_BYTES))
+    return count, f"in {count} pieces of at least {PIECE_BYTES} bytes" if count > 1 else "too small to be cut"
+
+
+def why_allreduce(group: Group, nbytes: int, pieces: int = 1) -> str:
+    """How an allreduce of ``nbytes`` bytes, cut into ``pieces``, travels among these ranks and why, for people."""
+    layout, choice, nodes = group.layout, group.choice, nodes_of(group)
+    if layout is not None and nodes == 1:
         assert layout.staging is not None
         mode, told = choose_pass(nbytes)
         return told if mode == Mode.WHOLE else f"{told}; {layout.staging.why_handover(nbytes)}"
-    ranks = group.size if layout is None else len(layout.nodes)
-    share = nbytes if layout is None else nbytes // layout.carriers
-    name, reason = choose_allreduce(share, ranks, choice.asked, choice.latency_seconds, choice.seconds_per_byte)
-    told = f"{name}: {reason}"
-    return told if layout is None else f"the sum of each node, then {told} between nodes"
+    share = nbytes // pieces // (1 if layout is None else layout.carriers)
+    name, reason = choose_allreduce(share, nodes, choice.asked, choice.latency_seconds, choice.seconds_per_byte)
+    told = f"{name}: {reason}" if layout is None else f"the sum of each node, then {name}: {reason} between nodes"
+    return told if pieces == 1 else f"{told}, {choose_pieces(nbytes, nodes, choice.asked)[1]}"
 
 
 def layout_allreduce(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import why_allreduce
 from hvdkit.engine.direct import execute_direct, execute_staged, zeros_on_device
-from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, execute, zeros_for
+from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, allreduce_piece, execute, pieces_of, zeros_for
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.messages import Message
 from hvdkit.engine.operation import Operation
@@ -39,17 +39,20 @@ class Batches:
             self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
             for index, (name, _) in enumerate(names)
         ]
+        direct = submissions[0].signature.get("direct")
         root = group.members.index(submissions[0].signature.get("root", group.members[0]))
         extras = [extra for _, extra in names]
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
+
+        pieces = pieces_of(group, submissions) if kind == "allreduce" and not direct else []
 
         def trace(activity: str) -> None:
             if engine.timeline is None:
                 return
             reason = {}
-            if activity == "ALLREDUCE" and not submissions[0].signature.get("direct"):
+            if activity == "ALLREDUCE" and not direct:
                 nbytes = sum(array.nbytes for submission in submissions for array in submission.arrays)
-                reason = {"reason": why_allreduce(group, nbytes), "operations": len(submissions)}
+                reason = {"reason": why_allreduce(group, nbytes, max(1, len(pieces))), "operations": len(submissions)}
             for submission in submissions:
                 engine.timeline_end(submission.key)
                 engine.timeline_begin(submission.key, activity, **reason)
@@ -66,12 +69,26 @@ class Batches:
                 submission.handle.fail(error)
 
         trace(kind.upper())
-        if submissions[0].signature.get("direct"):
-            steps = self._direct(group, process_set_id, kind, submissions, extras, root, tag)
+        steps: list[Steps[Any]]
+        if pieces:
+            steps = [
+                allreduce_piece(group, submissions[0], piece, tag + 2 * number) for number, piece in enumerate(pieces)
+            ]
+        elif direct:
+            steps = [self._direct(group, process_set_id, kind, submissions, extras, root, tag)]
         else:
-            steps = execute(group, kind, submissions, extras, root, tag, trace)
+            steps = [execute(group, kind, submissions, extras, root, tag, trace)]
+        unfinished = len(steps)
+
+        def finished(results: list[Any]) -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            if not unfinished:
+                completed(results)
+
         what = submissions[0].handle.what + (f" and {len(submissions) - 1} more" if len(submissions) > 1 else "")
-        engine.operations.append(Operation(what, steps, engine.transport, completed, group.members, failed))
+        for one in steps:
+            engine.operations.append(Operation(what, one, engine.transport, finished, group.members, failed))
 
     def _submission(self, key: Key, signature: Signature | None) -> Submission:
         """What this rank submitted; zeros where it did not because it has joined."""

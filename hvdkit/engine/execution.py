@@ -15,8 +15,8 @@ from hvdkit.collectives.adasum import adasum
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.broadcast import broadcast
 from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
-from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.collectives.hierarchical import layout_allreduce
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CODECS
 from hvdkit.engine.handle import Handle
@@ -89,16 +89,46 @@ def execute(
     return [extras[0]]
 
 
+def is_single(submissions: Sequence[Submission]) -> bool:
+    """Whether a batch of allreduces is of one array, which is reduced where it is."""
+    return len(submissions) == 1 and len(submissions[0].arrays) == 1 and submissions[0].signature["prescale"] == 1.0
+
+
+def pieces_of(group: Group, submissions: Sequence[Submission]) -> list[tuple[int, int]]:
+    """The elements (begin, end) of a large allreduce that travel each on their own; none if it travels as a whole."""
+    signature = submissions[0].signature
+    if not is_single(submissions) or ReduceOp(signature["op"]) == ReduceOp.ADASUM:
+        return []
+    array = submissions[0].arrays[0]
+    count, _ = choose_pieces(array.nbytes, nodes_of(group), group.choice.asked)
+    return partition(array.size, count, array.itemsize) if count > 1 else []
+
+
+def allreduce_piece(group: Group, submission: Submission, piece: tuple[int, int], tag: int) -> Steps[list[Any]]:
+    """Reduce a part of the only array of an allreduce, which is returned. Uses ``tag`` and ``tag + 1``."""
+    signature, part = submission.signature, slice(*piece)
+    op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
+    flat = submission.arrays[0].reshape(-1)[part]
+    source = submission.sources[0].reshape(-1)[part] if submission.sources else None
+    if group.layout is not None:
+        turns = group.layout.draw()
+        yield from layout_allreduce(group, group.layout, flat, op, scale, CODECS["none"], tag, turns, source)
+    else:
+        if source is not None:
+            flat[...] = source
+        yield from allreduce(group, flat, op, scale, CODECS["none"], tag)
+    return [submission.arrays]
+
+
 def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace: Callable[[str], None]) -> Steps[None]:
     signature = submissions[0].signature
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
     layout = group.layout
     staged = layout is not None and op != ReduceOp.ADASUM
-    if staged and len(submissions) == 1 and len(submissions[0].arrays) == 1 and signature["prescale"] == 1.0:
-        sources, array = submissions[0].sources, submissions[0].arrays[0]
+    if staged and is_single(submissions):
+        array = submissions[0].arrays[0]
         if array.size:
-            flat, source = array.reshape(-1), sources[0].reshape(-1) if sources else None
-            yield from layout_allreduce(group, layout, flat, op, scale, CODECS["none"], tag, layout.draw(), source)
+            yield from allreduce_piece(group, submissions[0], (0, array.size), tag)
             return
     by_dtype: dict[Any, list[Array]] = {}
     for submission in submissions:

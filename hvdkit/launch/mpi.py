@@ -92,6 +92,8 @@ def mpirun_argv(
     # Slots are the caller's word on how many ranks fit, cores or not; a rank's threads may use all cores.
     argv += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
     argv += ["--output", "tag:raw"]
+    # Nothing to read for rank 0 either: it would otherwise get a pipe that never ends.
+    argv += ["--stdin", "none"]
     if ssh.login_options():
         argv += ["--mca", "plm_ssh_args", " ".join(ssh.login_options())]
     if interfaces:

@@ -75,6 +75,12 @@ else:
     assert (result.status, result.stdout) == (0, "[1]<stdout>: hello\n"), result.stderr
 
 
+def test_ranks_that_read_find_the_end_of_their_input(controller):
+    result = call([controller, "-np", "2"], "import sys; print(repr(sys.stdin.read()))")
+    assert result.status == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[0]<stdout>: ''", "[1]<stdout>: ''"]
+
+
 def test_every_line_says_its_rank_and_stream(controller):
     result = call([controller, "-np", "2"], SHOW_BOTH)
     assert sorted(result.stdout.splitlines()) == ["[0]<stdout>: to out", "[1]<stdout>: to out"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import tempfile
 import time
@@ -50,6 +51,35 @@ def case_allreduce_leaves_its_input_alone(hvd):
     tensor.fill_(-1.0)  # a copy was taken when the operation was started
     assert equal(hvd.synchronize(handle), total(all_values(hvd.size(), (50,), torch.float32)))
     assert bool((tensor == -1).all())
+
+
+def case_several_large_tensors_at_once_whose_parts_travel_on_their_own(hvd):
+    lengths = (3 << 20) + 7, 4 << 20, (2 << 20) - 1
+    inputs = [all_values(hvd.size(), (length,), torch.float32) for length in lengths]
+    first = hvd.allreduce_async(inputs[0][hvd.rank()], op=hvd.Sum, name="large.0")
+    tensor = inputs[1][hvd.rank()].clone()
+    second = hvd.allreduce_async_(tensor, op=hvd.Average, name="large.1")
+    third = hvd.allreduce_async(inputs[2][hvd.rank()], op=hvd.Max, name="large.2")
+    scaled = hvd.allreduce(inputs[0][hvd.rank()], op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
+    assert equal(hvd.synchronize(third), torch.stack(inputs[2]).amax(dim=0))
+    assert hvd.synchronize(second) is tensor
+    assert torch.allclose(tensor.double(), mean(inputs[1]).double(), rtol=1e-6)
+    assert equal(hvd.synchronize(first), total(inputs[0]))
+    assert equal(scaled, total(inputs[0]) / 2)
+
+
+def case_the_timeline_tells_of_pieces_where_a_tensor_goes_between_nodes(hvd):
+    path = f"{tempfile.gettempdir()}/hvdkit-pieces-{os.getpid()}.json"
+    hvd.start_timeline(path)
+    hvd.allreduce(torch.ones(3 << 20), name="large")
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        with open(path) as file:
+            reasons = [event["args"]["reason"] for event in json.load(file) if event.get("name") == "ALLREDUCE"]
+        os.unlink(path)
+        if hvd.size() > 1:
+            assert len(reasons) == 1
+            assert ("in 3 pieces" in reasons[0]) != ("each rank of the node reduces its share" in reasons[0]), reasons
 
 
 def case_allreduce_in_place_writes_the_tensor_itself(hvd):

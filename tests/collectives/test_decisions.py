@@ -1,9 +1,10 @@
-"""How chunks reach the other ranks of a node follows from what reading a line that they have just written takes."""
+"""What is chosen for a tensor, and the reason that is told: how its chunks are handed over, how many pieces it has."""
 
 from __future__ import annotations
 
 import pytest
 
+from hvdkit.collectives.hierarchical import MOST_PIECES, PIECE_BYTES, choose_pieces
 from hvdkit.collectives.staging import FAR_SECONDS, MEASURED_BYTES, choose_handover
 
 NEAR, FAR = 0.3 * FAR_SECONDS, 1.6 * FAR_SECONDS
@@ -24,3 +25,21 @@ def test_far_readers_get_their_chunks_through_memory(nbytes, line_seconds, past_
     chosen, told = choose_handover(nbytes, line_seconds)
     assert chosen == past_cache
     assert told.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "nodes", "asked", "pieces", "reason"),
+    [
+        (0, 2, "auto", 1, "too small to be cut"),
+        (2 * PIECE_BYTES - 1, 2, "auto", 1, "too small to be cut"),
+        (2 * PIECE_BYTES, 2, "auto", 2, f"in 2 pieces of at least {PIECE_BYTES} bytes"),
+        (3 * PIECE_BYTES + 1, 5, "two_phase", 3, "in 3 pieces"),
+        (100 * PIECE_BYTES, 2, "auto", MOST_PIECES, f"in {MOST_PIECES} pieces"),
+        (100 * PIECE_BYTES, 1, "auto", 1, "nothing goes between nodes"),
+        (100 * PIECE_BYTES, 2, "ring", 1, "HVDKIT_ALLREDUCE"),
+    ],
+)
+def test_large_tensors_go_between_nodes_in_pieces(nbytes, nodes, asked, pieces, reason):
+    count, told = choose_pieces(nbytes, nodes, asked)
+    assert count == pieces
+    assert reason in told
