@@ -83,6 +83,14 @@ def nodes_of(group: Group) -> int:
     return group.size if group.layout is None else len(group.layout.nodes)
 
 
+def sent_share(group: Group) -> float:
+    """The part of a tensor that each rank sends in each phase of a two-phase allreduce, or hands over on one node."""
+    layout, nodes = group.layout, nodes_of(group)
+    if layout is None or nodes == 1:
+        return (group.size - 1) / group.size
+    return float((nodes - 1) / (nodes * layout.carriers))
+
+
 def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, str]:
     """In how many pieces a tensor of ``nbytes`` bytes travels between ``nodes`` nodes, and why.
 
@@ -106,7 +114,10 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1) -> str:
     share = nbytes // pieces // (1 if layout is None else layout.carriers)
     name, reason = choose_allreduce(share, nodes, choice.asked, choice.latency_seconds, choice.seconds_per_byte)
     told = f"{name}: {reason}" if layout is None else f"the sum of each node, then {name}: {reason} between nodes"
-    return told if pieces == 1 else f"{told}, {choose_pieces(nbytes, nodes, choice.asked)[1]}"
+    if pieces > 1:
+        told += f", {choose_pieces(nbytes, nodes, choice.asked)[1]}"
+    staging = None if layout is None else layout.staging
+    return told if staging is None else f"{told}; {staging.why_handover(nbytes // pieces)}"
 
 
 def layout_allreduce(

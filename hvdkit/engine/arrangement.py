@@ -29,12 +29,13 @@ def arrange(
     groups: Sequence[Sequence[int]],
     sizes: Sizes,
     network: Network,
-    ranks: int,
+    sent_share: float,
     largest_piece: int,
 ) -> Arrangement:
     """The arrangement for slots that are ready at these times (seconds, or UNSEEN), on so many ranks.
 
-    The same on all ranks, since all arguments are. ``largest_piece``: bytes above which tensors are cut; 0: never.
+    The same on all ranks, since all arguments are. ``sent_share``: the part of a piece
+    that a rank sends, in each of two phases. ``largest_piece``: bytes above which tensors are cut; 0: never.
     """
     seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
     order = observed_order([slot for _, slot in seen], len(slots))
@@ -42,8 +43,7 @@ def arrange(
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest_piece)
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
-    # In two phases, this part of a piece goes out twice; see send_order for the half of that.
-    sent = [int(size * (ranks - 1) / ranks) for size in nbytes]
+    sent = [int(size * sent_share) for size in nbytes]
     needed = [min(bucket.slots) for bucket in buckets]
     turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
     return Arrangement(

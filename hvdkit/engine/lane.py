@@ -12,6 +12,7 @@ import numpy as np
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.compression import CODECS
 from hvdkit.engine.arrangement import UNSEEN, arrange
 from hvdkit.engine.buckets import Buckets
@@ -265,7 +266,8 @@ class Lane:
         """Buckets, pieces and their order, from when each slot is ready."""
         engine = self._engine
         largest_piece = 0 if self.on_device else engine.sizes.bucket
-        plan = arrange(self.slots, ready_at, self._groups, engine.sizes, engine.network, self.group.size, largest_piece)
+        share = sent_share(self.group)
+        plan = arrange(self.slots, ready_at, self._groups, engine.sizes, engine.network, share, largest_piece)
         self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
         self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
         self.home.lay_out(self._buckets)

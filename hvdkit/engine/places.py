@@ -19,6 +19,13 @@ def lane_place(lane_id: int) -> int:
     return 2 * lane_id + 2
 
 
+def staging_bytes(ranks: int) -> int:
+    """What the two areas of so many ranks take."""
+    from hvdkit.kernels._native import Area
+
+    return 2 * Area.bytes_needed(ranks, DEPTH, SLOT_BYTES)
+
+
 def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
     """How a process set lies on nodes, with the memory that its ranks on this node share; None if no two share any."""
     transport, rank = group.transport, group.members[group.rank]
@@ -32,7 +39,7 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     from hvdkit.transports.node import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    area_bytes = Area.bytes_needed(len(node), DEPTH, SLOT_BYTES)
+    area_bytes = staging_bytes(len(node)) // 2
     window = transport.window(staging_place(process_set_id), 2 * area_bytes)
     bells = transport.bells_of(node)
     areas = [Area(window, half * area_bytes, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for half in (0, 1)]
@@ -45,9 +52,12 @@ def shared_buckets(group: Group, reduction: Reduction, lane_id: int, nbytes: int
         return None, ""
     from hvdkit.engine.shared_buckets import SharedBuckets
 
+    home = None
     try:
         home = SharedBuckets(group, group.layout, reduction, lane_place(lane_id), nbytes)
-        home.populate_others()
+        home.populate()
     except OSError as error:
+        if home is not None:
+            home.discard()
         return None, f"no room for {nbytes} bytes on each rank ({error})"
     return home, ""

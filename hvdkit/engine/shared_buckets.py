@@ -73,7 +73,6 @@ class SharedBuckets(Buckets):
         )
         self._mapped_again = False
         self._map()
-        self._populate(self._me)
 
     def _region(self, number: int) -> tuple[int, int]:
         """Where a rank's region begins in the window, and its bytes; spare regions follow those of all ranks."""
@@ -84,13 +83,11 @@ class SharedBuckets(Buckets):
         self._window: Any = self._transport.window(self._place, self._head_bytes + 2 * count * self._region_bytes)
         self._cells: Any = self._transport.cells(self._window, 0, 2 * count * CELLS)
 
-    def populate_others(self) -> None:
-        """Bring in the other ranks' regions, once all have brought in their own."""
-        for rank in range(len(self._members)):
-            self._populate(rank)
-
-    def _populate(self, rank: int) -> None:
-        self._transport.populate(self._window, self._place, *self._region(rank))
+    def populate(self) -> None:
+        """Take memory for all ranks' regions now, this one's first. Raises OSError where there is not enough."""
+        for step in range(len(self._members)):
+            rank = (self._me + step) % len(self._members)
+            self._transport.populate(self._window, self._place, *self._region(rank))
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)

@@ -14,7 +14,7 @@ import pytest
 
 from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes, why_allreduce
+from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes, sent_share, why_allreduce
 from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
 from hvdkit.compression import CODECS, Codec
 from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
@@ -172,6 +172,17 @@ def test_a_rank_whose_share_is_empty_sends_nothing(nodes: list[list[int]]) -> No
     _, sent = reduced_on_nodes(nodes, inputs, Choice("two_phase"))
     for node in nodes:
         assert [rank for rank in node if sent[rank][0]] == node[:1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "share"),
+    [([[0, 1]], 1 / 2), ([[0, 1, 2, 3]], 3 / 4), ([[0, 1], [2, 3]], 1 / 4), ([[0, 1], [2]], 1 / 2), (None, 2 / 3)],
+)
+def test_the_share_of_a_tensor_that_a_rank_sends_in_each_phase(nodes: list[list[int]] | None, share: float) -> None:
+    size = 3 if nodes is None else sum(map(len, nodes))
+    group = Group(CountingTransport(0, size, defaultdict(deque)), range(size), Choice())
+    group.layout = None if nodes is None else Layout(nodes, None)
+    assert sent_share(group) == share
 
 
 def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> None:

@@ -37,6 +37,35 @@ def memfd_create(name, flags):
     raise OSError(38, "Function not implemented")
 os.memfd_create = memfd_create
 """
+# One rank of the two gets no memory for its gradients.
+NO_ROOM = """
+from hvdkit.transports.node_memory import NodeMemory
+populate = NodeMemory.populate
+def refuse(memory, *arguments):
+    if memory.index == 1:
+        raise OSError(12, "Cannot allocate memory")
+    populate(memory, *arguments)
+NodeMemory.populate = refuse
+"""
+# One rank of the two gets no addresses for the memory through which tensors are staged.
+NO_ADDRESSES = """
+from hvdkit.engine.places import staging_place
+from hvdkit.transports.node_memory import NodeMemory
+window = NodeMemory.window
+def refuse(memory, place, nbytes):
+    if memory.index == 1 and place == staging_place(0):
+        raise OSError(12, "Cannot allocate memory")
+    return window(memory, place, nbytes)
+NodeMemory.window = refuse
+"""
+# What kernels before 5.14 answer: the memory is only set aside.
+CANNOT_POPULATE = """
+from hvdkit.kernels import _native
+asked = []
+_native.Window.populate = lambda window, begin, nbytes: asked.append(nbytes)
+import atexit
+atexit.register(lambda: print("ASKED", len(asked) > 0))
+"""
 # What stands in the way, as a command that starts the program, and what is said about it.
 OBSTACLES = {
     "no native kernels": (
@@ -46,6 +75,10 @@ OBSTACLES = {
     "a limit on the size of files": (
         ["sh", "-c", 'ulimit -f 100000; exec "$@"', "sh", *WEIGHTS],
         "no memory file can be made here",
+    ),
+    "no addresses on one rank": (
+        hidden(NO_ADDRESSES),
+        "rank 1 could not get the memory that rank 0 made ([Errno 12] Cannot allocate memory)",
     ),
     "a Python without memfd_create": (
         hidden("del os.memfd_create"),
@@ -129,6 +162,22 @@ def test_without_what_shared_memory_needs_it_is_slower_and_says_so_once_but_give
     digests, output = train(command, 2, transport)
     assert output.count("share no memory") == 1, output
     assert reason in output
+    assert set(digests) == {digest_in_shared_memory(transport)}
+
+
+def test_gradients_for_which_one_rank_has_no_room_are_reduced_elsewhere_with_the_same_bits(transport: str) -> None:
+    digests, output = train(hidden(NO_ROOM), 2, transport)
+    lines = [line for line in output.splitlines() if "are not in shared memory, which is slower" in line]
+    optimizers = {re.search(r"the gradients of '([^']+)'", line).group(1) for line in lines}  # type: ignore[union-attr]
+    assert len(lines) == len(optimizers) == 3, output  # once for each
+    assert all("Cannot allocate memory" in line and "rank 1" in line for line in lines), output
+    assert set(digests) == {digest_in_shared_memory(transport)}
+
+
+def test_a_kernel_that_can_only_set_memory_aside_is_enough(transport: str) -> None:
+    digests, output = train(hidden(CANNOT_POPULATE), 2, transport)
+    assert output.count("ASKED True") == 2, output
+    assert "shared memory" not in output
     assert set(digests) == {digest_in_shared_memory(transport)}
 
 

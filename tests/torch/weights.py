@@ -39,7 +39,7 @@ def trained(model: torch.nn.Module, inputs: torch.Tensor, **options: Any) -> lis
 
 
 def reduced() -> list[torch.Tensor]:
-    """What named operations make of tensors, small and large: above 32 KB each rank of a node reduces a share."""
+    """What named operations make: above 32 KB each rank of a node reduces a share, above 8 MiB they go in pieces."""
     generator = torch.Generator().manual_seed(hvd.rank())
     scale = torch.ones(1000) / 3
     large = torch.randn(9001, generator=generator)
@@ -49,6 +49,8 @@ def reduced() -> list[torch.Tensor]:
         kinds = [
             hvd.allreduce(tensor * (hvd.rank() + step), name=f"large.{number}") for number, tensor in enumerate(kinds)
         ]
+    huge = [torch.randn((9 << 20) // 4 + 3, generator=generator), torch.randn(5 << 20, generator=generator).half()]
+    kinds += [hvd.allreduce(tensor, name=f"huge.{number}") for number, tensor in enumerate(huge)]
     least = hvd.allreduce(large, name="least", op=hvd.Min)
     half = hvd.allreduce(large, name="half", compression=hvd.Compression.fp16)
     return [scale, *kinds, least, half]

@@ -1,0 +1,96 @@
+"""Every benchmark runs to its end with all of its peers that are here, at sizes that take no time.
+
+What it measures is not looked at: these are sizes and a machine that say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import ROOT, rank_environment
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import namespaces
+
+SMALL_MODEL = ["--layers", "1", "--width", "32"]
+SMALL_STEP = [*SMALL_MODEL, "--steps", "1", "--warmup-steps", "2", "--batch-size", "1", "--context", "16"]
+# The flags, and the peers that take part.
+BENCHMARKS = {
+    "allreduce": (
+        ["--smallest", "4096", "--largest", "65536", "--calls", "3"],
+        ["hvdkit fusion buffer", "hvdkit torch in place", "mpi4py", "Gloo"],
+    ),
+    "step": ([*SMALL_STEP, "--model", "transformer"], ["alone", "DDP fp16", "hvdkit mpi", "hvdkit torch fp16"]),
+    "idle": (["--seconds", "0.2", "--slow-seconds", "0.2"], ["torch", "hvdkit mpi"]),
+    "memory": ([*SMALL_MODEL, "--steps", "1"], ["plain", "DDP", "hvdkit torch wrapped"]),
+    "overhead": (["--seconds", "0.5", "--block", "0.01", "--models", "small"], []),
+}
+
+
+def run(name: str, flags: list[str], folder: Path) -> tuple[dict[str, Any], str]:
+    """What a benchmark wrote and printed."""
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *flags, "--output", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=ROOT,
+        env=rank_environment(TMPDIR="/tmp"),  # noqa: S108
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / f"{name}.json").read_text()), done.stdout
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in a document."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from numbers(one)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_runs_and_tells_of_every_peer(name: str, tmp_path: Path) -> None:
+    flags, peers = BENCHMARKS[name]
+    chosen = ["--rounds", "1", "--peers", *peers] if peers else []
+    document, printed = run(name, [*flags, *chosen], tmp_path)
+    assert document["benchmark"] == name
+    assert document["machine"]["usable_cores"] >= 1
+    found = list(numbers(document))
+    assert len(found) > 10
+    assert all(math.isfinite(number) for number in found)
+    for peer in peers:
+        assert re.search(rf"\| +{peer} +\|", printed), printed
+
+
+def test_the_convolutional_network_trains_too(tmp_path: Path) -> None:
+    flags = ["--model", "convolution", "--images", "2", "--pixels", "32", "--steps", "1", "--warmup-steps", "0"]
+    document, _ = run("step", [*flags, "--rounds", "1", "--peers", "hvdkit torch"], tmp_path)
+    assert document["models"]["convolution"]["parameters"] > 20e6
+
+
+@pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
+def test_two_hosts_are_made_measured_and_taken_down(tmp_path: Path) -> None:
+    before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    flags = [*SMALL_STEP, "--gigabits", "1", "--megabytes", "1", "--calls", "1"]
+    document, printed = run("two_hosts", [*flags, "--rounds", "1", "--peers", "hvdkit mpi", "Gloo", "alone"], tmp_path)
+    (rate,) = document["rates"]
+    assert rate["gigabits"] == 1
+    for part, peers in {"allreduce": ["Gloo", "hvdkit mpi"], "step": ["alone", "hvdkit mpi"]}.items():
+        assert sorted(one["peer"] for one in rate[part]["summary"]) == peers, rate[part]["errors"]
+    assert "share of the wire" in printed
+    assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout == before
