@@ -83,12 +83,11 @@ def nodes_of(group: Group) -> int:
     return group.size if group.layout is None else len(group.layout.nodes)
 
 
-def sent_share(group: Group) -> float:
-    """The part of a tensor that each rank sends in each phase of a two-phase allreduce, or hands over on one node."""
-    layout, nodes = group.layout, nodes_of(group)
-    if layout is None or nodes == 1:
-        return (group.size - 1) / group.size
-    return float((nodes - 1) / (nodes * layout.carriers))
+def sent_share(ranks: int, layout: Layout | None) -> float:
+    """The part of a tensor that each of ``ranks`` ranks sends in each of two phases, or hands over on one node."""
+    if layout is None or len(layout.nodes) == 1:
+        return (ranks - 1) / ranks
+    return (len(layout.nodes) - 1) / (len(layout.nodes) * layout.carriers)
 
 
 def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, str]:
@@ -96,12 +95,14 @@ def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, st
 
     While one piece is on the wire, the nodes reduce another.
     """
+    if nbytes < 2 * PIECE_BYTES:
+        return 1, "too small to be cut"
     if nodes == 1:
         return 1, "nothing goes between nodes"
     if asked not in ("auto", "two_phase"):
         return 1, "in the order that HVDKIT_ALLREDUCE asks for"
-    count = max(1, min(MOST_PIECES, nbytes // PIECE_BYTES))
-    return count, f"in {count} pieces of at least {PIECE_BYTES} bytes" if count > 1 else "too small to be cut"
+    count = min(MOST_PIECES, nbytes // PIECE_BYTES)
+    return count, f"in {count} pieces of at least {PIECE_BYTES} bytes"
 
 
 def why_allreduce(group: Group, nbytes: int, pieces: int = 1) -> str:

@@ -113,7 +113,7 @@ class Staging:
                 self._window.give_back_at_end(number * half + begin, nbytes)
 
     def why_handover(self, nbytes: int) -> str:
-        """How chunks of a tensor of ``nbytes`` bytes are handed over and why, for people."""
+        """How chunks of a tensor of ``nbytes`` bytes are handed over for the node's sum and why, for people."""
         return choose_handover(nbytes, self._lobbies[0].area.line_seconds())[1]
 
     def draw(self, half: int) -> int:
@@ -155,7 +155,7 @@ def choose_handover(nbytes: int, line_seconds: Sequence[float]) -> tuple[list[bo
         return [False] * len(line_seconds), f"less than {MEASURED_BYTES} bytes: handed over in the cache"
     told = f"a line that another rank wrote takes {1e9 * slowest:.0f} ns" if slowest else "not measured yet"
     far = [seconds > FAR_SECONDS for seconds in line_seconds]
-    way = f"through memory to {sum(far)} of {len(far) - 1} others" if any(far) else "in the cache"
+    way = f"through memory, for {sum(far)} of {len(far) - 1} others to sum" if any(far) else "in the cache"
     return far, f"{told}: handed over {way}"
 
 

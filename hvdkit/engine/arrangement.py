@@ -32,7 +32,7 @@ def arrange(
     sent_share: float,
     largest_piece: int,
 ) -> Arrangement:
-    """The arrangement for slots that are ready at these times (seconds, or UNSEEN), on so many ranks.
+    """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
     The same on all ranks, since all arguments are. ``sent_share``: the part of a piece
     that a rank sends, in each of two phases. ``largest_piece``: bytes above which tensors are cut; 0: never.

@@ -36,6 +36,7 @@ class Buckets(ABC):
 
     on_device: bool
     told: str  # how and why, for the timeline
+    layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
 
     @abstractmethod
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
@@ -79,7 +80,7 @@ class HostBuckets(Buckets):
     def __init__(self, group: Group, reduction: Reduction, layout: Layout | None) -> None:
         self._group = group
         self._reduction = reduction
-        self._layout = layout
+        self.layout = layout
         self._buckets: list[Bucket] = []
         self._buffers: list[Any] = []
         self.told = "over nodes" if layout is not None else "no shared memory"
@@ -110,10 +111,10 @@ class HostBuckets(Buckets):
         if reduction.prescale != 1.0:
             kernels.scale_into(buffer, buffer, reduction.prescale)
         codec = CODECS[reduction.codec]
-        if self._layout is None:
+        if self.layout is None:
             yield from allreduce(self._group, buffer, op, scale, codec, tag)
         else:
-            yield from layout_allreduce(self._group, self._layout, buffer, op, scale, codec, tag, (0, 0))
+            yield from layout_allreduce(self._group, self.layout, buffer, op, scale, codec, tag, (0, 0))
 
     def forget(self, quiet: bool) -> None:
         self._buffers = []

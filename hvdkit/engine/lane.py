@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 # How far the newest operation of a lane may be ahead of the oldest one in flight; see shared_buckets.CELLS.
 SPAN = 32
 
-# Tags of lanes lie above those of named operations: lane, then place in the lane's sequence, then phase.
+# Tags of lanes lie above those of named operations: lane, then place in the lane's sequence, then phase. Places repeat
+# after more than SPAN, lanes after more than anybody has in flight at once.
 LANE_TAG = 1 << 21
-LANES, SEQUENCE, PHASES = 512, 512, 8
+LANES, SEQUENCE, PHASES = 2048, 128, 8
 
 
 def lane_tag(lane: int, sequence: int) -> int:
@@ -266,7 +267,7 @@ class Lane:
         """Buckets, pieces and their order, from when each slot is ready."""
         engine = self._engine
         largest_piece = 0 if self.on_device else engine.sizes.bucket
-        share = sent_share(self.group)
+        share = sent_share(self.group.size, self.home.layout)
         plan = arrange(self.slots, ready_at, self._groups, engine.sizes, engine.network, share, largest_piece)
         self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
         self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of

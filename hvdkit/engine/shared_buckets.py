@@ -58,6 +58,7 @@ class SharedBuckets(Buckets):
         assert isinstance(transport, NodeTransport)
         assert layout.staging is not None
         self._group, self._layout, self._reduction = group, layout, reduction
+        self.layout = layout
         self._transport, self._place = transport, place
         self._members = layout.staging.members
         self._me = layout.staging.me

@@ -14,8 +14,13 @@ NEAR, FAR = 0.3 * FAR_SECONDS, 1.6 * FAR_SECONDS
     ("nbytes", "line_seconds", "past_cache", "reason"),
     [
         (MEASURED_BYTES, [0.0, NEAR], [False, False], "takes 15 ns: handed over in the cache"),
-        (MEASURED_BYTES, [FAR, 0.0], [True, False], "takes 80 ns: handed over through memory to 1 of 1 others"),
-        (MEASURED_BYTES, [0.0, NEAR, FAR, FAR], [False, False, True, True], "through memory to 2 of 3 others"),
+        (
+            MEASURED_BYTES,
+            [FAR, 0.0],
+            [True, False],
+            "takes 80 ns: handed over through memory, for 1 of 1 others to sum",
+        ),
+        (MEASURED_BYTES, [0.0, NEAR, FAR, FAR], [False, False, True, True], "through memory, for 2 of 3 others to sum"),
         (MEASURED_BYTES, [0.0, FAR_SECONDS], [False, False], "in the cache"),
         (MEASURED_BYTES, [0.0, 0.0], [False, False], "not measured yet: handed over in the cache"),
         (MEASURED_BYTES - 1, [0.0, FAR], [False, False], f"less than {MEASURED_BYTES} bytes: handed over in the cache"),

@@ -39,7 +39,7 @@ def trained(model: torch.nn.Module, inputs: torch.Tensor, **options: Any) -> lis
 
 
 def reduced() -> list[torch.Tensor]:
-    """What named operations make: above 32 KB each rank of a node reduces a share, above 8 MiB they go in pieces."""
+    """What named operations make: each rank of a node reduces a share above 32 KB, nodes send pieces above 8 MiB."""
     generator = torch.Generator().manual_seed(hvd.rank())
     scale = torch.ones(1000) / 3
     large = torch.randn(9001, generator=generator)

@@ -1,4 +1,5 @@
-// Collectives of a node's ranks on tensors that live anywhere: through chunks in shared memory that stay in the cache.
+// Collectives of a node's ranks on tensors that live anywhere: through chunks in shared memory that
+// stay in the cache, or go past it to readers that share none.
 #pragma once
 
 #include <cstddef>
