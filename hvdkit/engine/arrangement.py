@@ -34,8 +34,8 @@ def arrange(
 ) -> Arrangement:
     """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
-    The same on all ranks, since all arguments are. ``sent_share``: the part of a piece
-    that a rank sends, in each of two phases. ``largest_piece``: bytes above which tensors are cut; 0: never.
+    The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
+    two phases. ``largest_piece``: bytes above which tensors are cut; 0: never.
     """
     seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
     order = observed_order([slot for _, slot in seen], len(slots))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -30,12 +29,13 @@ from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.plans import Plan, keep_closed, register
-from hvdkit.engine.requests import DATA_KINDS, Key, Signature
+from hvdkit.engine.requests import Key, Signature
 from hvdkit.engine.schedule import Network, choose_sizes
 from hvdkit.engine.statistics import CommunicationStatistics, Statistics
+from hvdkit.engine.submissions import Submissions
 from hvdkit.engine.topology import Topology
 from hvdkit.engine.watch import Watch
-from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
+from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
 
@@ -73,12 +73,10 @@ class Engine(NamedOperations):
         self.lanes: dict[int, Lane] = {}
         self.closed_lanes: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank joins
         self.operations: list[Operation] = []
-        self.submissions: dict[Key, Submission] = {}
+        self.submissions = Submissions()
         self.place: str | None = None  # the device that this rank's named operations use
         self._process = os.getpid()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._automatic: dict[tuple[str, int], int] = {}
-        self._submit_lock = threading.Lock()
         self.joining = Joining(self)
         self.batches = Batches(self)
         self.negotiation = Negotiation(self, static_process_sets)
@@ -289,10 +287,7 @@ class Engine(NamedOperations):
         self.operations.clear()
         for lane in list(self.lanes.values()):
             lane.fail(error)
-        with self._submit_lock:
-            for submission in self.submissions.values():
-                submission.handle.fail(error)
-            self.submissions.clear()
+        self.submissions.fail(error)
         self.joining.fail(error)
 
     # -- what the coordinator decided ---------------------------------------------------------------------------------
@@ -308,10 +303,6 @@ class Engine(NamedOperations):
         lane = self.lanes.get(lane_id)
         if lane is not None:
             lane.fail(HorovodInternalError(text))
-
-    def count_names_anew(self) -> None:
-        """After a join: ranks have made different numbers of calls without a name; now they count together again."""
-        self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -343,30 +334,18 @@ class Engine(NamedOperations):
                 f"{kind}: rank {self.topology.rank} is not in process set {process_set_id}, which {there}.\n"
                 "HINT: call it only where process_set.included() is true."
             )
-        with self._submit_lock:
-            label = name
-            if name is None:
-                number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
-                name = f"{kind}.noname.{number}"
-            key = Key(process_set_id, kind, name)
-            for other in () if not self.submissions else DATA_KINDS if kind in DATA_KINDS else (kind,):
-                if Key(process_set_id, other, name) in self.submissions:
-                    raise DuplicateNameError(
-                        f"Requested to {kind} a tensor with the same name as another tensor that is currently being "
-                        f"processed: {other} '{name}'.\n"
-                        "HINT: synchronize() the first one, or give each tensor a name of its own."
-                    )
-            handle = Handle(key, label, self.drive)
+
+        def make(key: Key) -> Submission:
             signature = {"kind": kind, "ps": process_set_id, **fields}
-            submission = Submission(
-                key, signature, list(arrays), detail, handle, None if sources is None else list(sources)
-            )
-            self.submissions[key] = submission
-            if arrays and isinstance(arrays[0], DeviceArray):
-                self.place = arrays[0].place
+            handle = Handle(key, name, self.drive)
+            return Submission(key, signature, list(arrays), detail, handle, None if sources is None else list(sources))
+
+        submission = self.submissions.enter(kind, process_set_id, name, make)
+        if arrays and isinstance(arrays[0], DeviceArray):
+            self.place = arrays[0].place
         self.watch.seen_thread()
-        self.timeline_begin(key, f"NEGOTIATE_{kind.upper()}")
+        self.timeline_begin(submission.key, f"NEGOTIATE_{kind.upper()}")
         self._inbox.append(lambda: self.negotiation.announce(submission))
         if wake or self.transport.size == 1:
             self.wake()
-        return handle
+        return submission.handle

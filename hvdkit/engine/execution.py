@@ -97,7 +97,7 @@ def is_single(submissions: Sequence[Submission]) -> bool:
 def pieces_of(group: Group, submissions: Sequence[Submission]) -> list[tuple[int, int]]:
     """The elements (begin, end) of a large allreduce that travel each on their own; none if it travels as a whole."""
     signature = submissions[0].signature
-    if not is_single(submissions) or ReduceOp(signature["op"]) == ReduceOp.ADASUM:
+    if not is_single(submissions) or signature["op"] == ReduceOp.ADASUM:
         return []
     array = submissions[0].arrays[0]
     count, _ = choose_pieces(array.nbytes, nodes_of(group), group.choice.asked)
@@ -122,14 +122,12 @@ def allreduce_piece(group: Group, submission: Submission, piece: tuple[int, int]
 
 def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace: Callable[[str], None]) -> Steps[None]:
     signature = submissions[0].signature
+    if is_single(submissions) and submissions[0].arrays[0].size and signature["op"] != ReduceOp.ADASUM:
+        yield from allreduce_piece(group, submissions[0], (0, submissions[0].arrays[0].size), tag)
+        return
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
     layout = group.layout
     staged = layout is not None and op != ReduceOp.ADASUM
-    if staged and is_single(submissions):
-        array = submissions[0].arrays[0]
-        if array.size:
-            yield from allreduce_piece(group, submissions[0], (0, array.size), tag)
-            return
     by_dtype: dict[Any, list[Array]] = {}
     for submission in submissions:
         submission.gather_sources()

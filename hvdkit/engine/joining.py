@@ -73,7 +73,7 @@ class Joining:
     def done(self, last: int) -> None:
         """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
         self._ranks.clear()
-        self._engine.count_names_anew()
+        self._engine.submissions.count_names_anew()
         self._last = last
 
     def end_if_over(self) -> None:

@@ -39,10 +39,11 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     from hvdkit.transports.node import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    area_bytes = staging_bytes(len(node)) // 2
-    window = transport.window(staging_place(process_set_id), 2 * area_bytes)
+    nbytes = staging_bytes(len(node))
+    window = transport.window(staging_place(process_set_id), nbytes)
     bells = transport.bells_of(node)
-    areas = [Area(window, half * area_bytes, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for half in (0, 1)]
+    begins = (0, nbytes // 2)
+    areas = [Area(window, begin, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for begin in begins]
     return Layout(nodes, Staging(node, rank, areas[0], areas[1], spin_seconds, window))
 
 

@@ -52,13 +52,13 @@ class SharedBuckets(Buckets):
     """
 
     on_device = False
+    layout: Layout
 
     def __init__(self, group: Group, layout: Layout, reduction: Reduction, place: int, nbytes: int) -> None:
         transport = group.transport
         assert isinstance(transport, NodeTransport)
         assert layout.staging is not None
-        self._group, self._layout, self._reduction = group, layout, reduction
-        self.layout = layout
+        self._group, self.layout, self._reduction = group, layout, reduction
         self._transport, self._place = transport, place
         self._members = layout.staging.members
         self._me = layout.staging.me
@@ -131,12 +131,12 @@ class SharedBuckets(Buckets):
         elif reduction.prescale != 1.0:
             kernels.scale_into(own, own, reduction.prescale)
         yield self._tell_and_wait(cells, 0, sequence, 2 * (sequence + 1) + int(joined), 2 * (sequence + 1))
-        begin, end = node_shares(own.size, own.itemsize, self._layout, count)[self._me]
+        begin, end = node_shares(own.size, own.itemsize, self.layout, count)[self._me]
         if begin < end:
             mine = slice(piece.begin + begin, piece.begin + end)
             offers = [cells.get(self._index(0, rank, sequence)) & 1 for rank in range(count)]
             views = [regions[rank][offer][mine] for rank, offer in enumerate(offers)]
-            if len(self._layout.nodes) == 1:
+            if len(self.layout.nodes) == 1:
                 kernels.reduce_into(views, views, op, scale)
             else:
                 yield from self._reduce_across(views, op, scale, tag)
@@ -145,7 +145,7 @@ class SharedBuckets(Buckets):
 
     def _reduce_across(self, views: list[Array], op: ReduceOp, scale: float, tag: int) -> Steps[None]:
         """This rank's share: the node's sum into its own region, the sum of nodes, and one pass back."""
-        across = counterparts(self._group, self._layout)
+        across = counterparts(self._group, self.layout)
         assert across is not None
         codec = CODECS[self._reduction.codec]
         own = views[self._me]

@@ -45,7 +45,7 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
             mine = {"address": invitation.address, "secret": invitation.secret}
     told = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
     reason = next((told[member]["reason"] for member in node if told[member]["reason"]), "")
-    obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
+    obtained: tuple[NodeMemory, Window] | None = None
     if len(node) > 1 and not reason:
         obtained, reason = _obtain(invitation, told[node[0]], node, rank, seconds)
     elif invitation is not None:
@@ -92,7 +92,7 @@ def _invite() -> tuple[Invitation | None, str]:
 
 def _obtain(
     invitation: Invitation | None, offer: dict[str, str], node: Sequence[int], rank: int, seconds: float
-) -> tuple[tuple[NodeMemory, Window, dict[int, Window]] | None, str]:
+) -> tuple[tuple[NodeMemory, Window] | None, str]:
     from hvdkit.transports.node import rings_bytes
     from hvdkit.transports.node_memory import NodeMemory, fetch
 
@@ -104,8 +104,8 @@ def _obtain(
             descriptor = fetch(offer["address"], offer["secret"], seconds)
         memory = NodeMemory(descriptor, node.index(rank), len(node))
         # What every job needs is mapped while the ranks can still agree to do without.
-        staging = {staging_place(0): memory.window(staging_place(0), staging_bytes(len(node)))}
-        return (memory, memory.window(0, rings_bytes(len(node))), staging), ""
+        memory.map_in_advance(staging_place(0), staging_bytes(len(node)))
+        return (memory, memory.window(0, rings_bytes(len(node)))), ""
     except OSError as error:
         if memory is not None:
             memory.close()

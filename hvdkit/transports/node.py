@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 from hvdkit.kernels._native import Bell, Cells, Message, Post, Window
@@ -33,15 +33,9 @@ def _transfer(message: Message, peer: int) -> Transfer:
 
 
 class NodeTransport(Transport):
-    """``inner`` for ranks elsewhere, shared memory for those of this node as ``inner.nodes`` has it.
+    """``inner`` for ranks elsewhere, shared memory for those of this node as ``inner.nodes`` has it."""
 
-    ``mapped``: windows by their place that are there already, for whoever asks first.
-    """
-
-    def __init__(
-        self, inner: Transport, memory: NodeMemory, rings: Window, mapped: Mapping[int, Window] | None = None
-    ) -> None:
-        self._mapped = dict(mapped or {})
+    def __init__(self, inner: Transport, memory: NodeMemory, rings: Window) -> None:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.device_types = inner.device_types
         self.nodes = inner.nodes
@@ -111,8 +105,7 @@ class NodeTransport(Transport):
 
     def window(self, place: int, nbytes: int) -> Window:
         """Memory that all ranks of this node which ask for the same place share. Place 0 is taken."""
-        found = self._mapped.pop(place, None)
-        return self.memory.window(place, nbytes) if found is None else found
+        return self.memory.window(place, nbytes)
 
     def populate(self, window: Window, place: int, begin: int, nbytes: int) -> None:
         """Take memory for a part of the window of ``place`` now. Raises OSError where there is not enough."""

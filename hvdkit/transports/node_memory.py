@@ -38,14 +38,22 @@ class NodeMemory:
     def __init__(self, descriptor: int, index: int, count: int) -> None:
         self.index, self.count = index, count
         self._descriptor = descriptor
+        self._in_advance: dict[tuple[int, int], Window] = {}
         # A POSIX lock, unlike the newer kind, is not inherited by children that outlive this process.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index, os.SEEK_SET)
 
     def window(self, place: int, nbytes: int) -> Window:
         """Map the memory that belongs to a number; zeros until somebody writes there. Raises OSError."""
+        found = self._in_advance.pop((place, nbytes), None)
+        if found is not None:
+            return found
         if nbytes > PLACE_BYTES:
             raise OSError(errno.EFBIG, f"{nbytes} bytes in one place", None)
         return Window(self._descriptor, place % PLACES * PLACE_BYTES, nbytes)
+
+    def map_in_advance(self, place: int, nbytes: int) -> None:
+        """Map what somebody will ask for, while it can still be done without. Raises OSError."""
+        self._in_advance[place, nbytes] = self.window(place, nbytes)
 
     def populate(self, window: Window, place: int, begin: int, nbytes: int) -> None:
         """Take memory for a part of the window of ``place`` now.
@@ -66,6 +74,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Close the file; windows stay mapped until nobody uses them."""
+        self._in_advance.clear()
         os.close(self._descriptor)
         self._descriptor = -1
 

@@ -1,0 +1,47 @@
+"""What this rank has announced and waits for: one operation under a name, and numbers for those without one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hvdkit.engine.execution import Submission
+from hvdkit.engine.requests import DATA_KINDS, Key
+from hvdkit.errors import DuplicateNameError, HorovodInternalError
+
+
+class Submissions(dict[Key, Submission]):
+    """By key. Any thread may enter; the driver alone takes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._automatic: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, kind: str, process_set_id: int, name: str | None, make: Callable[[Key], Submission]) -> Submission:
+        """Keep what ``make`` makes for the key. Raises DuplicateNameError where the name is in flight."""
+        with self._lock:
+            if name is None:
+                number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
+                name = f"{kind}.noname.{number}"
+            for other in () if not self else DATA_KINDS if kind in DATA_KINDS else (kind,):
+                if Key(process_set_id, other, name) in self:
+                    raise DuplicateNameError(
+                        f"Requested to {kind} a tensor with the same name as another tensor that is currently being "
+                        f"processed: {other} '{name}'.\n"
+                        "HINT: synchronize() the first one, or give each tensor a name of its own."
+                    )
+            key = Key(process_set_id, kind, name)
+            submission = self[key] = make(key)
+            return submission
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """All of them end with ``error``."""
+        with self._lock:
+            for submission in self.values():
+                submission.handle.fail(error)
+            self.clear()
+
+    def count_names_anew(self) -> None:
+        """After a join: ranks have made different numbers of calls without a name; now they count together again."""
+        self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
