@@ -24,6 +24,17 @@ class StallError(HorovodInternalError):
     """Some ranks did not submit a tensor within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
 
 
+class PayloadError(HorovodInternalError):
+    """A compressed payload that ``rank`` sent did not arrive as it was sent."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        super().__init__(
+            f"the compressed payload of rank {rank} is damaged: {problem}.\n"
+            "HINT: run the same version of hvdkit on all ranks; if you do, suspect memory or network of that rank."
+        )
+        self.rank = rank
+
+
 class NotInitializedError(ValueError):
     """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hvdkit.collectives.chunks import decode_final, room_for_payloads
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp
 
 
@@ -18,9 +18,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return nbytes * (size - 1)
 
 
-def all_to_all_allreduce(
-    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Codec, tag: int
-) -> Steps[None]:
+def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag``."""
     if buffer.size == 0:
         return

@@ -21,10 +21,10 @@ from hvdkit.collectives.ring import ring_allreduce
 from hvdkit.collectives.round_robin import round_robin_allreduce
 from hvdkit.collectives.tree import tree_allreduce
 from hvdkit.collectives.two_phase import two_phase_allreduce
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp
 
-Algorithm = Callable[[Group, Array, ReduceOp, float, Codec, int], Steps[None]]
+Algorithm = Callable[[Group, Array, ReduceOp, float, Cast, int], Steps[None]]
 
 # Each is for two ranks or more. Its module, of the same name, says what it costs, and counts the bytes it sends.
 ALGORITHMS: dict[str, Algorithm] = {
@@ -68,7 +68,7 @@ def choose_allreduce(
 
 
 def allreduce(
-    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Codec, tag: int, choice: Choice | None = None
+    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int, choice: Choice | None = None
 ) -> Steps[None]:
     """Replace ``buffer`` (flat) by ``scale * (rank 0's op rank 1's op ...)``. Uses ``tag`` and ``tag + 1``.
 

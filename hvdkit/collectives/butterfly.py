@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from hvdkit.collectives.chunks import chunks_of, decode_final, reduce_hop
 from hvdkit.collectives.group import Array, Group, Steps, partition
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp
 
 
@@ -37,7 +37,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return nbytes if rank % 2 == 0 else exchanged + nbytes
 
 
-def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Codec, tag: int) -> Steps[None]:
+def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``.
 
     With a lossy codec the chunks of a round of the allgather travel one by one, as their owners encoded them.
@@ -73,7 +73,7 @@ def _halve(
     ranks: Sequence[int],
     op: ReduceOp,
     scale: float,
-    codec: Codec,
+    codec: Cast,
     tag: int,
 ) -> Steps[int]:
     """Reduce-scatter among ``ranks``: with a partner, each reduces one half of what both hold; returns the last chunk.
@@ -101,7 +101,7 @@ def _double(
     index: int,
     place: int,
     ranks: Sequence[int],
-    codec: Codec,
+    codec: Cast,
     tag: int,
 ) -> Steps[None]:
     """Allgather among ``ranks``, of which this one has chunk ``index``: the partners of the halving, last one first."""
@@ -117,7 +117,7 @@ def _double(
         first, width = min(first, other), 2 * width
 
 
-def _messages(buffer: Array, encoded: Sequence[Array], chunks: tuple[int, int], codec: Codec) -> list[Array]:
+def _messages(buffer: Array, encoded: Sequence[Array], chunks: tuple[int, int], codec: Cast) -> list[Array]:
     """What carries these reduced chunks: their run of the buffer if the codec loses nothing, else their payloads."""
     parts = encoded[slice(*chunks)] if codec.lossy else [_run(buffer, chunks, len(encoded))]
     return [part for part in parts if part.size]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Bytes
 
@@ -33,7 +33,7 @@ def reduce_hop(
     sender: int,
     op: ReduceOp,
     scale: float,
-    codec: Codec,
+    codec: Cast,
     tag: int,
 ) -> Steps[None]:
     """Send ``outgoing``, and replace ``own`` by ``scale`` times its reduction with what ``sender`` sends.
@@ -49,7 +49,7 @@ def reduce_hop(
     SCRATCH.give_back(scratch)
 
 
-def decode_final(codec: Codec, payloads: Sequence[Array], chunks: Sequence[Array]) -> None:
+def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]) -> None:
     """Fill each chunk from the payload that its owner encoded, the owner too: so all ranks hold the same bits.
 
     The payloads of a codec that loses nothing are the chunks themselves.

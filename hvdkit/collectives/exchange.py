@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hvdkit import kernels
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.two_phase import exchange_and_reduce
-from hvdkit.compression.codec import CODECS
+from hvdkit.compression import CASTS
 from hvdkit.kernels import ReduceOp
 
 
@@ -43,7 +43,7 @@ def reduce_scatter(
     chunks = [buffer[start:stop] for start, stop in bounds]
     own = chunks[group.rank]
     if group.size > 1:
-        yield from exchange_and_reduce(group, chunks, own, op, scale, CODECS["none"], tag)
+        yield from exchange_and_reduce(group, chunks, own, op, scale, CASTS["none"], tag)
     elif scale != 1.0:
         kernels.scale_into(own, own, scale)
     return own

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit import kernels
-from hvdkit.collectives.allreduce import allreduce, choose_allreduce
+from hvdkit.collectives.allreduce import choose_allreduce
+from hvdkit.collectives.compressed import allreduce_encoded, choose_way
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast, Codec, Memory, PayloadCodec
 from hvdkit.kernels import HALVES, ReduceOp
 
 # A piece takes many times the latency of any wire, and each has two of an operation's eight tags.
@@ -74,7 +75,7 @@ def early_scale(flat: Array, op: ReduceOp, scale: float, codec: Codec) -> tuple[
     What is rounded to 16 bits on its way is scaled first, where it can: the sum of a node could be too large for fp16
     although the average is not.
     """
-    narrow = flat.dtype in HALVES or (codec.lossy and flat.dtype.kind == "f")
+    narrow = flat.dtype in HALVES or (isinstance(codec, Cast) and codec.lossy and flat.dtype.kind == "f")
     return (scale, 1.0) if narrow and op == ReduceOp.SUM else (1.0, scale)
 
 
@@ -105,9 +106,11 @@ def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, st
     return count, f"in {count} pieces of at least {PIECE_BYTES} bytes"
 
 
-def why_allreduce(group: Group, nbytes: int, pieces: int = 1) -> str:
+def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | None = None) -> str:
     """How an allreduce of ``nbytes`` bytes, cut into ``pieces``, travels among these ranks and why, for people."""
     layout, choice, nodes = group.layout, group.choice, nodes_of(group)
+    if isinstance(codec, PayloadCodec) and (codec.everywhere or layout is None or nodes > 1):
+        return why_encoded(group, nbytes, codec)
     if layout is not None and nodes == 1:
         assert layout.staging is not None
         mode, told = choose_pass(nbytes)
@@ -121,6 +124,15 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1) -> str:
     return told if staging is None else f"{told}; {staging.why_handover(nbytes // pieces)}"
 
 
+def why_encoded(group: Group, nbytes: int, codec: PayloadCodec) -> str:
+    """How float32 gradients of ``nbytes`` bytes travel in payloads and why, for people."""
+    layout = None if codec.everywhere else group.layout
+    nodes, carriers = (group.size, 1) if layout is None else (len(layout.nodes), layout.carriers)
+    name, reason = choose_way(nbytes // 4 // carriers, nodes, codec)
+    told = f"{name} of {codec.told}: {reason}"
+    return told if layout is None else f"the sum of each node, then {told} between nodes"
+
+
 def layout_allreduce(
     group: Group,
     layout: Layout,
@@ -131,10 +143,12 @@ def layout_allreduce(
     tag: int,
     turns: tuple[int, int],
     source: Array | None = None,
+    memory: Memory | None = None,
 ) -> Steps[None]:
-    """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``.
+    """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``; payload codecs four tags.
 
-    ``turns`` are what ``Layout.draw`` gave; ``source`` is what this rank contributes, if not what lies in ``flat``.
+    ``turns`` are what ``Layout.draw`` gave; ``source`` is what this rank contributes, if not what lies in ``flat``;
+    ``memory`` is a payload codec's, of all of ``flat``.
 
     Within a node nothing is encoded. The order of the sum is that of the ranks within a node, then that of the nodes.
     """
@@ -157,7 +171,8 @@ def layout_allreduce(
     carried = flat[slice(*shares[me])]
     across = counterparts(group, layout)
     if across is not None and carried.size:
-        yield from allreduce(across, carried, op, wire_scale, codec, tag)
+        kept = None if memory is None else memory.part(*shares[me])
+        yield from allreduce_encoded(across, carried, op, wire_scale, codec, tag, kept)
         group.bytes_sent += across.bytes_sent
     if staging is not None:
         yield from staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, 1.0)

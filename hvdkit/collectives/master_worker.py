@@ -12,7 +12,7 @@ from __future__ import annotations
 from hvdkit.collectives.chunks import decode_final, room_for_payloads
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp
 
 MASTER = 0
@@ -24,7 +24,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
 
 
 def master_worker_allreduce(
-    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Codec, tag: int
+    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int
 ) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     if buffer.size == 0:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from hvdkit.collectives.chunks import chunks_of, decode_final, reduce_hop
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp
 
 
@@ -22,7 +22,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return 2 * nbytes * (size - 1) // size
 
 
-def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Codec, tag: int) -> Steps[None]:
+def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     chunks = chunks_of(buffer, group.size)
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size

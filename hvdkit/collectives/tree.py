@@ -14,7 +14,7 @@ from __future__ import annotations
 from hvdkit.collectives.broadcast import tree_broadcast
 from hvdkit.collectives.chunks import decode_final, reduce_hop
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.compression.codec import Codec
+from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp
 
 
@@ -33,7 +33,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return nbytes * (len(children(rank, size)) + (rank != 0))
 
 
-def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Codec, tag: int) -> Steps[None]:
+def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     if buffer.size == 0:
         return

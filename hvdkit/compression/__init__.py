@@ -1,5 +1,29 @@
-"""Codecs: what bytes stand for a gradient on the wire."""
+"""Codecs: what bytes stand for a gradient on the wire, and what is kept of what they do not carry."""
 
-from hvdkit.compression.codec import CODECS, Codec, Fp16Codec, NoneCodec
+from hvdkit.compression.casts import CASTS, Cast
+from hvdkit.compression.codec import Codec
+from hvdkit.compression.dgc import DGC
+from hvdkit.compression.known import codec_told
+from hvdkit.compression.memory import Memory, Tally
+from hvdkit.compression.payload import CustomCodec, PayloadCodec
+from hvdkit.compression.quantised import Int4, Int8, OneBit
+from hvdkit.compression.random_k import RandomK
+from hvdkit.compression.sparse import Threshold, TopK
 
-__all__ = ["CODECS", "Codec", "Fp16Codec", "NoneCodec"]
+__all__ = [
+    "CASTS",
+    "DGC",
+    "Cast",
+    "Codec",
+    "CustomCodec",
+    "Int4",
+    "Int8",
+    "Memory",
+    "OneBit",
+    "PayloadCodec",
+    "RandomK",
+    "Tally",
+    "Threshold",
+    "TopK",
+    "codec_told",
+]

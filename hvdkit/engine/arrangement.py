@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdkit.engine.plan import Bucket, Slot, lay_out, observed_order
+from hvdkit.engine.plan import Bucket, Slot, first_order, lay_out, observed_order
 from hvdkit.engine.schedule import Network, Piece, Sizes, cut, send_order
 
 # When a slot was ready, where nobody saw it.
@@ -30,18 +30,25 @@ def arrange(
     sizes: Sizes,
     network: Network,
     sent_share: float,
-    largest_piece: int,
+    cuts: bool = True,
+    encoded: Sequence[bool] = (False,),
 ) -> Arrangement:
     """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
     The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
-    two phases. ``largest_piece``: bytes above which tensors are cut; 0: never.
+    two phases. ``cuts``: whether large tensors are cut. ``encoded``: for each of the plan's codecs, whether
+    it makes payloads; what these encode lies together in the order of registration, whenever it is ready.
     """
     seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
     order = observed_order([slot for _, slot in seen], len(slots))
-    buckets = lay_out(slots, order, sizes.bucket, groups, sizes.first_bucket)
+    free = [slot for slot in order if not encoded[slots[slot].codec]]
+    fixed = [slot for slot in first_order(len(slots)) if encoded[slots[slot].codec]]
+    buckets = lay_out(slots, free, sizes.bucket, groups, sizes.first_bucket)
+    largest = [sizes.bucket] * len(buckets)
+    buckets += lay_out(slots, fixed, sizes.encoded_bucket, groups)
+    largest += [sizes.encoded_bucket] * (len(buckets) - len(largest))
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
-    pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest_piece)
+    pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
     sent = [int(size * sent_share) for size in nbytes]
     needed = [min(bucket.slots) for bucket in buckets]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import why_allreduce
+from hvdkit.compression import codec_told
 from hvdkit.engine.direct import execute_direct, execute_staged, zeros_on_device
 from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, allreduce_piece, execute, pieces_of, zeros_for
 from hvdkit.engine.handle import Handle
@@ -52,7 +53,10 @@ class Batches:
             reason = {}
             if activity == "ALLREDUCE" and not direct:
                 nbytes = sum(array.nbytes for submission in submissions for array in submission.arrays)
-                reason = {"reason": why_allreduce(group, nbytes, max(1, len(pieces))), "operations": len(submissions)}
+                reason = {
+                    "reason": why_allreduce(group, nbytes, max(1, len(pieces)), submissions[0].codec),
+                    "operations": len(submissions),
+                }
             for submission in submissions:
                 engine.timeline_end(submission.key)
                 engine.timeline_begin(submission.key, activity, **reason)
@@ -97,7 +101,8 @@ class Batches:
             assert signature is not None, f"{key} runs, but this rank neither asked for it nor joined"
             on_host = key.kind == "allreduce" and not signature.get("direct")
             arrays = zeros_for(signature) if on_host else []
-            submission = Submission(key, signature, arrays, None, Handle(key, None, self._engine.drive))
+            codec = codec_told(signature.get("codec", "none"))
+            submission = Submission(key, signature, arrays, None, Handle(key, None, self._engine.drive), codec=codec)
         return submission
 
     def _direct(

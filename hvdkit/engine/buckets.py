@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.collectives.hierarchical import Layout, layout_allreduce
-from hvdkit.compression import CODECS
+from hvdkit.collectives.hierarchical import Layout, early_scale, layout_allreduce
+from hvdkit.compression import Codec, PayloadCodec
 from hvdkit.engine.execution import effective
-from hvdkit.engine.plan import Bucket
+from hvdkit.engine.memories import Memories
+from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives, aligned_empty
@@ -28,7 +30,7 @@ class Reduction:
     op: ReduceOp
     prescale: float
     postscale: float
-    codec: str
+    codecs: tuple[Codec, ...]  # slots say which one is theirs
 
 
 class Buckets(ABC):
@@ -37,6 +39,10 @@ class Buckets(ABC):
     on_device: bool
     told: str  # how and why, for the timeline
     layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
+    memories: Memories  # what codecs keep
+    _group: Group
+    _reduction: Reduction
+    _buckets: list[Bucket]
 
     @abstractmethod
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
@@ -67,6 +73,32 @@ class Buckets(ABC):
     def close(self) -> None:
         """Give back what is held for reducing; nothing can be reduced afterwards."""
 
+    def contribution(self) -> float:
+        """What a gradient, after its own factor, is multiplied with to become part of the result."""
+        return effective(self._reduction.op, self._reduction.postscale, self._group.size)[1]
+
+    def units(self) -> list[float]:
+        """By bucket: what a number that a codec keeps is multiplied with to become part of the result."""
+        op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
+        units = []
+        for number, bucket in enumerate(self._buckets):
+            codec = self.memories.codec(number)
+            over_nodes = self.layout is not None and len(self.layout.nodes) > 1
+            dense_first = over_nodes and not (isinstance(codec, PayloadCodec) and codec.everywhere)
+            units.append(early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale)
+        return units
+
+    def place(self) -> str:
+        """What codecs keep here is of: this rank's part of these buckets, among these nodes."""
+        group, layout = self._group, self.layout
+        nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
+        encoded = [
+            (bucket.slots, bucket.offsets, codec.told)
+            for number, bucket in enumerate(self._buckets)
+            if isinstance(codec := self.memories.codec(number), PayloadCodec)
+        ]
+        return hashlib.sha256(repr((group.rank, group.size, nodes, encoded)).encode()).hexdigest()
+
     def discard(self) -> None:
         """Give back what was taken for reducing, before anything was: the ranks have agreed on another home."""
         self.close()
@@ -77,8 +109,9 @@ class HostBuckets(Buckets):
 
     on_device = False
 
-    def __init__(self, group: Group, reduction: Reduction, layout: Layout | None) -> None:
+    def __init__(self, group: Group, reduction: Reduction, layout: Layout | None, slots: Sequence[Slot]) -> None:
         self._group = group
+        self.memories = Memories(slots, reduction.codecs)
         self._reduction = reduction
         self.layout = layout
         self._buckets: list[Bucket] = []
@@ -87,6 +120,7 @@ class HostBuckets(Buckets):
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets, self._buffers = list(buckets), []
+        self.memories.lay_out(buckets)
 
     def buffers(self) -> list[Any]:
         if not self._buffers:
@@ -103,21 +137,23 @@ class HostBuckets(Buckets):
             buffer = np.zeros(piece.end - piece.begin, self._buckets[piece.bucket].dtype)
         else:
             buffer = self._buffers[piece.bucket][piece.begin : piece.end]
-        return self._steps(buffer, tag)
+        return self._steps(piece, buffer, tag)
 
-    def _steps(self, buffer: Any, tag: int) -> Steps[None]:
-        reduction = self._reduction
-        op, scale = effective(reduction.op, reduction.postscale, self._group.size)
+    def _steps(self, piece: Piece, buffer: Any, tag: int) -> Steps[None]:
+        group, reduction, layout = self._group, self._reduction, self.layout
+        op, scale = effective(reduction.op, reduction.postscale, group.size)
         if reduction.prescale != 1.0:
             kernels.scale_into(buffer, buffer, reduction.prescale)
-        codec = CODECS[reduction.codec]
-        if self.layout is None:
-            yield from allreduce(self._group, buffer, op, scale, codec, tag)
+        codec, memory = self.memories.codec(piece.bucket), self.memories.of_piece(piece)
+        self.memories.prepare(piece, buffer)
+        if layout is None or (isinstance(codec, PayloadCodec) and codec.everywhere):
+            yield from allreduce_encoded(group, buffer, op, scale, codec, tag, memory)
         else:
-            yield from layout_allreduce(self._group, self.layout, buffer, op, scale, codec, tag, (0, 0))
+            yield from layout_allreduce(group, layout, buffer, op, scale, codec, tag, (0, 0), memory=memory)
 
     def forget(self, quiet: bool) -> None:
         self._buffers = []
+        self.memories.forget()
 
     def close(self) -> None:
         self._buffers = []
@@ -128,8 +164,11 @@ class DeviceBuckets(Buckets):
 
     on_device = True
 
-    def __init__(self, group: Group, reduction: Reduction, collectives: DeviceCollectives) -> None:
+    def __init__(
+        self, group: Group, reduction: Reduction, collectives: DeviceCollectives, slots: Sequence[Slot]
+    ) -> None:
         self._group = group
+        self.memories = Memories(slots, reduction.codecs)
         self._reduction = reduction
         self._collectives = collectives
         self._buckets: list[Bucket] = []
@@ -138,6 +177,7 @@ class DeviceBuckets(Buckets):
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets, self._buffers = list(buckets), []
+        self.memories.lay_out(buckets)
 
     def _allocate(self, bucket: Bucket) -> Any:
         return self._collectives.allocate(bucket.elements, str(bucket.dtype))
@@ -152,12 +192,12 @@ class DeviceBuckets(Buckets):
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
         buffer = self._allocate(self._buckets[piece.bucket]) if joined else self._buffers[piece.bucket]
-        return self._steps(buffer, marks)
+        return self._steps(buffer, self.memories.codec(piece.bucket).name, marks)
 
-    def _steps(self, buffer: Any, marks: Sequence[Any]) -> Steps[None]:
+    def _steps(self, buffer: Any, codec: str, marks: Sequence[Any]) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         op, scale = effective(reduction.op, reduction.postscale, size)
-        transfer = self._collectives.allreduce([buffer], op, reduction.prescale, scale, reduction.codec, marks)
+        transfer = self._collectives.allreduce([buffer], op, reduction.prescale, scale, codec, marks)
         self._group.bytes_sent += 2 * buffer.nbytes * (size - 1) // size  # as a ring sends, whatever the library does
         yield [transfer]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Array
+from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
 from hvdkit.engine.batches import Batches
 from hvdkit.engine.bell import new_bell
@@ -112,17 +113,18 @@ class Engine(NamedOperations):
         op: ReduceOp,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        codec: str = "none",
+        codecs: Sequence[Codec] = (CASTS["none"],),
         process_set_id: int = 0,
         groups: Sequence[Sequence[int]] = (),
         place: str = "cpu",
     ) -> Lane:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
-        ``place``: the device ("cuda:0") on which slots shall live if the transport has collectives for it.
+        ``codecs``: those that slots number. ``place``: the device ("cuda:0") on which slots shall live if the transport
+        has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
-        reduction = Reduction(op, float(prescale), float(postscale), codec)
+        reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
         lane = register(self, Plan(name, slots, reduction, process_set_id, groups, place))
         self.lanes[lane.lane_id] = lane
         return lane
@@ -324,6 +326,7 @@ class Engine(NamedOperations):
         process_set_id: int,
         wake: bool,
         sources: Sequence[Array] | None = None,
+        codec: Codec = CASTS["none"],
     ) -> Handle:
         self.check_usable()
         ENDING.forget()  # a script that goes on has caught its SystemExit
@@ -338,7 +341,8 @@ class Engine(NamedOperations):
         def make(key: Key) -> Submission:
             signature = {"kind": kind, "ps": process_set_id, **fields}
             handle = Handle(key, name, self.drive)
-            return Submission(key, signature, list(arrays), detail, handle, None if sources is None else list(sources))
+            at = None if sources is None else list(sources)
+            return Submission(key, signature, list(arrays), detail, handle, at, codec)
 
         submission = self.submissions.enter(kind, process_set_id, name, make)
         if arrays and isinstance(arrays[0], DeviceArray):

@@ -12,13 +12,13 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.adasum import adasum
-from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.broadcast import broadcast
+from hvdkit.collectives.compressed import allreduce_encoded, compressed_reduce_scatter
 from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CODECS
+from hvdkit.compression import CASTS, Codec, Memory, PayloadCodec
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Key, Signature
 from hvdkit.kernels import ReduceOp
@@ -37,6 +37,7 @@ class Submission:
     handle: Handle
     # For each array, where its values are if not in the array itself, which then only takes the result.
     sources: list[Any] | None = None
+    codec: Codec = CASTS["none"]
 
     def gather_sources(self) -> None:
         """Bring the values into the arrays, for what works in place."""
@@ -97,7 +98,8 @@ def is_single(submissions: Sequence[Submission]) -> bool:
 def pieces_of(group: Group, submissions: Sequence[Submission]) -> list[tuple[int, int]]:
     """The elements (begin, end) of a large allreduce that travel each on their own; none if it travels as a whole."""
     signature = submissions[0].signature
-    if not is_single(submissions) or signature["op"] == ReduceOp.ADASUM:
+    encoded = isinstance(submissions[0].codec, PayloadCodec)
+    if not is_single(submissions) or encoded or signature["op"] == ReduceOp.ADASUM:
         return []
     array = submissions[0].arrays[0]
     count, _ = choose_pieces(array.nbytes, nodes_of(group), group.choice.asked)
@@ -110,14 +112,38 @@ def allreduce_piece(group: Group, submission: Submission, piece: tuple[int, int]
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
     flat = submission.arrays[0].reshape(-1)[part]
     source = submission.sources[0].reshape(-1)[part] if submission.sources else None
-    if group.layout is not None:
-        turns = group.layout.draw()
-        yield from layout_allreduce(group, group.layout, flat, op, scale, CODECS["none"], tag, turns, source)
-    else:
-        if source is not None:
-            flat[...] = source
-        yield from allreduce(group, flat, op, scale, CODECS["none"], tag)
+    yield from _reduce_whole(group, flat, op, scale, submission.codec, tag, _draw(group, submission.codec), source)
     return [submission.arrays]
+
+
+def _draw(group: Group, codec: Codec) -> tuple[int, int]:
+    """The turns of an allreduce in the node's staging, if it goes there."""
+    return (0, 0) if group.layout is None or _everywhere(codec) else group.layout.draw()
+
+
+def _everywhere(codec: Codec) -> bool:
+    return isinstance(codec, PayloadCodec) and codec.everywhere
+
+
+def _reduce_whole(
+    group: Group,
+    flat: Array,
+    op: ReduceOp,
+    scale: float,
+    codec: Codec,
+    tag: int,
+    turns: tuple[int, int],
+    source: Array | None = None,
+) -> Steps[None]:
+    """By way of nodes, if some ranks share one. A codec keeps nothing; its turn is the operation's number."""
+    memory = Memory(flat.size)
+    memory.turn = tag // TAGS_PER_OPERATION
+    if group.layout is not None and not _everywhere(codec):
+        yield from layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
+        return
+    if source is not None:
+        flat[...] = source
+    yield from allreduce_encoded(group, flat, op, scale, codec, tag, memory)
 
 
 def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace: Callable[[str], None]) -> Steps[None]:
@@ -126,15 +152,15 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace:
         yield from allreduce_piece(group, submissions[0], (0, submissions[0].arrays[0].size), tag)
         return
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
-    layout = group.layout
-    staged = layout is not None and op != ReduceOp.ADASUM
+    codec, staged = submissions[0].codec, op != ReduceOp.ADASUM
     by_dtype: dict[Any, list[Array]] = {}
     for submission in submissions:
         submission.gather_sources()
         for array in submission.arrays:
             by_dtype.setdefault(array.dtype, []).append(array)
     all_turns = [
-        layout.draw() if staged and any(array.size for array in arrays) else (0, 0) for arrays in by_dtype.values()
+        _draw(group, codec) if staged and any(array.size for array in arrays) else (0, 0)
+        for arrays in by_dtype.values()
     ]
     for arrays, turns in zip(by_dtype.values(), all_turns, strict=True):
         prescale = signature["prescale"]
@@ -142,20 +168,25 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace:
             flat = arrays[0].reshape(-1)
             if prescale != 1.0:
                 kernels.scale_into(flat, flat, prescale)
-            yield from _reduce_flat(group, flat, [flat.size], op, scale, tag, turns)
+            yield from _reduce_flat(group, flat, [flat.size], op, scale, codec, tag, turns)
         else:
-            yield from _reduce_fused(group, arrays, prescale, op, scale, tag, turns, trace)
+            yield from _reduce_fused(group, arrays, prescale, op, scale, codec, tag, turns, trace)
 
 
 def _reduce_flat(
-    group: Group, flat: Array, lengths: Sequence[int], op: ReduceOp, scale: float, tag: int, turns: tuple[int, int]
+    group: Group,
+    flat: Array,
+    lengths: Sequence[int],
+    op: ReduceOp,
+    scale: float,
+    codec: Codec,
+    tag: int,
+    turns: tuple[int, int],
 ) -> Steps[None]:
     if op == ReduceOp.ADASUM:
         yield from adasum(group, flat, lengths, scale, tag)
-    elif flat.size and group.layout is not None:
-        yield from layout_allreduce(group, group.layout, flat, op, scale, CODECS["none"], tag, turns)
     elif flat.size:
-        yield from allreduce(group, flat, op, scale, CODECS["none"], tag)
+        yield from _reduce_whole(group, flat, op, scale, codec, tag, turns)
 
 
 def _reduce_fused(
@@ -164,6 +195,7 @@ def _reduce_fused(
     prescale: float,
     op: ReduceOp,
     scale: float,
+    codec: Codec,
     tag: int,
     turns: tuple[int, int],
     trace: Callable[[str], None],
@@ -178,7 +210,7 @@ def _reduce_fused(
     if prescale != 1.0:
         kernels.scale_into(fused, fused, prescale)  # not the arrays, among which one may be twice
     trace("ALLREDUCE")
-    yield from _reduce_flat(group, fused, lengths, op, scale, tag, turns)
+    yield from _reduce_flat(group, fused, lengths, op, scale, codec, tag, turns)
     trace("MEMCPY_OUT_FUSION_BUFFER")
     for array, end in zip(arrays, ends, strict=True):
         array.reshape(-1)[...] = fused[end - array.size : end]
@@ -228,6 +260,11 @@ def _reducescatter(group: Group, submission: Submission, tag: int) -> Steps[list
         rows = scatter_rows(array.shape[0], group.size)
         width = prod(array.shape[1:])
         bounds = [((end - count) * width, end * width) for end, count in zip(accumulate(rows), rows, strict=True)]
-        own = yield from reduce_scatter(group, flat, bounds, op, scale, tag)
+        if isinstance(submission.codec, PayloadCodec) and (submission.codec.everywhere or nodes_of(group) > 1):
+            summed = yield from compressed_reduce_scatter(group, flat, bounds, scale, submission.codec, tag)
+            own = flat[slice(*bounds[group.rank])]
+            kernels.convert_into(own, summed)
+        else:
+            own = yield from reduce_scatter(group, flat, bounds, op, scale, tag)
         results.append(own.reshape(rows[group.rank], *array.shape[1:]).copy())
     return results

@@ -41,5 +41,5 @@ def _fusible_bytes(signature: Signature) -> int | None:
 
 
 def _fusion_class(signature: Signature) -> tuple[Any, ...]:
-    fields = ("op", "prescale", "postscale", "device", "direct")
+    fields = ("op", "prescale", "postscale", "device", "direct", "codec")
     return (signature["dtype"][0], *(signature.get(name) for name in fields))

@@ -13,7 +13,7 @@ from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.compression import CODECS
+from hvdkit.compression import CASTS, Codec, PayloadCodec
 from hvdkit.engine.arrangement import UNSEEN, arrange
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.operation import Operation
@@ -56,7 +56,7 @@ class Lane:
         slots: Sequence[Slot],
         group: Group,
         home: Buckets,
-        codec: str,
+        codecs: Sequence[Codec],
         groups: Sequence[Sequence[int]],
     ) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class Lane:
         self.home = home
         self._views: dict[int, Any] = {}
         self._engine = engine
-        self._codec = codec
+        self._encoded = [isinstance(codec, PayloadCodec) for codec in codecs]
         self._groups = [list(members) for members in groups]
         self._lock = threading.Lock()
         self._started = 0  # operations of this step
@@ -266,9 +266,10 @@ class Lane:
     def _arrange(self, ready_at: Sequence[float]) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
         engine = self._engine
-        largest_piece = 0 if self.on_device else engine.sizes.bucket
         share = sent_share(self.group.size, self.home.layout)
-        plan = arrange(self.slots, ready_at, self._groups, engine.sizes, engine.network, share, largest_piece)
+        plan = arrange(
+            self.slots, ready_at, self._groups, engine.sizes, engine.network, share, not self.on_device, self._encoded
+        )
         self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
         self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
         self.home.lay_out(self._buckets)
@@ -306,10 +307,10 @@ class Lane:
         if piece.part == 0 and not joined:
             engine.timeline_end(self._row(piece.bucket))  # its wait for its turn
         order = f"{place + 1} of {len(self._pieces)}: {self._reasons[place]}"
+        codec = self.home.memories.codec(piece.bucket).told
         engine.timeline_begin(
-            row, "ALLREDUCE", bytes=nbytes, codec=self._codec, algorithm=self.home.told, order=order,
-            size=engine.sizes.reason,
-        )  # fmt: skip
+            row, "ALLREDUCE", bytes=nbytes, codec=codec, algorithm=self.home.told, order=order, size=engine.sizes.reason
+        )
         yield from steps
         engine.timeline_end(row)
         engine.statistics.reduced(nbytes, perf_counter() - started)
@@ -321,5 +322,5 @@ class Lane:
             first = min(self._observed.values())
             for slot, at in self._observed.items():
                 message[slot] = int((at - first) * 1e6)
-        yield from allreduce(self.group, message, ReduceOp.MAX, 1.0, CODECS["none"], tag, AUTO)
+        yield from allreduce(self.group, message, ReduceOp.MAX, 1.0, CASTS["none"], tag, AUTO)
         self._ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in message.tolist()]

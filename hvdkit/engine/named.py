@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.collectives.group import Array
+from hvdkit.compression import CASTS, Codec, PayloadCodec
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Signature
@@ -31,6 +32,7 @@ class NamedOperations(ABC):
         process_set_id: int,
         wake: bool,
         sources: Sequence[Array] | None = None,
+        codec: Codec = CASTS["none"],
     ) -> Handle:
         """Announce an operation to all ranks of a process set."""
 
@@ -46,11 +48,13 @@ class NamedOperations(ABC):
         device: str = "cpu",
         wake: bool = True,
         sources: Sequence[Array] | None = None,
+        codec: Codec = CASTS["none"],
     ) -> Handle:
         """Reduce each array in place over the ranks of a process set; several arrays are one operation.
 
         ``sources``: arrays of the same shapes that hold the values, where the arrays only take the results. They must
-        not change until the operation is done.
+        not change until the operation is done. ``codec``: a payload codec encodes sums and averages of floating types
+        for the wire; it keeps nothing from one operation to the next.
         """
         signature = {
             **_described(arrays),
@@ -59,8 +63,9 @@ class NamedOperations(ABC):
             "postscale": float(postscale),
             "device": device,
             **_way(arrays),
+            **_encoding(codec),
         }
-        return self._submit("allreduce", arrays, signature, None, name, process_set_id, wake, sources)
+        return self._submit("allreduce", arrays, signature, None, name, process_set_id, wake, sources, codec)
 
     def allgather(
         self,
@@ -121,6 +126,7 @@ class NamedOperations(ABC):
         process_set_id: int,
         device: str = "cpu",
         wake: bool = True,
+        codec: Codec = CASTS["none"],
     ) -> Handle:
         """Reduce each array (its contents are used up); the result is this rank's rows of each."""
         signature = {
@@ -129,8 +135,9 @@ class NamedOperations(ABC):
             "prescale": float(prescale),
             "postscale": float(postscale),
             "device": device,
+            **_encoding(codec),
         }
-        return self._submit("reducescatter", arrays, signature, None, name, process_set_id, wake)
+        return self._submit("reducescatter", arrays, signature, None, name, process_set_id, wake, codec=codec)
 
     def barrier(self, process_set_id: int) -> Handle:
         """Done when every rank of the process set has called it."""
@@ -158,3 +165,7 @@ def _dtype_name(array: Array | DeviceArray) -> str:
 
 def _way(arrays: Sequence[Array | DeviceArray]) -> Signature:
     return {"direct": True} if isinstance(arrays[0], DeviceArray) else {}
+
+
+def _encoding(codec: Codec) -> Signature:
+    return {"codec": codec.told} if isinstance(codec, PayloadCodec) else {}

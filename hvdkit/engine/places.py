@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
 from hvdkit.engine.buckets import Buckets, Reduction
+from hvdkit.engine.plan import Slot, total_bytes
 
 
 # The places of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
@@ -47,7 +50,9 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     return Layout(nodes, Staging(node, rank, areas[0], areas[1], spin_seconds, window))
 
 
-def shared_buckets(group: Group, reduction: Reduction, lane_id: int, nbytes: int) -> tuple[Buckets | None, str]:
+def shared_buckets(
+    group: Group, reduction: Reduction, lane_id: int, slots: Sequence[Slot]
+) -> tuple[Buckets | None, str]:
     """Buckets in the node's memory, or why there are none; both nothing on a node with one rank of the group."""
     if group.layout.staging is None:
         return None, ""
@@ -55,10 +60,10 @@ def shared_buckets(group: Group, reduction: Reduction, lane_id: int, nbytes: int
 
     home = None
     try:
-        home = SharedBuckets(group, group.layout, reduction, lane_place(lane_id), nbytes)
+        home = SharedBuckets(group, group.layout, reduction, lane_place(lane_id), slots)
         home.populate()
     except OSError as error:
         if home is not None:
             home.discard()
-        return None, f"no room for {nbytes} bytes on each rank ({error})"
+        return None, f"no room for {total_bytes(slots)} bytes on each rank ({error})"
     return home, ""

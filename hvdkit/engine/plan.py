@@ -19,6 +19,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    codec: int = 0  # which one of the plan's codecs
 
     @property
     def elements(self) -> int:
@@ -27,12 +28,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots that travel together, all of one dtype, each beginning on a cache line."""
+    """Slots that travel together, all of one dtype and one codec, each beginning on a cache line."""
 
     dtype: np.dtype[Any]
     slots: tuple[int, ...]
     offsets: tuple[int, ...]  # in elements, one for each slot
     elements: int
+    codec: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -54,32 +56,35 @@ def lay_out(
     """Buckets of at most ``threshold`` bytes, in the order in which they are complete if slots get ready in ``order``.
 
     A slot larger than the threshold has a bucket of its own; the slots of a group share one bucket whatever its size.
-    Threshold 0 gives every slot (or group) its own bucket. ``first_threshold`` is that of the first bucket.
+    Threshold 0 gives every slot (or group) its own bucket. ``first_threshold`` is that of the first bucket. Slots that
+    are not in ``order`` are left out.
     """
     buckets: list[Bucket] = []
     first = threshold if first_threshold is None else first_threshold
-    filling: dict[np.dtype[Any], tuple[list[int], int]] = {}  # by dtype: slots and bytes so far
+    filling: dict[tuple[np.dtype[Any], int], tuple[list[int], int]] = {}  # by dtype and codec: slots and bytes so far
     for unit in _units(order, groups):
-        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        kinds: dict[tuple[np.dtype[Any], int], list[int]] = {}
         for slot in unit:
-            by_dtype.setdefault(slots[slot].dtype, []).append(slot)
-        for dtype, members in by_dtype.items():
-            nbytes = sum(_padded(slots[slot]) * dtype.itemsize for slot in members)
-            held, held_bytes = filling.pop(dtype, ([], 0))
+            kinds.setdefault((slots[slot].dtype, slots[slot].codec), []).append(slot)
+        for kind, members in kinds.items():
+            nbytes = sum(_padded(slots[slot]) * slots[slot].dtype.itemsize for slot in members)
+            held, held_bytes = filling.pop(kind, ([], 0))
             limit = threshold if buckets else first
             if held and held_bytes + nbytes > limit:
-                buckets.append(_bucket(slots, held, dtype))
+                buckets.append(_bucket(slots, held))
                 held, held_bytes = [], 0
-            filling[dtype] = (held + members, held_bytes + nbytes)
+            filling[kind] = (held + members, held_bytes + nbytes)
             if held_bytes + nbytes >= limit:
-                buckets.append(_bucket(slots, filling.pop(dtype)[0], dtype))
-    buckets += [_bucket(slots, held, dtype) for dtype, (held, _) in filling.items()]
+                buckets.append(_bucket(slots, filling.pop(kind)[0]))
+    buckets += [_bucket(slots, held) for held, _ in filling.values()]
     position = {slot: place for place, slot in enumerate(order)}
     return sorted(buckets, key=lambda bucket: max(position[slot] for slot in bucket.slots))
 
 
 def _units(order: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """Slots that stay together, each unit at the place where its last slot gets ready."""
+    present = set(order)
+    groups = [[slot for slot in group if slot in present] for group in groups]
     group_of = {slot: number for number, group in enumerate(groups) for slot in group}
     left = [len(group) for group in groups]
     units: list[list[int]] = []
@@ -99,13 +104,14 @@ def _padded(slot: Slot) -> int:
     return -(-slot.elements // line) * line
 
 
-def _bucket(slots: Sequence[Slot], members: Sequence[int], dtype: np.dtype[Any]) -> Bucket:
+def _bucket(slots: Sequence[Slot], members: Sequence[int]) -> Bucket:
     offsets = []
     end = 0
     for slot in members:
         offsets.append(end)
         end += _padded(slots[slot])
-    return Bucket(dtype, tuple(members), tuple(offsets), end)
+    first = slots[members[0]]
+    return Bucket(first.dtype, tuple(members), tuple(offsets), end, first.codec)
 
 
 def first_order(count: int) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from hvdkit.engine.buckets import Buckets, DeviceBuckets, HostBuckets, Reduction
 from hvdkit.engine.lane import Lane
 from hvdkit.engine.places import shared_buckets
-from hvdkit.engine.plan import Slot, total_bytes
+from hvdkit.engine.plan import Slot
 from hvdkit.kernels import ReduceOp
 
 if TYPE_CHECKING:
@@ -43,11 +43,12 @@ def register(engine: Engine, plan: Plan) -> Lane:
     transport, reduction = engine.transport, plan.reduction
     device = plan.place.partition(":")[0]
     signature = {
-        "slots": [[slot.name, list(slot.shape), str(slot.dtype)] for slot in plan.slots],
+        "slots": [
+            [slot.name, list(slot.shape), str(slot.dtype), reduction.codecs[slot.codec].told] for slot in plan.slots
+        ],
         "op": int(reduction.op),
         "prescale": reduction.prescale,
         "postscale": reduction.postscale,
-        "codec": reduction.codec,
         "groups": [list(group) for group in plan.groups],
         "device": device if device in transport.device_types else "cpu",
     }
@@ -58,18 +59,18 @@ def register(engine: Engine, plan: Plan) -> Lane:
         collectives = transport.collectives_for(plan.place, group.members, f"lane{lane_id}")
     home: Buckets
     if collectives is not None:
-        home = DeviceBuckets(group, reduction, collectives)
+        home = DeviceBuckets(group, reduction, collectives, plan.slots)
     else:
         home = _host_buckets(engine, plan, lane_id)
-    return Lane(engine, lane_id, plan.name, plan.slots, group, home, reduction.codec, plan.groups)
+    return Lane(engine, lane_id, plan.name, plan.slots, group, home, reduction.codecs, plan.groups)
 
 
 def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
     """Where a lane's buckets live on the host: in the node's memory if no rank of the lane is short of it."""
     group = engine.groups.group(plan.process_set_id)
     if group.layout is None:
-        return HostBuckets(group, plan.reduction, None)
-    home, problem = shared_buckets(group, plan.reduction, lane_id, total_bytes(plan.slots))
+        return HostBuckets(group, plan.reduction, None, plan.slots)
+    home, problem = shared_buckets(group, plan.reduction, lane_id, plan.slots)
     everyone = engine.transport.size
     short = np.array([engine.topology.rank if problem else everyone])  # the first rank that is short of memory
     engine.allreduce(
@@ -88,8 +89,8 @@ def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
     if short[0] < everyone:
         if home is not None:
             home.discard()
-        return HostBuckets(group, plan.reduction, None)
-    return home or HostBuckets(group, plan.reduction, group.layout)
+        return HostBuckets(group, plan.reduction, None, plan.slots)
+    return home or HostBuckets(group, plan.reduction, group.layout, plan.slots)
 
 
 def keep_closed(closed: dict[int, Lane], lane: Lane) -> None:

@@ -86,20 +86,26 @@ def _plan_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
     counts = {rank: len(listed) for rank, listed in slots.items()}
     for place in range(max(counts.values(), default=0)):
         here = {rank: listed[place] if place < len(listed) else None for rank, listed in slots.items()}
-        if any(value != here[min(here)] for value in here.values()):
-            told = "; ".join(
-                f"rank {rank} has {'no such parameter' if value is None else _slot_told(value)}"
-                for rank, value in here.items()
-            )
-            return (
-                f"Mismatched parameters for {key}, parameter number {place}: {told}.\n"
-                "HINT: build the same model and freeze the same parameters on every rank."
-            )
+        first = here[min(here)]
+        if all(value == first for value in here.values()):
+            continue
+        present = {rank: value for rank, value in here.items() if value is not None}
+        if first is not None and len(present) == len(here) and all(one[:-1] == first[:-1] for one in present.values()):
+            codecs = _told({rank: value[-1] for rank, value in present.items()}, "codec")
+            return f"Mismatched compressions for {key}, parameter {_slot_told(first)}: {codecs}."
+        told = "; ".join(
+            f"rank {rank} has {'no such parameter' if value is None else _slot_told(value)}"
+            for rank, value in here.items()
+        )
+        return (
+            f"Mismatched parameters for {key}, parameter number {place}: {told}.\n"
+            "HINT: build the same model and freeze the same parameters on every rank."
+        )
     return None
 
 
 def _slot_told(slot: Sequence[Any]) -> str:
-    name, shape, dtype = slot
+    name, shape, dtype, _ = slot
     return f"'{name}' {dtype}{list(shape)}"
 
 

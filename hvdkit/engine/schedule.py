@@ -20,6 +20,9 @@ FIRST_BUCKET_PART = 8
 # What is on its way at once, in buckets: one is exchanged, one summed, one sent back, one waits.
 BUCKETS_IN_FLIGHT = 4
 MOST_BUCKETS_IN_FLIGHT = 16
+# Buckets that payload codecs encode, and their pieces, have a size of their own. What was measured must not decide it:
+# thresholds, blocks and residuals depend on what is encoded together, and the same run shall give the same bits.
+ENCODED_BUCKET = 8 * MEBIBYTE
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Sizes:
     first_bucket: int
     in_flight: int
     reason: str
+    encoded_bucket: int = ENCODED_BUCKET
 
 
 def choose_sizes(network: Network, asked_bucket: int | None, asked_in_flight: int | None) -> Sizes:
@@ -56,13 +60,14 @@ def choose_sizes(network: Network, asked_bucket: int | None, asked_in_flight: in
         bucket = int(min(max(enough, SMALLEST_BUCKET), LARGEST_BUCKET))
         first = max(bucket // FIRST_BUCKET_PART, SMALLEST_BUCKET // FIRST_BUCKET_PART)
         reason = f"latency is {LATENCY_SHARE:.0%} of {enough / MEBIBYTE:.1f} MiB at {network.told()}"
+    encoded = ENCODED_BUCKET if asked_bucket is None else asked_bucket
     if asked_in_flight is not None:
-        return Sizes(bucket, first, asked_in_flight, f"{reason}; HVDKIT_MAX_BYTES_IN_FLIGHT")
+        return Sizes(bucket, first, asked_in_flight, f"{reason}; HVDKIT_MAX_BYTES_IN_FLIGHT", encoded)
     # What one trip takes must be on its way, or the wire waits for answers.
     trip = int(2 * network.latency_seconds / max(network.seconds_per_byte, 1e-15))
     least, most = (count * max(bucket, SMALLEST_BUCKET) for count in (BUCKETS_IN_FLIGHT, MOST_BUCKETS_IN_FLIGHT))
     in_flight = min(max(least, trip), most)
-    return Sizes(bucket, first, in_flight, f"{reason}; {in_flight / MEBIBYTE:.0f} MiB in flight")
+    return Sizes(bucket, first, in_flight, f"{reason}; {in_flight / MEBIBYTE:.0f} MiB in flight", encoded)
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,15 @@ class Piece:
     parts: int
 
 
-def cut(elements: Sequence[int], itemsizes: Sequence[int], largest: int) -> list[Piece]:
+def cut(elements: Sequence[int], itemsizes: Sequence[int], largest: Sequence[int]) -> list[Piece]:
     """The pieces of buckets of so many elements, in order: parts of about ``largest`` bytes, on cache lines.
 
-    Only a bucket of more than twice as much is cut, which is one with a large tensor. ``largest`` 0 cuts nothing.
+    Only a bucket of more than twice as much is cut, which is one with a large tensor. ``largest`` 0 cuts nothing. All
+    arguments are by bucket.
     """
     pieces = []
-    for bucket, (count, itemsize) in enumerate(zip(elements, itemsizes, strict=True)):
-        parts = -(-count * itemsize // largest) if 0 < 2 * largest < count * itemsize else 1
+    for bucket, (count, itemsize, most) in enumerate(zip(elements, itemsizes, largest, strict=True)):
+        parts = -(-count * itemsize // most) if 0 < 2 * most < count * itemsize else 1
         line = max(1, 64 // itemsize)
         each = -(-count // parts // line) * line if parts > 1 else count
         begins = range(0, count, each) if count else range(1)

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.compressed import allreduce_encoded, compressed_allreduce
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, node_bytes, node_shares
-from hvdkit.compression import CODECS
+from hvdkit.compression import Codec, Memory, PayloadCodec
 from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.execution import effective
-from hvdkit.engine.plan import Bucket
+from hvdkit.engine.memories import Memories
+from hvdkit.engine.plan import Bucket, Slot, total_bytes
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import CACHE_LINE
@@ -54,7 +55,7 @@ class SharedBuckets(Buckets):
     on_device = False
     layout: Layout
 
-    def __init__(self, group: Group, layout: Layout, reduction: Reduction, place: int, nbytes: int) -> None:
+    def __init__(self, group: Group, layout: Layout, reduction: Reduction, place: int, slots: Sequence[Slot]) -> None:
         transport = group.transport
         assert isinstance(transport, NodeTransport)
         assert layout.staging is not None
@@ -64,7 +65,8 @@ class SharedBuckets(Buckets):
         self._me = layout.staging.me
         self._bells = transport.bells_of([rank for rank in self._members if rank != transport.rank])
         self._head_bytes = -(-2 * len(self._members) * CELLS * CACHE_LINE // PAGE) * PAGE
-        self._region_bytes = -(-nbytes // PAGE) * PAGE + PAGE
+        self._region_bytes = -(-total_bytes(slots) // PAGE) * PAGE + PAGE
+        self.memories = Memories(slots, reduction.codecs)
         self._buckets: list[Bucket] = []
         self._views: list[list[list[Array]]] = []  # by bucket, rank, and what it offers: its gradients or zeros
         self.told = (
@@ -92,6 +94,7 @@ class SharedBuckets(Buckets):
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
+        self.memories.lay_out(buckets)
         if self._window is not None:
             self._view()
 
@@ -130,6 +133,11 @@ class SharedBuckets(Buckets):
             own[...] = 0
         elif reduction.prescale != 1.0:
             kernels.scale_into(own, own, reduction.prescale)
+        codec, memory = self.memories.codec(piece.bucket), self.memories.of_piece(piece)
+        self.memories.prepare(piece, own)
+        if isinstance(codec, PayloadCodec) and codec.everywhere:
+            yield from compressed_allreduce(group, own, scale, codec, tag, memory)
+            return
         yield self._tell_and_wait(cells, 0, sequence, 2 * (sequence + 1) + int(joined), 2 * (sequence + 1))
         begin, end = node_shares(own.size, own.itemsize, self.layout, count)[self._me]
         if begin < end:
@@ -139,19 +147,20 @@ class SharedBuckets(Buckets):
             if len(self.layout.nodes) == 1:
                 kernels.reduce_into(views, views, op, scale)
             else:
-                yield from self._reduce_across(views, op, scale, tag)
+                yield from self._reduce_across(views, op, scale, codec, tag, memory.part(begin, end))
         yield self._tell_and_wait(cells, 1, sequence, sequence + 1, sequence + 1)
         group.bytes_sent += node_bytes(own.nbytes, count)
 
-    def _reduce_across(self, views: list[Array], op: ReduceOp, scale: float, tag: int) -> Steps[None]:
+    def _reduce_across(
+        self, views: list[Array], op: ReduceOp, scale: float, codec: Codec, tag: int, memory: Memory
+    ) -> Steps[None]:
         """This rank's share: the node's sum into its own region, the sum of nodes, and one pass back."""
         across = counterparts(self._group, self.layout)
         assert across is not None
-        codec = CODECS[self._reduction.codec]
         own = views[self._me]
         node_scale, wire_scale = early_scale(own, op, scale, codec)
         kernels.reduce_into(own, views, op, node_scale)
-        yield from allreduce(across, own, op, wire_scale, codec, tag)
+        yield from allreduce_encoded(across, own, op, wire_scale, codec, tag, memory)
         self._group.bytes_sent += across.bytes_sent
         others = [view for rank, view in enumerate(views) if rank != self._me]
         kernels.reduce_into(others, [own], ReduceOp.SUM, 1.0)
@@ -180,6 +189,7 @@ class SharedBuckets(Buckets):
             number = len(self._members) + self._me if self._mapped_again else self._me
             self._window.give_back_at_end(*self._region(number))
         self._views, self._window, self._cells = [], None, None
+        self.memories.forget()
 
     def discard(self) -> None:
         """Give back all memory, before anybody has used it: some rank has no room for its part."""

@@ -8,11 +8,27 @@ from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS, HALVES, NAMES
 from hvdkit.kernels.reduce_op import ReduceOp
 
 try:
-    from hvdkit.kernels._native import convert_into, reduce_into, scale_into
+    from hvdkit.kernels._native import (
+        abs_sample_into,
+        checksum,
+        convert_into,
+        dequantise_into,
+        momentum_into,
+        quantise_into,
+        reduce_into,
+        scale_into,
+        scatter_add_into,
+        select_into,
+        sign_into,
+        unsign_into,
+    )
 
     _backend = "native"
 except ImportError as error:
+    from hvdkit.kernels.numpy_checksum import checksum
+    from hvdkit.kernels.numpy_codecs import dequantise_into, quantise_into, sign_into, unsign_into
     from hvdkit.kernels.numpy_kernels import convert_into, reduce_into, scale_into
+    from hvdkit.kernels.numpy_sparse import abs_sample_into, momentum_into, scatter_add_into, select_into
 
     _backend = "numpy"
     # Not built is a choice; built and broken would be slow for a reason that nobody sees.
@@ -32,8 +48,17 @@ __all__ = [
     "HALVES",
     "NAMES",
     "ReduceOp",
+    "abs_sample_into",
     "backend",
+    "checksum",
     "convert_into",
+    "dequantise_into",
+    "momentum_into",
+    "quantise_into",
     "reduce_into",
     "scale_into",
+    "scatter_add_into",
+    "select_into",
+    "sign_into",
+    "unsign_into",
 ]

@@ -34,6 +34,7 @@ from hvdkit.torch.basics import (
     stop_timeline,
 )
 from hvdkit.torch.compression import Compression
+from hvdkit.torch.compression_state import merge_state_dicts
 from hvdkit.torch.objects import allgather_object, broadcast_object
 from hvdkit.torch.ops_allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdkit.torch.ops_allreduce import (
@@ -114,6 +115,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "merge_state_dicts",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",

@@ -118,16 +118,6 @@ def check_name(function: str, name: Any) -> None:
         raise TypeError(f"{function}: name must be a string or None, got {type(name).__name__}")
 
 
-def check_compression(function: str, compression: Any) -> Any:
-    """What compresses. Raises TypeError unless it has functions ``compress`` and ``decompress``."""
-    if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
-        raise TypeError(
-            f"{function}: compression must be hvd.Compression.none, hvd.Compression.fp16 or a class with static "
-            f"compress(tensor) and decompress(tensor, ctx), got {compression!r}"
-        )
-    return compression
-
-
 def check_passes(function: str, passes: Any) -> int:
     """How many backward passes make a step. Raises TypeError unless it is an integer, ValueError unless positive."""
     if isinstance(passes, bool) or not hasattr(passes, "__index__"):

@@ -95,11 +95,11 @@ class NamedGradients:
             gradient = torch.zeros_like(parameter, requires_grad=False, memory_format=torch.contiguous_format)
         elif gradient.is_sparse:
             gradient = gradient.to_dense()
-        compressed, context = self._settings.compression.compress(gradient)
+        compressed, context = self._settings.compressor.compress(gradient)
         return compressed.detach().contiguous(), context
 
     def _adopt(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> None:
-        gradient = self._settings.compression.decompress(reduced, context)
+        gradient = self._settings.compressor.decompress(reduced, context)
         if not parameter.requires_grad:
             return
         gradient = gradient.to(dtype=parameter.dtype, device=parameter.device).view(parameter.shape)

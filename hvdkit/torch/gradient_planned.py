@@ -44,13 +44,16 @@ def memory_order(parameter: torch.Tensor) -> list[int] | None:
     return order if parameter.permute(order).is_contiguous() else None
 
 
-def slot_of(name: str, parameter: torch.Tensor) -> Slot:
-    """A parameter's slot. Ranks whose memory orders differ (channels_last on some) differ in the slot's name."""
+def slot_of(name: str, parameter: torch.Tensor, codec: int = 0) -> Slot:
+    """A parameter's slot; ``codec`` is the number of its codec in the plan.
+
+    Ranks whose memory orders differ (channels_last on some) differ in the slot's name.
+    """
     shape = tuple(parameter.shape)
     order = memory_order(parameter)
     if order is not None:
         name, shape = f"{name} (axes in memory: {order})", tuple(parameter.shape[axis] for axis in order)
-    return Slot(name, shape, _NUMPY_DTYPES[parameter.dtype])
+    return Slot(name, shape, _NUMPY_DTYPES[parameter.dtype], codec)
 
 
 def tensor_on(memory: Any, parameter: torch.Tensor) -> torch.Tensor:

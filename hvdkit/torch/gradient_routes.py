@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hvdkit.compression import PayloadCodec
 from hvdkit.torch.gradient_named import NamedGradients
 from hvdkit.torch.gradient_planned import PlannedGradients, can_be_planned, slot_of
 from hvdkit.torch.gradient_settings import Settings
@@ -56,7 +57,7 @@ class Routes:
 
         def is_planned(parameter: torch.Tensor) -> bool:
             is_sparse = id(parameter) in sparse_dims and not settings.sparse_as_dense
-            return settings.codec is not None and can_be_planned(parameter) and not is_sparse
+            return not settings.policy.whole_tensors and can_be_planned(parameter) and not is_sparse
 
         planned = [parameter for parameter in members if is_planned(parameter)]
         named = [parameter for parameter in members if not is_planned(parameter)]
@@ -77,15 +78,21 @@ class Routes:
         prescale, postscale = settings.scales
         # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
         devices = {parameter.device for parameter in parameters}
+        codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
+        # Payload codecs work in host memory.
+        on_host = len(devices) > 1 or any(isinstance(codec, PayloadCodec) for codec in codecs)
         lane = engine.register_plan(
             title,
-            [slot_of(name_of(parameter), parameter) for parameter in parameters],
+            [
+                slot_of(name_of(parameter), parameter, number)
+                for parameter, number in zip(parameters, numbers, strict=True)
+            ],
             op=settings.op,
             prescale=prescale,
             postscale=postscale,
-            codec=settings.codec,
+            codecs=codecs,
             process_set_id=settings.process_set.process_set_id,
-            place=str(devices.pop()) if len(devices) == 1 else "cpu",
+            place="cpu" if on_host else str(devices.pop()),
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
         return PlannedGradients(lane, parameters, self.sparse_dims)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.compression import NoneCompressor
+from hvdkit.torch.compression_policy import Policy
 
 # The place of an object that every process has of its own: written to a pickle instead of the object.
 _GLOBAL_PROCESS_SET = "global"
@@ -26,7 +28,12 @@ class Settings:
     groups: int | list[list[torch.Tensor]] | None
     sparse_as_dense: bool
     process_set: Any
-    codec: str | None = field(default=None)  # None: a class of the user's compresses, one tensor at a time
+    policy: Policy = field(default_factory=Policy)  # which codec encodes which gradient
+
+    @property
+    def compressor(self) -> Any:
+        """What compresses tensor by tensor, for gradients that are not in a plan."""
+        return self.compression if self.policy.by_tensor else NoneCompressor
 
     @property
     def scales(self) -> tuple[float, float]:

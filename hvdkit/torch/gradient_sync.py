@@ -15,7 +15,9 @@ from torch._compile import _disable_dynamo
 from hvdkit.engine import runtime
 from hvdkit.errors import HorovodInternalError, NotInitializedError
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch import compression_state
 from hvdkit.torch.gradient_hooks import GradientHooks
+from hvdkit.torch.gradient_planned import PlannedGradients
 from hvdkit.torch.gradient_routes import Routes
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.ops_allreduce import allreduce_async_
@@ -72,6 +74,7 @@ class GradientSynchronizer:
         self._early: list[tuple[torch.Tensor, float]] = []  # complete before there were routes, and when (perf_counter)
         self._is_synchronized = False
         self._for_scaler = False
+        self._kept: compression_state.Saved | None = None  # by codecs, before there were routes
         with suppress(NotInitializedError):  # unpickled before hvd.init(); the first step asks again
             self._bind()
 
@@ -113,6 +116,8 @@ class GradientSynchronizer:
         self._engine = engine
         interrupted = self._routes is not None and self._routes.in_flight
         if self._routes is not None:
+            if not interrupted:
+                self._kept = self.kept_by_codecs()
             self._routes.move_out()
             self._routes = None
         process_set = self.settings.process_set
@@ -180,7 +185,11 @@ class GradientSynchronizer:
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
         for parameter in trainable.values():
             self._hooks.attach(parameter)
-        return Routes(self._engine, trainable, self.name_of, self.settings, self._class_name)
+        routes = Routes(self._engine, trainable, self.name_of, self.settings, self._class_name)
+        kept, self._kept = self._kept, None
+        if kept is not None and routes.planned is not None:
+            compression_state.load(routes.planned.lane, self._places(routes.planned), kept)
+        return routes
 
     def _change_routes(self, old: Routes, trainable: dict[int, torch.Tensor]) -> None:
         """Parameters were frozen, unfrozen or added: this step ends on the old routes, the next goes on new ones."""
@@ -190,7 +199,40 @@ class GradientSynchronizer:
         self._routes.finish_newcomers(newcomers, self.name_of, self.settings)
         if self._routes.planned is not None:
             self._routes.planned.move_in()
+            if old.planned is not None:
+                compression_state.move(
+                    old.planned.lane, old.planned.index, self._routes.planned.lane, self._routes.planned.index
+                )
         old.close()
+
+    def _places(self, planned: PlannedGradients) -> list[int]:
+        """The places in the optimizer of the parameters of a plan."""
+        everyone = [parameter for group in self._groups() for parameter in group["params"]]
+        place_of = {id(parameter): place for place, parameter in enumerate(everyone)}
+        return [place_of[id(parameter)] for parameter in planned.parameters]
+
+    def kept_by_codecs(self) -> compression_state.Saved | None:
+        """What this rank's codecs keep; None if nothing."""
+        if self._routes is None or self._routes.planned is None:
+            return self._kept
+        return compression_state.save(self._routes.planned.lane, self._places(self._routes.planned))
+
+    def load_compression_state(self, saved: Any) -> None:
+        """Let codecs go on from what this or other ranks kept; from nothing if ``saved`` is None."""
+        self.reset_compression()
+        process_set = self.settings.process_set
+        if saved is None or not self._distributed:
+            return
+        self._kept = compression_state.choose(saved, process_set.rank(), process_set.size())
+        if self._kept is not None and self._routes is not None and self._routes.planned is not None:
+            compression_state.load(self._routes.planned.lane, self._places(self._routes.planned), self._kept)
+            self._kept = None
+
+    def reset_compression(self) -> None:
+        """Forget what codecs keep."""
+        self._kept = None
+        if self._routes is not None and self._routes.planned is not None:
+            self._routes.planned.lane.home.memories.reset()
 
     def synchronize_for_scaler(self) -> None:
         """A GradScaler is about to read the gradients for step(), which need not synchronise again."""

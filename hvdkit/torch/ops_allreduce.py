@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import checks
 from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
 from hvdkit.torch.autograd import apply, gradient_name
-from hvdkit.torch.compression import Compression, Compressor
+from hvdkit.torch.compression import Compression, split_compression
 from hvdkit.torch.direct import device_array, device_copy, device_view, reduces_directly, result_tensor
 from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_sync import synchronize
@@ -31,6 +32,7 @@ def _submit(
     postscale_factor: float,
     process_set: ProcessSet,
     wake: bool = True,
+    codec: Codec = CASTS["none"],
 ) -> int:
     """Check everything, hand memory to the engine, and return the number to synchronise.
 
@@ -45,7 +47,7 @@ def _submit(
         checks.check_writable(function, tensors)
     prescale = checks.check_factor(function, "prescale_factor", prescale_factor)
     postscale = checks.check_factor(function, "postscale_factor", postscale_factor)
-    direct = reduces_directly(engine, tensors, op, prescale, postscale)
+    direct = codec.name == "none" and reduces_directly(engine, tensors, op, prescale, postscale)
     sources = None
     if direct:
         buffers = [device_view(tensor) if in_place else device_copy(tensor) for tensor in tensors]
@@ -66,6 +68,7 @@ def _submit(
         device=tensors[0].device.type,
         wake=wake,
         sources=None if sources is None else [as_array(source) for source in sources],
+        codec=codec,
     )
 
     def finish(results: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
@@ -138,26 +141,33 @@ class AllreduceFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, name: str | None, op: ReduceOp, prescale: float, postscale: float, process_set: Any
+        ctx: Any,
+        tensor: Tensor,
+        name: str | None,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        process_set: Any,
+        codec: Codec,
     ) -> Any:
         """One tensor in, a new one out."""
-        ctx.arguments = (op, prescale, postscale, process_set)
+        ctx.arguments = (op, prescale, postscale, process_set, codec)
         ctx.name = gradient_name(name)
         return synchronize(
-            _submit("allreduce", [tensor], False, False, name, op, prescale, postscale, process_set, wake=False)
+            _submit("allreduce", [tensor], False, False, name, op, prescale, postscale, process_set, False, codec)
         )
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         """The reduced gradient, and None for each of the other arguments."""
-        return apply(AllreduceFunction, grad_output, ctx.name, *ctx.arguments), None, None, None, None, None
+        return apply(AllreduceFunction, grad_output, ctx.name, *ctx.arguments), None, None, None, None, None, None
 
 
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -169,7 +179,8 @@ def allreduce(
     Product or Adasum; ``average`` is its deprecated form. Each element is multiplied by ``prescale_factor`` before and
     ``postscale_factor`` after the reduction. Averages of integers are cut off, not rounded. ``name`` tells concurrent
     operations apart; without one, ranks must make their calls in the same order. Differentiable: the gradient is
-    reduced in the same way, which is the derivative for Average and Sum.
+    reduced in the same way, which is the derivative for Average and Sum. ``compression`` is one of hvd.Compression, or
+    a class with ``compress`` and ``decompress``; nothing is kept here of what a codec loses, as an optimizer keeps it.
 
     Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
     NotImplementedError for Adasum on a number of ranks that is no power of two, and HorovodInternalError on every rank
@@ -177,9 +188,10 @@ def allreduce(
     """
     reduce_op = checks.op_or_average("allreduce", op, average)
     checks.check_tensor("allreduce", tensor, checks.REDUCIBLE_DTYPES)
-    compressed, context = checks.check_compression("allreduce", compression).compress(tensor)
-    reduced = apply(AllreduceFunction, compressed, name, reduce_op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(reduced, context)
+    codec, compressor = split_compression("allreduce", compression, reduce_op, [tensor])
+    compressed, context = compressor.compress(tensor)
+    arguments = (name, reduce_op, prescale_factor, postscale_factor, process_set, codec)
+    return compressor.decompress(apply(AllreduceFunction, compressed, *arguments), context)
 
 
 def grouped_allreduce_async(
@@ -239,26 +251,35 @@ class GroupedAllreduceFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, op: ReduceOp, prescale: float, postscale: float, process_set: Any, *tensors: Tensor
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        process_set: Any,
+        codec: Codec,
+        *tensors: Tensor,
     ) -> Any:
         """As many tensors out as in."""
-        ctx.arguments = (op, prescale, postscale, process_set)
+        ctx.arguments = (op, prescale, postscale, process_set, codec)
         ctx.name = gradient_name(name)
+        function = "grouped_allreduce"
         return synchronize(
-            _submit("grouped_allreduce", tensors, False, True, name, op, prescale, postscale, process_set, wake=False)
+            _submit(function, tensors, False, True, name, op, prescale, postscale, process_set, False, codec)
         )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """None for each argument before the tensors, then the reduced gradients."""
-        return None, None, None, None, None, *apply(GroupedAllreduceFunction, ctx.name, *ctx.arguments, *grad_outputs)
+        reduced = apply(GroupedAllreduceFunction, ctx.name, *ctx.arguments, *grad_outputs)
+        return None, None, None, None, None, None, *reduced
 
 
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -272,9 +293,8 @@ def grouped_allreduce(
     """
     reduce_op = checks.op_or_average("grouped_allreduce", op, average)
     group = checks.check_tensors("grouped_allreduce", tensors, checks.REDUCIBLE_DTYPES)
-    checks.check_compression("grouped_allreduce", compression)
-    compressed, contexts = zip(*(compression.compress(tensor) for tensor in group), strict=True)
-    reduced = apply(
-        GroupedAllreduceFunction, name, reduce_op, prescale_factor, postscale_factor, process_set, *compressed
-    )
-    return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
+    codec, compressor = split_compression("grouped_allreduce", compression, reduce_op, group)
+    compressed, contexts = zip(*(compressor.compress(tensor) for tensor in group), strict=True)
+    arguments = (name, reduce_op, prescale_factor, postscale_factor, process_set, codec)
+    reduced = apply(GroupedAllreduceFunction, *arguments, *compressed)
+    return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]

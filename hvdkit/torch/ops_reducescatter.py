@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import checks
 from hvdkit.torch.arrays import Array, as_array, as_tensor, host_copy
 from hvdkit.torch.autograd import apply, gradient_name
-from hvdkit.torch.compression import Compression, Compressor
+from hvdkit.torch.compression import Compression, split_compression
 from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_allgather import grouped_allgather
 from hvdkit.torch.ops_sync import synchronize
@@ -30,6 +31,7 @@ def _submit(
     prescale_factor: float,
     postscale_factor: float,
     wake: bool = True,
+    codec: Codec = CASTS["none"],
 ) -> int:
     """Check everything, hand host memory to the engine, and return the number to synchronise.
 
@@ -49,6 +51,7 @@ def _submit(
         process_set_id=process_set_id,
         device=device.type,
         wake=wake,
+        codec=codec,
     )
 
     def finish(arrays: Sequence[Array]) -> Tensor | tuple[Tensor, ...]:
@@ -98,10 +101,12 @@ class ReducescatterFunction(torch.autograd.Function):
         process_set: Any,
         prescale: float,
         postscale: float,
+        codec: Codec,
         *tensors: Tensor,
     ) -> Any:
         """As many tensors out as in."""
-        outputs = synchronize(_submit(function, tensors, True, name, op, process_set, prescale, postscale, wake=False))
+        arguments = (name, op, process_set, prescale, postscale)
+        outputs = synchronize(_submit(function, tensors, True, *arguments, wake=False, codec=codec))
         ctx.factor = prescale * postscale * (checks.size_of(process_set) if op == ReduceOp.SUM else 1)
         ctx.process_set = process_set
         ctx.name = gradient_name(name)
@@ -112,13 +117,13 @@ class ReducescatterFunction(torch.autograd.Function):
         """None for each argument before the tensors, then their gradients."""
         scaled = [gradient if ctx.factor == 1 else gradient * ctx.factor for gradient in grad_outputs]
         gathered = grouped_allgather(scaled, name=ctx.name, process_set=ctx.process_set)
-        return None, None, None, None, None, None, *gathered
+        return None, None, None, None, None, None, None, *gathered
 
 
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -136,15 +141,17 @@ def reducescatter(
     """
     function = "reducescatter"
     checks.check_tensor(function, tensor, checks.REDUCIBLE_DTYPES)
-    compressed, context = checks.check_compression(function, compression).compress(tensor)
-    arguments = (function, name, op, process_set, prescale_factor, postscale_factor)
-    return compression.decompress(apply(ReducescatterFunction, *arguments, compressed)[0], context)
+    reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
+    codec, compressor = split_compression(function, compression, reduce_op, [tensor])
+    compressed, context = compressor.compress(tensor)
+    arguments = (function, name, op, process_set, prescale_factor, postscale_factor, codec)
+    return compressor.decompress(apply(ReducescatterFunction, *arguments, compressed)[0], context)
 
 
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -156,8 +163,9 @@ def grouped_reducescatter(
     """
     function = "grouped_reducescatter"
     group = checks.check_tensors(function, tensors, checks.REDUCIBLE_DTYPES)
-    checks.check_compression(function, compression)
-    compressed, contexts = zip(*(compression.compress(tensor) for tensor in group), strict=True)
-    arguments = (function, name, op, process_set, prescale_factor, postscale_factor)
+    reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
+    codec, compressor = split_compression(function, compression, reduce_op, group)
+    compressed, contexts = zip(*(compressor.compress(tensor) for tensor in group), strict=True)
+    arguments = (function, name, op, process_set, prescale_factor, postscale_factor, codec)
     reduced = apply(ReducescatterFunction, *arguments, *compressed)
-    return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
+    return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]

@@ -12,12 +12,11 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import checks
 from hvdkit.torch.compression import Compression
+from hvdkit.torch.compression_policy import check_policy
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.optimizer_class import is_distributed, wrap
 from hvdkit.torch.optimizer_names import check_groups, check_names
 
-# What the compression classes of this package are in a plan; any other class compresses tensor by tensor.
-_CODECS = ((Compression.none, "none"), (Compression.fp16, "fp16"))
 _FUNCTION = "DistributedOptimizer"
 
 
@@ -52,8 +51,11 @@ def DistributedOptimizer(
     Arguments:
         optimizer: computes the updates.
         named_parameters: pairs (name, parameter), usually ``model.named_parameters()``, for errors and the timeline.
-        compression: ``Compression.none``, ``Compression.fp16`` (gradients travel in half precision and are summed in
-            single), or a class with static ``compress(tensor)`` and ``decompress(tensor, ctx)``.
+        compression: one of hvd.Compression: ``none``, ``fp16`` or ``bf16`` (gradients travel in 16 bits and are summed
+            in 32), or a codec such as ``int8`` or ``topk(0.01)``, which biases, the weights of norms and tensors of
+            less than 1024 elements do without; or, for each parameter, a mapping ``{pattern of names: codec}`` or a
+            function ``(name, parameter) -> codec``, where None is dense; or Horovod's way, a class with static
+            ``compress(tensor)`` and ``decompress(tensor, ctx)``.
         backward_passes_per_step: how many backward passes add up before gradients are reduced.
         op: hvd.Average, Sum, Min, Max or Product of the gradients, or Adasum of the ranks' updates.
         gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
@@ -72,9 +74,9 @@ def DistributedOptimizer(
         )
     if is_distributed(optimizer):
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    checks.check_compression(_FUNCTION, compression)
     passes = checks.check_passes(_FUNCTION, backward_passes_per_step)
     reduce_op = checks.check_op(_FUNCTION, op)
+    policy = check_policy(_FUNCTION, compression, reduce_op)
     predivide = checks.check_factor(_FUNCTION, "gradient_predivide_factor", gradient_predivide_factor)
     if predivide != 1.0 and reduce_op is not ReduceOp.AVERAGE:
         raise ValueError(
@@ -104,6 +106,6 @@ def DistributedOptimizer(
             groups=check_groups(groups),
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
-            codec=next((codec for known, codec in _CODECS if known is compression), None),
+            policy=policy,
         ),
     )

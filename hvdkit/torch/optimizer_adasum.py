@@ -47,7 +47,7 @@ class AdasumSynchronizer(GradientSynchronizer):
         return result
 
     def _combine(self, parameter: torch.Tensor, start: torch.Tensor) -> Callable[[], None]:
-        compression = self.settings.compression
+        compression = self.settings.compressor
         delta, context = compression.compress(parameter.detach() - start)
         name = f"adasum.{self._class_name}.{self.name_of(parameter)}"
         handle = allreduce_async_(delta.contiguous(), name=name, op=ReduceOp.ADASUM)

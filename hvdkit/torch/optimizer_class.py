@@ -11,6 +11,7 @@ import torch
 
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.checks import check_passes
+from hvdkit.torch.compression_state import KEY
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer
 from hvdkit.torch.optimizer_adasum import AdasumSynchronizer
@@ -101,6 +102,10 @@ def distributed_class(base: Any) -> Any:
             """Wait until all gradients are reduced; then they can be clipped before step(). Collective."""
             self._synchronizer.synchronize()
 
+        def reset_compression(self) -> None:
+            """Forget what codecs keep from step to step, as residuals; call it on all ranks."""
+            self._synchronizer.reset_compression()
+
         @contextmanager
         def skip_synchronize(self) -> Iterator[None]:
             """In this context step() takes the gradients as they are, because synchronize() was called."""
@@ -126,10 +131,18 @@ def distributed_class(base: Any) -> Any:
             self._synchronizer.forget_synchronized()
             super().zero_grad(*args, **kwargs)
 
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            """The wrapped optimizer's, and what this rank's codecs keep under "compression", if they keep anything."""
+            state: dict[str, Any] = super().state_dict(*args, **kwargs)
+            kept = self._synchronizer.kept_by_codecs()
+            return state if kept is None else {**state, KEY: kept}
+
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            """Set the state back; a step that was begun is forgotten."""
+            """Set the state back, and what codecs kept on this rank; a step that was begun is forgotten."""
             self._synchronizer.abandon()
             super().load_state_dict(*args, **kwargs)
+            state = args[0] if args else kwargs["state_dict"]
+            self._synchronizer.load_compression_state(state.get(KEY))
             if self._wrapped_optimizer is not None:
                 self._wrapped_optimizer.state = self.state
                 self._wrapped_optimizer.param_groups = self.param_groups

@@ -18,7 +18,7 @@ from hvdkit.collectives.group import Group
 from hvdkit.collectives.round_robin import opponents
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.tree import children
-from hvdkit.compression import CODECS, Codec
+from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
 from tests.collectives.loopback import LoopbackTransport, run_everywhere
 from tests.collectives.rendezvous import run_in_random_order
@@ -29,10 +29,10 @@ RANK_ORDER = ["all_to_all", "two_phase", "round_robin", "master_worker"]
 OWN_ORDER = ["ring", "tree", "butterfly"]
 # A rounding to so many bits loses at most this part of a value.
 ROUNDING = {"float64": 2**-53, "float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
-NONE, FP16 = CODECS["none"], CODECS["fp16"]
+NONE, FP16 = CASTS["none"], CASTS["fp16"]
 
 
-class Int8Codec(Codec):
+class Int8Codec(Cast):
     """A chunk's largest magnitude, then its values as parts of it: the payload of a chunk depends on where it is cut,
     has a length of its own, and is another one after it was decoded and encoded again."""
 
@@ -70,7 +70,7 @@ def reduction(inputs: list[np.ndarray], op: ReduceOp, scale: float = 1.0) -> np.
 
 
 def outcomes(
-    name: str, inputs: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, scale: float = 1.0, codec: Codec = NONE
+    name: str, inputs: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, scale: float = 1.0, codec: Cast = NONE
 ) -> tuple[np.ndarray, list[int]]:
     """The result, of which all ranks have the same bits, and the bytes that each rank sent."""
     buffers = [one.copy() for one in inputs]

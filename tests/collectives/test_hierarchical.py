@@ -16,7 +16,7 @@ from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes, sent_share, why_allreduce
 from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
-from hvdkit.compression import CODECS, Codec
+from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
 from hvdkit.transports.base import Bytes, Transfer
 from tests.collectives.loopback import LoopbackTransport
@@ -101,7 +101,7 @@ def reduced_on_nodes(
     nodes: list[list[int]],
     inputs: list[np.ndarray],
     choice: Choice,
-    codec: Codec = CODECS["none"],
+    codec: Cast = CASTS["none"],
     op: ReduceOp = ReduceOp.SUM,
     scale: float = 1.0,
 ) -> tuple[np.ndarray, dict[int, tuple[Counter[int], int]]]:
@@ -135,7 +135,7 @@ def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
     nodes: list[list[int]], name: str, codec: str
 ) -> None:
     inputs = inputs_of(nodes, ELEMENTS, "float32")
-    _, sent = reduced_on_nodes(nodes, inputs, Choice(name), CODECS[codec])
+    _, sent = reduced_on_nodes(nodes, inputs, Choice(name), CASTS[codec])
     carriers, itemsize = min(map(len, nodes)), {"none": 4, "fp16": 2}[codec]
     expected = crossing(name, ELEMENTS * itemsize, carriers, len(nodes))
     for node in nodes:
@@ -191,7 +191,7 @@ def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> 
             told[group.rank].append(why_allreduce(group, buffer.nbytes))
             own = buffer.copy()
             yield from layout_allreduce(
-                group, group.layout, own, ReduceOp.SUM, 1.0, CODECS["none"], 6, group.layout.draw()
+                group, group.layout, own, ReduceOp.SUM, 1.0, CASTS["none"], 6, group.layout.draw()
             )
 
     buffer = np.ones(100_000, np.float32)

@@ -276,7 +276,14 @@ def test_plans_are_compared_parameter_by_parameter():
     def plan(*slots):
         return {"kind": "plan", "ps": 0, "slots": [list(slot) for slot in slots], "op": 0}
 
-    coordinator.receive(0, request(plan(("w", [2], "float32"), ("b", [3], "float32")), "opt"), 0.0)
-    coordinator.receive(1, request(plan(("w", [2], "float32"), ("b", [4], "float32")), "opt"), 0.0)
-    for _, message in coordinator.take_outgoing():
-        assert "parameter number 1: rank 0 has 'b' float32[3]; rank 1 has 'b' float32[4]" in message[4]
+    weights = ("w", [2], "float32", "none")
+    for other, told in (
+        (("b", [4], "float32", "none"), "parameter number 1: rank 0 has 'b' float32[3]; rank 1 has 'b' float32[4]"),
+        (("b", [3], "float32", "int8()"), "compressions for plan 'opt', parameter 'b' float32[3]: rank 0 sent none; "),
+    ):
+        coordinator.receive(0, request(plan(weights, ("b", [3], "float32", "none")), "opt"), 0.0)
+        coordinator.receive(1, request(plan(weights, other), "opt"), 0.0)
+        outgoing = coordinator.take_outgoing()
+        assert len(outgoing) == 2
+        for _, message in outgoing:
+            assert told in message[4]

@@ -52,7 +52,7 @@ def test_what_the_user_asks_for_wins_and_is_the_reason():
 @few
 @given(st.lists(st.tuples(st.integers(0, 100_000), st.sampled_from([1, 2, 4, 8])), max_size=12), st.integers(0, 50_000))
 def test_pieces_cover_each_bucket_once_in_order_and_only_large_ones_are_cut(buckets, largest):
-    pieces = cut([count for count, _ in buckets], [itemsize for _, itemsize in buckets], largest)
+    pieces = cut([count for count, _ in buckets], [itemsize for _, itemsize in buckets], [largest] * len(buckets))
     for place, (count, itemsize) in enumerate(buckets):
         mine = [piece for piece in pieces if piece.bucket == place]
         assert [piece.part for piece in mine] == list(range(mine[0].parts))

@@ -29,7 +29,7 @@ from tests.kernels.compiling import (
 from tests.ranks import ROOT
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"
-TESTS = "tests/kernels/test_native_agrees_with_numpy.py"
+TESTS = ["tests/kernels/test_native_agrees_with_numpy.py", "tests/kernels/test_codecs_agree_with_numpy.py"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(("-DHVDKIT_CLONES=", "-DHVDKIT_F16C=0"), frozenset()),
-    "avx2 and f16c": Variant(('-DHVDKIT_CLONES=__attribute__((target("avx2")))',), frozenset({"avx2", "f16c"})),
+    "plain": Variant(("-DHVDKIT_CLONES=", "-DHVDKIT_F16C=0", "-DHVDKIT_VECTOR_BITS=0"), frozenset()),
+    "avx2 and f16c": Variant(
+        ('-DHVDKIT_CLONES=__attribute__((target("avx2")))', "-DHVDKIT_VECTOR_BITS=256"), frozenset({"avx2", "f16c"})
+    ),
 }
 
 # Puts a compiled module before the installed one, makes sure that the package took it, and runs the tests.
@@ -106,7 +108,8 @@ def test_a_version_for_older_processors_agrees_with_numpy(
     names = module.read_bytes()
     assert b".resolver" not in names, "several versions, of which one is chosen when it is loaded"
     assert (b"widen_float16_f16c" in names) is ("f16c" in variant.features)
-    arguments = ["-q", "-p", "no:cacheprovider", str(ROOT / TESTS)]
+    assert (b"select_avx2" in names) is ("avx2" in variant.features)
+    arguments = ["-q", "-p", "no:cacheprovider", *(str(ROOT / tests) for tests in TESTS)]
     tested = run([sys.executable, "-c", AGAINST, str(module), *arguments], 240.0)
     assert tested.returncode == 0, tested.stdout[-8000:] + tested.stderr
     assert re.search(r"^[1-9]\d* passed in ", tested.stdout, re.MULTILINE), tested.stdout  # and none skipped

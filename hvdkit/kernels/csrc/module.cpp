@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "arguments.h"
+#include "codec_module.h"
 #include "kernels.h"
 
 namespace py = pybind11;
@@ -58,10 +59,11 @@ void convert_into(py::handle destination, py::handle source) {
 }  // namespace hvdkit
 
 PYBIND11_MODULE(_native, module) {
-    module.doc() = "The kernels in C++, which numpy_kernels.py explains, and the memory that a node's ranks share.";
+    module.doc() = "The kernels in C++, which their numpy twins explain, and the memory that a node's ranks share.";
     module.def("reduce_into", &hvdkit::reduce_into, py::arg("destination"), py::arg("sources"), py::arg("op"),
                py::arg("scale") = 1.0);
     module.def("scale_into", &hvdkit::scale_into, py::arg("destination"), py::arg("source"), py::arg("factor"));
     module.def("convert_into", &hvdkit::convert_into, py::arg("destination"), py::arg("source"));
+    hvdkit::bind_codecs(module);
     hvdkit::bind_shared_memory(module);
 }

@@ -54,5 +54,6 @@ void run_bells(std::uint64_t seed, std::size_t ranks, std::size_t rounds);
 void run_posts(std::uint64_t seed, std::size_t ranks, std::size_t messages);
 void run_staged(std::uint64_t seed, std::size_t ranks, std::size_t operations);
 
-// Every kernel on random arguments.
+// Every kernel on random arguments, those of codecs apart.
 void run_kernels(std::uint64_t seed, std::size_t rounds);
+void run_codecs(std::uint64_t seed, std::size_t rounds);

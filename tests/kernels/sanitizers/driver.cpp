@@ -10,6 +10,7 @@ int main(int count, char** arguments) {
     const std::size_t rounds = std::strtoull(arguments[3], nullptr, 10);
     if (std::strcmp(arguments[1], "kernels") == 0) {
         run_kernels(seed, rounds);
+        run_codecs(seed, rounds);
     } else {
         for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
             run_bells(seed + ranks, ranks, 10 * rounds);

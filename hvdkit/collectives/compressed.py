@@ -1,0 +1,226 @@
+"""Allreduce of payloads: what travels is encoded, sums are in float32, and all ranks decode the same bytes.
+
+Two ways. ``two_phase``: chunk p of everyone goes to rank p, which sums, encodes the sum and hands it to all.
+``gather``: everyone's payload of all elements goes to everyone.
+
+With error feedback there is one residual for each element on each rank: of what the rank did not send to the element's
+owner, and on the owner, which sends itself nothing, of what it did not hand on (Tang et al., 2019, "DoubleSqueeze:
+parallel stochastic gradient descent with double-pass error-compensated compression"). So the sum of what was handed on
+and of all ranks' residuals is the sum of what came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.compression import Cast, Codec, Memory, PayloadCodec, frames
+from hvdkit.compression.payload import as_float32
+from hvdkit.errors import PayloadError
+from hvdkit.kernels import ReduceOp
+from hvdkit.transports.base import Bytes, Transfer
+
+TAGS = 4  # that an allreduce of payloads uses
+TURN = "turn"
+
+
+def choose_way(elements: int, ranks: int, codec: PayloadCodec) -> tuple[str, str]:
+    """How payloads of ``elements`` elements are summed over so many ranks, and why: the same on all of them.
+
+    Dense payloads are as long for a sum as for what is summed, so two phases send the least. Sparse ones are sent as
+    they are, and nothing is lost of their sum, where that sends no more.
+    """
+    if not codec.sparse:
+        return "two_phase", "payloads are dense"
+    payload = codec.told_bytes(elements)
+    gather, two_phase = (ranks - 1) * payload, 2 * (ranks - 1) * payload // ranks
+    name = "gather" if gather <= two_phase else "two_phase"
+    return name, f"payloads of about {payload} bytes x {ranks} ranks: gather {gather}, two_phase {two_phase} bytes"
+
+
+def compressed_allreduce(
+    group: Group, flat: Array, scale: float, codec: PayloadCodec, tag: int, memory: Memory
+) -> Steps[None]:
+    """Replace ``flat`` by ``scale`` times its sum over all ranks, as far as the codec carries it.
+
+    ``memory`` is that of these elements. Uses ``tag`` up to ``tag + 3``. Values of other floating types are converted
+    to float32 and back. On one rank nothing travels, so nothing is encoded. Raises PayloadError where a payload does
+    not arrive as it was sent.
+    """
+    if group.size == 1 or not flat.size:
+        if scale != 1.0:
+            kernels.scale_into(flat, flat, scale)
+        return
+    values = as_float32(flat)
+    memory.turn = int(memory.recall(TURN) or memory.turn)
+    way, _ = choose_way(flat.size, group.size, codec)
+    started = perf_counter()
+    codec.prepare(values, memory, group.size)
+    memory.tally.encode_seconds += perf_counter() - started
+    memory.tally.operations += 1
+    memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size)
+    sent = group.bytes_sent
+    yield from _WAYS[way](group, values, scale, codec, tag, memory)
+    memory.tally.bytes_after += group.bytes_sent - sent
+    if values is not flat:
+        kernels.convert_into(flat, values)
+    memory.keep(TURN, memory.turn + 1)
+
+
+def allreduce_encoded(
+    group: Group, flat: Array, op: ReduceOp, scale: float, codec: Codec, tag: int, memory: Memory | None
+) -> Steps[None]:
+    """Replace ``flat`` by ``scale * (op over all ranks)``, by the algorithm that goes with the codec."""
+    if isinstance(codec, PayloadCodec):
+        assert op == ReduceOp.SUM, op
+        yield from compressed_allreduce(group, flat, scale, codec, tag, memory or Memory(flat.size))
+    else:
+        assert isinstance(codec, Cast)
+        yield from allreduce(group, flat, op, scale, codec, tag)
+
+
+def _bytes_before(nbytes: int, ranks: int) -> int:
+    """What a rank would send without a codec."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
+def _two_phase(group: Group, values: Array, scale: float, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
+    me, bounds = group.rank, partition(values.size, group.size, values.itemsize)
+    chunks = [values[begin:end] for begin, end in bounds]
+    wire = _Wire(group, codec, memory)
+    yield from _sum_own(wire, group, values, bounds, tag, memory)
+    own, sends, sums = chunks[me], [], {}
+    if own.size:
+        frame = wire.encode(own, memory.part(*bounds[me]))
+        sends = wire.send(frame, group.peers(), tag + 2)
+        sums[me] = frame
+    incoming = yield from wire.receive({peer: chunks[peer].size for peer in group.peers()}, sends, tag + 2)
+    for peer, frame in {**sums, **incoming}.items():
+        wire.decode(peer, frame, chunks[peer], scale, False)
+    wire.give_back()
+
+
+def _sum_own(
+    wire: _Wire, group: Group, values: Array, bounds: Sequence[tuple[int, int]], tag: int, memory: Memory
+) -> Steps[None]:
+    """Send everyone their chunk, and add to this rank's own what the others send for it, in their order."""
+    sends = []
+    for peer in group.peers():
+        begin, end = bounds[peer]
+        if begin < end:
+            sends += wire.send(wire.encode(values[begin:end], memory.part(begin, end)), [peer], tag)
+    own = values[slice(*bounds[group.rank])]
+    incoming = yield from wire.receive(dict.fromkeys(group.peers(), own.size), sends, tag)
+    for peer in sorted(incoming):
+        wire.decode(peer, incoming[peer], own, 1.0, True)
+    wire.give_back()
+
+
+def compressed_reduce_scatter(
+    group: Group, flat: Array, bounds: Sequence[tuple[int, int]], scale: float, codec: PayloadCodec, tag: int
+) -> Steps[Array]:
+    """This rank's run of ``flat``, in float32: ``scale`` times the sum of all ranks' runs. Uses ``tag``, ``tag + 1``.
+
+    The first phase of two: each rank's own run is added as it is, and nothing is kept.
+    """
+    values, memory = as_float32(flat), Memory(flat.size)
+    memory.turn = tag
+    if group.size > 1:
+        yield from _sum_own(_Wire(group, codec, memory), group, values, bounds, tag, memory)
+    own = values[slice(*bounds[group.rank])]
+    if scale != 1.0:
+        kernels.scale_into(own, own, scale)
+    return own
+
+
+def _gather(group: Group, values: Array, scale: float, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
+    wire = _Wire(group, codec, memory)
+    own = wire.encode(values, memory)
+    sends = wire.send(own, group.peers(), tag)
+    incoming = yield from wire.receive(dict.fromkeys(group.peers(), values.size), sends, tag)
+    incoming[group.rank] = own
+    for peer in range(group.size):
+        wire.decode(peer, incoming[peer], values, scale, peer > 0)
+    wire.give_back()
+
+
+_WAYS: dict[str, Callable[[Group, Array, float, PayloadCodec, int, Memory], Steps[None]]] = {
+    "two_phase": _two_phase,
+    "gather": _gather,
+}
+
+
+class _Wire:
+    """Frames between the ranks of a group, in scratch memory."""
+
+    def __init__(self, group: Group, codec: PayloadCodec, memory: Memory) -> None:
+        self._group, self._codec, self._tally = group, codec, memory.tally
+        self._identity = frames.identity(codec.told)
+        self._scratch: list[Bytes] = []
+
+    def _room(self, nbytes: int) -> Bytes:
+        scratch = SCRATCH.take(nbytes)
+        self._scratch.append(scratch)
+        return scratch[:nbytes]
+
+    def _most(self, elements: int) -> int:
+        return frames.HEADER_BYTES + self._codec.most_bytes(elements)
+
+    def give_back(self) -> None:
+        """No frame is needed any more."""
+        for scratch in self._scratch:
+            SCRATCH.give_back(scratch)
+        self._scratch.clear()
+
+    def encode(self, values: Array, memory: Memory) -> Bytes:
+        """The frame of some values plus their residual."""
+        started = perf_counter()
+        frame = self._room(self._most(values.size))
+        nbytes = self._codec.encode_into(frame[frames.HEADER_BYTES :], values, memory)
+        frame = frames.seal(frame, nbytes, values.size, self._identity)
+        self._tally.encode_seconds += perf_counter() - started
+        return frame
+
+    def decode(self, sender: int, frame: Bytes, out: Array, scale: float, add: bool) -> None:
+        """Check a frame and decode it into ``out``. Raises PayloadError, naming the rank that sent it."""
+        started = perf_counter()
+        rank = self._group.members[sender]
+        payload = frames.unseal(frame, out.size, self._identity, rank)
+        try:
+            self._codec.decode_into(payload, out, scale, add)
+        except ValueError as error:
+            raise PayloadError(rank, str(error)) from error
+        self._tally.decode_seconds += perf_counter() - started
+
+    def send(self, frame: Bytes, peers: list[int], tag: int) -> list[Transfer]:
+        """A frame to some ranks, preceded by its length where that may vary."""
+        transfers = []
+        length = np.array([frame.nbytes], dtype=np.int64)
+        for peer in peers:
+            if not self._codec.fixed:
+                transfers.append(self._group.isend(length, peer, tag))
+            transfers.append(self._group.isend(frame, peer, tag + 1))
+        return transfers
+
+    def receive(self, elements: dict[int, int], sends: list[Transfer], tag: int) -> Steps[dict[int, Bytes]]:
+        """A frame from each rank that has elements to send, when all ``sends`` are through as well."""
+        group = self._group
+        most = {peer: self._most(count) for peer, count in elements.items() if count}
+        lengths = most
+        if not self._codec.fixed:
+            told = {peer: np.empty(1, dtype=np.int64) for peer in most}
+            yield [group.irecv(told[peer], peer, tag) for peer in most]
+            lengths = {peer: int(told[peer][0]) for peer in most}
+            for peer, length in lengths.items():
+                if not frames.HEADER_BYTES <= length <= most[peer]:
+                    problem = f"it shall have {length} bytes, where {frames.HEADER_BYTES} to {most[peer]} are possible"
+                    raise PayloadError(group.members[peer], problem)
+        incoming = {peer: self._room(length) for peer, length in lengths.items()}
+        yield [*(group.irecv(incoming[peer], peer, tag + 1) for peer in incoming), *sends]
+        return incoming

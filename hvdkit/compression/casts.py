@@ -1,0 +1,79 @@
+"""Casts: payloads that are plain arrays of numbers, which every algorithm can reduce."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.compression.codec import Array, Codec
+from hvdkit.kernels import BFLOAT16, ReduceOp
+
+
+class Cast(Codec):
+    """Encodes chunks as arrays of one dtype; sums happen after decoding, in fp32 for half precision."""
+
+    @abstractmethod
+    def encode(self, chunk: Array) -> Array:
+        """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length."""
+
+    @abstractmethod
+    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: float) -> None:
+        """``out = scale * (payloads[0] op payloads[1] op ...)`` in this order."""
+
+
+class NoneCast(Cast):
+    """The chunk itself travels, without a copy."""
+
+    name = "none"
+    lossy = False
+
+    def encode(self, chunk: Array) -> Array:
+        return chunk
+
+    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: float) -> None:
+        kernels.reduce_into(out, list(payloads), op, scale)
+
+
+class HalfCast(Cast):
+    """float32 and float64 travel as 16 bits and are summed in float32; other types travel as they are."""
+
+    lossy = True
+    dtype: ClassVar[np.dtype[Any]]
+
+    def encode(self, chunk: Array) -> Array:
+        if chunk.dtype not in (np.float32, np.float64):
+            return chunk
+        payload = np.empty(chunk.shape, dtype=self.dtype)
+        kernels.convert_into(payload, chunk)
+        return payload
+
+    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: float) -> None:
+        if out.dtype != np.float64:
+            kernels.reduce_into(out, list(payloads), op, scale)
+            return
+        wide = []
+        for payload in payloads:
+            wide.append(np.empty(out.shape, dtype=np.float64))
+            kernels.convert_into(wide[-1], payload)
+        kernels.reduce_into(out, wide, op, scale)
+
+
+class Fp16Cast(HalfCast):
+    """As IEEE half precision: 11 bits of precision; values beyond 65504 become infinite, as in Horovod's fp16."""
+
+    name = "fp16"
+    dtype = np.dtype(np.float16)
+
+
+class Bf16Cast(HalfCast):
+    """As bfloat16: float32's range, 8 bits of precision."""
+
+    name = "bf16"
+    dtype = BFLOAT16
+
+
+CASTS: dict[str, Cast] = {cast.name: cast for cast in (NoneCast(), Fp16Cast(), Bf16Cast())}

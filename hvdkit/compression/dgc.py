@@ -1,0 +1,93 @@
+"""Deep gradient compression: top-k of a momentum that each rank keeps by itself.
+
+Lin et al., 2018, "Deep gradient compression: reducing the communication bandwidth for distributed training".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.compression.checks import check_integer, check_number
+from hvdkit.compression.codec import Array, Bytes
+from hvdkit.compression.memory import Memory
+from hvdkit.compression.sparse import TopK, room_for_pairs, write_all
+
+VELOCITY = "velocity"
+# What is sent in each epoch of the warm-up but the last: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
+FIRST_RATIO = 0.25
+
+
+@dataclass(frozen=True)
+class DGC(TopK):
+    """The ``ratio`` of the largest values of what each rank's own momentum has added up and not sent.
+
+    Momentum correction: the velocity u = momentum * u + gradient is accumulated, not the gradient; momentum factor
+    masking: what is sent leaves the velocity too. So the optimizer itself must have no momentum. Local clipping: with
+    ``clip``, a gradient whose norm is above ``clip / sqrt(ranks)`` is scaled down to it before it is added, bucket by
+    bucket. Warm-up: in the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the first
+    epoch, then a constant factor less in each until ``ratio``.
+    """
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    clip: float | None = None
+    warmup_epochs: int = 0
+    steps_per_epoch: int = 1
+
+    name: ClassVar[str] = "dgc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.feedback:
+            raise ValueError("Compression.dgc: feedback must be True, since it sends what was added up")
+        if not 0.0 <= check_number(self.name, "momentum", self.momentum) < 1.0:
+            raise ValueError(f"Compression.dgc: momentum must be at least 0 and less than 1, got {self.momentum}")
+        if self.clip is not None and not check_number(self.name, "clip", self.clip) > 0.0:
+            raise ValueError(f"Compression.dgc: clip must be above 0, or None, got {self.clip}")
+        check_integer(self.name, "warmup_epochs", self.warmup_epochs, 0, 10**6)
+        check_integer(self.name, "steps_per_epoch", self.steps_per_epoch, 1, 10**9)
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What was added up and not sent, and the velocity."""
+        return (*super().keeps, VELOCITY)
+
+    def ratio_at(self, memory: Memory | None) -> float:
+        """The part that is sent at a memory's turn."""
+        epoch = self.warmup_epochs if memory is None else memory.turn // self.steps_per_epoch
+        if epoch >= self.warmup_epochs or self.ratio >= FIRST_RATIO:
+            return self.ratio
+        return float(FIRST_RATIO * (self.ratio / FIRST_RATIO) ** (epoch / self.warmup_epochs))
+
+    def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
+        """Add the gradient to the velocity and that to what is kept; of the gradient stays what is not finite."""
+        residual, velocity = memory.residual, memory.arrays.get(VELOCITY)
+        if residual is None or velocity is None:  # of a rank that has closed its plan and gives zeros
+            return
+        if self.clip is not None:
+            norm, most = float(np.sqrt(np.dot(values, values))), self.clip / ranks**0.5
+            if most < norm < np.inf:
+                kernels.scale_into(values, values, most / norm)
+        if kernels.momentum_into(velocity, residual, values, self.momentum):
+            values[...] = 0.0
+        else:
+            values[np.isfinite(values)] = 0.0
+
+    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+        """As top-k does; what is sent leaves the velocity."""
+        residual, velocity = memory.residual, memory.arrays.get(VELOCITY)
+        capacity = self._capacity(values.size, memory)
+        if 2 * capacity >= values.size:
+            nbytes = write_all(payload, values, residual)
+            if velocity is not None:
+                velocity[np.isfinite(values)] = 0.0
+            return nbytes
+        nbytes = self._select(payload, values, residual, capacity, memory)
+        if velocity is not None:
+            places, _ = room_for_pairs(payload, int(payload[4:8].view(np.uint32)[0]))
+            velocity[places] = 0.0
+        return nbytes

@@ -1,0 +1,85 @@
+"""What a codec keeps of a run of gradients from one step to the next: arrays as long as the run, and a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+# The residual of error feedback: what a rank owes to the sum because it was not sent yet.
+RESIDUAL = "residual"
+# What is remembered of a place: its name, and the elements (begin, end) counted from the start of the memory.
+Place = tuple[str, int, int]
+
+
+@dataclass
+class Tally:
+    """What compressing cost and saved on this rank: bytes as they were and as they travelled, seconds."""
+
+    operations: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        """Count what ``other`` counted."""
+        self.operations += other.operations
+        self.bytes_before += other.bytes_before
+        self.bytes_after += other.bytes_after
+        self.encode_seconds += other.encode_seconds
+        self.decode_seconds += other.decode_seconds
+
+
+@dataclass
+class Shared:
+    """What all parts of a memory have in common."""
+
+    numbers: dict[Place, float] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+
+class Memory:
+    """The memory of ``elements`` elements, or of a part of them.
+
+    ``keeps`` names its arrays: float32, zeros at first, so that pages which nobody writes take no memory.
+    """
+
+    def __init__(self, elements: int, keeps: Iterable[str] = ()) -> None:
+        self.elements = elements
+        self.arrays: dict[str, Array] = {name: np.zeros(elements, dtype=np.float32) for name in keeps}
+        self.begin = 0
+        self.turn = 0  # how often these elements were reduced before: the same number on all ranks
+        self.shared = Shared()
+
+    def part(self, begin: int, end: int) -> Memory:
+        """The memory of the elements from ``begin`` to ``end`` of this one; they are the same arrays."""
+        part = Memory.__new__(Memory)
+        part.elements = end - begin
+        part.arrays = {name: array[begin:end] for name, array in self.arrays.items()}
+        part.begin = self.begin + begin
+        part.turn = self.turn
+        part.shared = self.shared
+        return part
+
+    @property
+    def residual(self) -> Array | None:
+        """The residual of these elements; None for a codec without feedback."""
+        return self.arrays.get(RESIDUAL)
+
+    @property
+    def tally(self) -> Tally:
+        return self.shared.tally
+
+    def recall(self, name: str) -> float | None:
+        """A number that was kept for exactly these elements."""
+        return self.shared.numbers.get((name, self.begin, self.begin + self.elements))
+
+    def keep(self, name: str, number: float) -> None:
+        """Keep a number for these elements."""
+        self.shared.numbers[name, self.begin, self.begin + self.elements] = number

@@ -1,0 +1,85 @@
+"""Random-k: values at random places, which all ranks draw alike, so that no place needs to be sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hvdkit.compression.checks import check_ratio, check_seed
+from hvdkit.compression.codec import Array, Bytes
+from hvdkit.compression.memory import Memory
+from hvdkit.compression.payload import PayloadCodec
+
+
+@dataclass(frozen=True)
+class RandomK(PayloadCodec):
+    """One value out of each run of 1 / ``ratio`` values, at a place that changes from step to step.
+
+    Stich et al., 2018, "Sparsified SGD with memory", with a place in each stratum. With ``feedback`` values are sent
+    as they are; without, they are multiplied by what makes their mean right.
+    """
+
+    ratio: float = 0.01
+    seed: int = 0
+
+    name: ClassVar[str] = "randomk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ratio(self.name, self.ratio)
+        check_seed(self.name, self.seed)
+
+    def _count(self, elements: int) -> int:
+        return min(elements, max(1, round(elements * self.ratio)))
+
+    def _starts(self, elements: int) -> Array:
+        """Where runs begin, and the end of the last."""
+        count = self._count(elements)
+        return np.asarray(np.arange(count + 1, dtype=np.int64) * elements // max(1, count))
+
+    def _places(self, elements: int, turn: int, begin: int) -> Array:
+        starts = self._starts(elements)
+        generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[turn, begin, 0, 0]))
+        drawn = generator.random(starts.size - 1)
+        return np.asarray(starts[:-1] + (drawn * np.diff(starts)).astype(np.int64))
+
+    def most_bytes(self, elements: int) -> int:
+        """Where the places are drawn from, and the values."""
+        return 16 + 4 * self._count(elements)
+
+    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+        """The values at this turn's places; NaN for a run in which a value, sent or not, is not finite."""
+        payload[:16].view(np.int64)[...] = memory.turn, memory.begin
+        places = self._places(values.size, memory.turn, memory.begin)
+        picked, residual = payload[16:].view(np.float32), memory.residual
+        odd = ~np.isfinite(values)
+        any_odd = bool(odd.any())
+        with np.errstate(all="ignore"):
+            if residual is None:
+                np.multiply(values[places], np.float32(values.size / max(1, places.size)), out=picked)
+            else:
+                np.add(residual, values, out=residual, where=~odd if any_odd else True)
+                picked[...] = residual[places]
+                residual[places] = 0.0
+        if any_odd:
+            starts = self._starts(values.size)
+            picked[np.searchsorted(starts, np.flatnonzero(odd), side="right") - 1] = np.nan
+        return payload.nbytes
+
+    def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
+        """Draws the same places again."""
+        if payload.nbytes != self.most_bytes(out.size):
+            raise ValueError(f"expected {self.most_bytes(out.size)} bytes, got {payload.nbytes}")
+        turn, begin = (int(number) for number in payload[:16].view(np.int64))
+        if turn < 0 or begin < 0:
+            raise ValueError(f"expected a turn and a place, got {turn} and {begin}")
+        places = self._places(out.size, turn, begin)
+        with np.errstate(all="ignore"):
+            scaled = payload[16:].view(np.float32) * np.float32(scale)
+            if add:
+                out[places] += scaled
+            else:
+                out[...] = 0.0
+                out[places] = scaled

@@ -1,0 +1,222 @@
+"""The largest values, with their places: top-k, and all above a threshold.
+
+A payload is a mode, a count, that many places (uint32, ascending) and values; or, where that is no longer than half of
+the values, all of them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.compression.checks import check_number, check_ratio, check_seed
+from hvdkit.compression.codec import Array, Bytes
+from hvdkit.compression.memory import Memory
+from hvdkit.compression.payload import PayloadCodec
+
+_HEAD = 8  # bytes: the mode and the count
+_PAIRS, _ALL = 0x50414952, 0x414C4C20
+# Of the number asked for: fewer or more are selected again with another threshold.
+FEWEST, MOST = 0.8, 1.25
+RETRIES = 2
+# How many of a sample should lie above the threshold: 400 make the number selected right to 5% (1 / sqrt(400)).
+SAMPLED_ABOVE = 400
+SMALLEST_SAMPLE = 1 << 14
+# The number above a threshold falls about with its sixth power where gradients are cut at 1%; this follows it gently.
+FOLLOW = 0.15
+THRESHOLD = "threshold"
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def write_pairs(payload: Bytes, count: int, capacity: int) -> int:
+    """Complete a payload whose places and values were written with room for ``capacity``; returns its bytes."""
+    payload[:_HEAD].view(np.uint32)[...] = _PAIRS, count
+    places, values = _HEAD + 4 * count, _HEAD + 4 * capacity
+    payload[places : places + 4 * count] = payload[values : values + 4 * count]
+    return _HEAD + 8 * count
+
+
+def write_all(payload: Bytes, values: Array, residual: Array | None) -> int:
+    """A payload of all values; returns its bytes."""
+    payload[:_HEAD].view(np.uint32)[...] = _ALL, 0
+    everything = payload[_HEAD : _HEAD + 4 * values.size].view(np.float32)
+    if residual is None:
+        everything[...] = values
+    else:
+        with np.errstate(all="ignore"):
+            np.add(values, residual, out=everything)
+        residual[np.isfinite(everything)] = 0.0
+    return _HEAD + everything.nbytes
+
+
+def room_for_pairs(payload: Bytes, capacity: int) -> tuple[Array, Array]:
+    """Where places and values are written to, before it is known how many they are."""
+    places, values = _HEAD + 4 * capacity, _HEAD + 8 * capacity
+    return payload[_HEAD:places].view(np.uint32), payload[places:values].view(np.float32)
+
+
+def emit_odd(places: Array, picked: Array, values: Array, residual: Array | None, emitted: int) -> bool:
+    """Whether a value that is not finite found no room; then the last that was emitted makes room for it."""
+    last = int(places[emitted - 1])
+    odd = np.flatnonzero(~np.isfinite(values[last + 1 :]))
+    if not odd.size:
+        return False
+    if residual is not None and np.isfinite(picked[emitted - 1]):
+        residual[last] = picked[emitted - 1]
+    place = last + 1 + int(odd[0])
+    places[emitted - 1], picked[emitted - 1] = place, values[place]
+    return True
+
+
+def estimate(values: Array | None, residual: Array | None, count: int, seed: int) -> float:
+    """A threshold above which about ``count`` magnitudes lie, from a sample with a random place in each stratum."""
+    either = values if values is not None else residual
+    assert either is not None
+    wanted = max(SMALLEST_SAMPLE, SAMPLED_ABOVE * either.size // count)
+    stride = max(1, either.size // wanted)
+    sample = np.empty(-(-either.size // stride), dtype=np.float32)
+    kernels.abs_sample_into(sample, values, residual, stride, seed)
+    above = min(sample.size, max(1, round(count * sample.size / either.size)))
+    lowest = np.partition(sample, sample.size - above)[sample.size - above]
+    return min(_LARGEST, float(np.nextafter(lowest, np.float32(0))))  # the lowest itself shall lie above it
+
+
+@dataclass(frozen=True)
+class _Sparse(PayloadCodec):
+    fixed: ClassVar[bool] = False
+    sparse: ClassVar[bool] = True
+
+    @abstractmethod
+    def _capacity(self, elements: int, memory: Memory | None) -> int:
+        """The most values that are selected; half of the elements or more: all are sent."""
+
+    def most_bytes(self, elements: int) -> int:
+        """Of the values themselves, or of as many pairs as fit there."""
+        return _HEAD + 4 * elements
+
+    def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
+        """Touches nothing of ``out`` but what the payload has, and zeros."""
+        if payload.nbytes < _HEAD:
+            raise ValueError(f"expected at least {_HEAD} bytes, got {payload.nbytes}")
+        mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
+        body = payload[_HEAD:]
+        if mode == _ALL:
+            if body.nbytes != 4 * out.size:
+                raise ValueError(f"expected {4 * out.size} bytes of values, got {body.nbytes}")
+            with np.errstate(all="ignore"):
+                scaled = body.view(np.float32) * np.float32(scale)
+                if add:
+                    out += scaled
+                else:
+                    out[...] = scaled
+            return
+        if mode != _PAIRS or body.nbytes != 8 * count:
+            raise ValueError(f"expected {count} pairs of 8 bytes, got {body.nbytes} bytes of mode {mode:#x}")
+        if not add:
+            out[...] = 0.0
+        kernels.scatter_add_into(out, body[: 4 * count].view(np.uint32), body[4 * count :].view(np.float32), scale)
+
+
+@dataclass(frozen=True)
+class TopK(_Sparse):
+    """The ``ratio`` of the values with the largest magnitudes, within 0.8 and 1.25 of that many.
+
+    They are those above a threshold (Aji and Heafield, 2017, "Sparse communication for distributed gradient descent"),
+    which is carried over from step to step, and taken from a sample of the values when it selects too few or too many.
+    """
+
+    ratio: float = 0.01
+    seed: int = 0
+
+    name: ClassVar[str] = "topk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ratio(self.name, self.ratio)
+        check_seed(self.name, self.seed)
+
+    def ratio_at(self, memory: Memory | None) -> float:
+        """The part of the values that is sent; a codec may begin with more of them."""
+        return self.ratio
+
+    def _wanted(self, elements: int, memory: Memory | None) -> int:
+        return min(elements, max(1, round(elements * self.ratio_at(memory))))
+
+    def _capacity(self, elements: int, memory: Memory | None) -> int:
+        return max(1, int(MOST * self._wanted(elements, memory)))
+
+    def told_bytes(self, elements: int) -> int:
+        """Of as many pairs as are wanted."""
+        return min(_HEAD + 8 * self._wanted(elements, None), self.most_bytes(elements))
+
+    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+        """One pass over the values where the threshold still fits; a sample and another pass each time it does not."""
+        residual = memory.residual
+        capacity = self._capacity(values.size, memory)
+        if 2 * capacity >= values.size:
+            return write_all(payload, values, residual)
+        return self._select(payload, values, residual, capacity, memory)
+
+    def _select(
+        self, payload: Bytes, values: Array | None, residual: Array | None, capacity: int, memory: Memory
+    ) -> int:
+        """The payload of values plus residual; with no values, of the residual alone."""
+        wanted = self._wanted(memory.elements, memory)
+        places, picked = room_for_pairs(payload, capacity)
+        recalled = memory.recall(THRESHOLD)
+        for attempt in range(1 + RETRIES):
+            if recalled is not None and attempt == 0:
+                threshold = recalled
+            else:
+                seed = (self.seed + 31 * memory.turn + 7 * attempt + memory.begin) % 2**32
+                threshold = estimate(values, residual, wanted, seed)
+            emitted, found = kernels.select_into(places, picked, values, residual, threshold)
+            if found > emitted and values is not None and emit_odd(places, picked, values, residual, emitted):
+                break
+            fits = FEWEST * wanted <= found <= MOST * wanted or (threshold == 0.0 and found <= capacity)
+            if fits or attempt == RETRIES or not np.isfinite(picked[:emitted]).all():
+                break
+            if residual is not None:  # everything is there now but what was emitted
+                residual[places[:emitted]] = picked[:emitted]
+                values = None
+        if threshold > 0.0 and found:
+            memory.keep(THRESHOLD, min(_LARGEST, threshold * (found / wanted) ** FOLLOW))
+        return write_pairs(payload, emitted, capacity)
+
+
+@dataclass(frozen=True)
+class Threshold(_Sparse):
+    """The values whose magnitude is above ``threshold``; all, where that is more than half of them."""
+
+    threshold: float = 1e-3
+
+    name: ClassVar[str] = "threshold"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= check_number(self.name, "threshold", self.threshold) <= _LARGEST:
+            raise ValueError(f"Compression.threshold: threshold must be 0 or more, and finite, got {self.threshold}")
+
+    def _capacity(self, elements: int, memory: Memory | None) -> int:
+        return elements // 2
+
+    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+        """One pass; where there is no room for all that it finds, one more."""
+        residual = memory.residual
+        capacity = self._capacity(values.size, memory)
+        places, picked = room_for_pairs(payload, capacity)
+        emitted, found = kernels.select_into(places, picked, values, residual, self.threshold)
+        if found == emitted:
+            return write_pairs(payload, emitted, capacity)
+        if residual is None:
+            return write_all(payload, values, None)
+        # What was emitted goes back, and all is sent.
+        finite = np.isfinite(picked[:emitted])
+        residual[places[:emitted][finite]] = picked[:emitted][finite]
+        everything = np.where(np.isfinite(values), residual, values)
+        residual[np.isfinite(values)] = 0.0
+        return write_all(payload, everything, None)

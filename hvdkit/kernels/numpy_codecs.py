@@ -1,0 +1,238 @@
+"""The kernels of dense codecs in numpy, integers and signs with a scale a block: what they mean, and the fallback.
+
+Everything is float32 arithmetic, one rounding an operation. The scale of a block that holds what is not finite is NaN,
+which decodes to NaN: nobody takes such a gradient for a good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hvdkit.kernels import codec_checks as checks
+from hvdkit.kernels.checks import Array
+from hvdkit.kernels.codec_checks import FLOAT32, UINT8
+
+# Elements that are worked on at a time where blocks are smaller, so that temporaries are small and stay in the cache.
+_CHUNK = 1 << 15
+
+_TINY = np.finfo(np.float32).tiny
+_NIBBLE_ZERO = 8
+
+
+def quantise_into(
+    codes: Array,
+    scales: Array,
+    values: Array,
+    residual: Array | None,
+    bits: int,
+    block: int,
+    seed: int | None = None,
+) -> None:
+    """Integers of 8 or 4 bits for ``v = values + residual``, of which the residual keeps what they do not say.
+
+    Each ``block`` elements (a multiple of 16) share one float32 of ``scales``: the largest magnitude over L, which is
+    127 for 8 bits and 7 for 4. A code q is ``v / scale`` (as ``v * (1 / scale)``) rounded to nearest, ties to even; or,
+    with a ``seed`` from 0 to 2**32 - 1, rounded down after a number from 0 to 1 was added, which depends on seed and
+    place only: so it is right on average (stochastic rounding). Then ``residual = v - q * scale``.
+
+    ``codes`` are uint8: of 8 bits, one an element, in two's complement; of 4 bits, one for two elements, q + 8, the
+    first of them in the lower bits; a last one without a second has 8 there.
+
+    Where the scale would be below the smallest normal float32 it is 0, and so are the codes: the residual keeps all.
+    Where a v is not finite, or so large that ``L * scale`` overflows, the scale is NaN, the codes are 0, and the
+    residual of that block stays as it was. ``residual`` may be None.
+
+    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap, ``bits``, ``block`` or
+    ``seed``.
+    """
+    function = "quantise_into"
+    checks.check_typed(function, "codes", codes, UINT8, writable=True)
+    checks.check_typed(function, "scales", scales, FLOAT32, writable=True)
+    checks.check_typed(function, "values", values, FLOAT32)
+    checks.check_optional_floats(function, "residual", residual, writable=True)
+    checks.check_bits(function, bits)
+    checks.check_block(function, block, 16)
+    checks.check_seed(function, seed)
+    checks.check_count(function, "codes", codes, -(-values.size * bits // 8), _of_bits(values.size, bits))
+    checks.check_count(function, "scales", scales, -(-values.size // block), _in_blocks(values.size, block))
+    if residual is not None:
+        checks.check_count(function, "residual", residual, values.size, "as in values")
+    checks.check_all_apart(function, {"codes": codes, "scales": scales, "residual": residual}, {"values": values})
+    with np.errstate(all="ignore"):
+        for elements, blocks in _chunks(values.size, block):
+            before = None if residual is None else residual[elements]
+            v = values[elements] if before is None else values[elements] + before
+            v = v.reshape(blocks.stop - blocks.start, -1)
+            q, scale, bad = _quantised(v, 127 if bits == 8 else 7, elements.start, seed)
+            scales[blocks] = scale
+            codes[elements.start * bits // 8 : -(-elements.stop * bits // 8)] = _packed(q.ravel(), bits)
+            if before is not None:
+                left = v - q.astype(np.float32) * scale[:, None]
+                before[:] = np.where(bad[:, None], before.reshape(v.shape), left).ravel()
+
+
+def dequantise_into(
+    out: Array, codes: Array, scales: Array, bits: int, block: int, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """``out = q * scales[b] * scale`` of what ``quantise_into`` wrote; with ``accumulate``, added to ``out``.
+
+    The errors are those of ``quantise_into``.
+    """
+    function = "dequantise_into"
+    checks.check_typed(function, "out", out, FLOAT32, writable=True)
+    checks.check_typed(function, "codes", codes, UINT8)
+    checks.check_typed(function, "scales", scales, FLOAT32)
+    checks.check_bits(function, bits)
+    checks.check_block(function, block, 16)
+    checks.check_count(function, "codes", codes, -(-out.size * bits // 8), _of_bits(out.size, bits))
+    checks.check_count(function, "scales", scales, -(-out.size // block), _in_blocks(out.size, block))
+    checks.check_all_apart(function, {"out": out}, {"codes": codes, "scales": scales})
+    with np.errstate(all="ignore"):
+        factor = np.float32(scale)
+        for elements, blocks in _chunks(out.size, block):
+            part = codes[elements.start * bits // 8 : -(-elements.stop * bits // 8)]
+            q = _unpacked(part, bits)[: elements.stop - elements.start].astype(np.float32)
+            x = q.reshape(blocks.stop - blocks.start, -1) * scales[blocks, None] * factor
+            out[elements] = out[elements] + x.ravel() if accumulate else x.ravel()
+
+
+def sign_into(packed: Array, scales: Array, values: Array, residual: Array | None, block: int) -> None:
+    """A bit for each ``v = values + residual``, of which the residual keeps what it does not say.
+
+    Bit ``i % 8`` of byte ``i // 8`` of ``packed`` (uint8) is 1 where the sign bit of v is not set, so it is 0 for -0.0;
+    bits after the last element are 0. Each ``block`` elements (a multiple of 512) share one float32 of ``scales``, the
+    mean magnitude. It is summed in 16 lanes: lane j adds elements j, j + 16, ..., then lanes j and j + 8 are added,
+    then j and j + 4, and so on. Then ``residual = v - scale`` or ``v + scale``, as the bit says.
+
+    Where a v is not finite or the sum overflows, the scale is NaN, the bits are 0, and the residual of that block stays
+    as it was. ``residual`` may be None. The errors are those of ``quantise_into``.
+    """
+    function = "sign_into"
+    checks.check_typed(function, "packed", packed, UINT8, writable=True)
+    checks.check_typed(function, "scales", scales, FLOAT32, writable=True)
+    checks.check_typed(function, "values", values, FLOAT32)
+    checks.check_optional_floats(function, "residual", residual, writable=True)
+    checks.check_block(function, block, 512)
+    checks.check_count(function, "packed", packed, -(-values.size // 8), f"for {values.size} elements of 1 bit")
+    checks.check_count(function, "scales", scales, -(-values.size // block), _in_blocks(values.size, block))
+    if residual is not None:
+        checks.check_count(function, "residual", residual, values.size, "as in values")
+    checks.check_all_apart(function, {"packed": packed, "scales": scales, "residual": residual}, {"values": values})
+    with np.errstate(all="ignore"):
+        for elements, blocks in _chunks(values.size, block):
+            before = None if residual is None else residual[elements]
+            v = values[elements] if before is None else values[elements] + before
+            v = v.reshape(blocks.stop - blocks.start, -1)
+            sums = _sums_of_magnitudes(v)
+            scale = np.where(np.isfinite(sums), sums / np.float32(v.shape[1]), np.float32(np.nan))
+            bad = np.isnan(scale)[:, None]
+            positive = ~np.signbit(v)
+            scales[blocks] = scale
+            packed[elements.start // 8 : -(-elements.stop // 8)] = np.packbits(positive & ~bad, bitorder="little")
+            if before is not None:
+                left = v - np.where(positive, scale[:, None], -scale[:, None])
+                before[:] = np.where(bad, before.reshape(v.shape), left).ravel()
+
+
+def unsign_into(
+    out: Array, packed: Array, scales: Array, block: int, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """``out`` = plus or minus ``scales[b] * scale`` of what ``sign_into`` wrote; with ``accumulate``, added to ``out``.
+
+    The errors are those of ``quantise_into``.
+    """
+    function = "unsign_into"
+    checks.check_typed(function, "out", out, FLOAT32, writable=True)
+    checks.check_typed(function, "packed", packed, UINT8)
+    checks.check_typed(function, "scales", scales, FLOAT32)
+    checks.check_block(function, block, 512)
+    checks.check_count(function, "packed", packed, -(-out.size // 8), f"for {out.size} elements of 1 bit")
+    checks.check_count(function, "scales", scales, -(-out.size // block), _in_blocks(out.size, block))
+    checks.check_all_apart(function, {"out": out}, {"packed": packed, "scales": scales})
+    with np.errstate(all="ignore"):
+        factor = np.float32(scale)
+        for elements, blocks in _chunks(out.size, block):
+            part = packed[elements.start // 8 : -(-elements.stop // 8)]
+            positive = np.unpackbits(part, bitorder="little")[: elements.stop - elements.start]
+            magnitude = (scales[blocks] * factor)[:, None]
+            x = np.where(positive.reshape(magnitude.size, -1) != 0, magnitude, -magnitude).ravel()
+            out[elements] = out[elements] + x if accumulate else x
+
+
+def random_words(places: Array, seed: int) -> Array:
+    """A uint32 for each of ``places`` (uint32), anything from 0 to 2**32 - 1.
+
+    The finaliser "lowbias32" of Chris Wellons, "Prospecting for Hash Functions" (2018), on a counter that begins where
+    the seed says.
+    """
+    words = places + np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
+    words ^= words >> np.uint32(16)
+    words *= np.uint32(0x7FEB352D)
+    words ^= words >> np.uint32(15)
+    words *= np.uint32(0x846CA68B)
+    words ^= words >> np.uint32(16)
+    return np.asarray(words)
+
+
+def _of_bits(count: int, bits: int) -> str:
+    return f"for {count} elements of {bits} bits"
+
+
+def _in_blocks(count: int, block: int) -> str:
+    return f"for {count} elements in blocks of {block}"
+
+
+def _chunks(count: int, block: int) -> Iterator[tuple[slice, slice]]:
+    """Elements and their blocks, which are all of one length: whole ones, and the last one if that is shorter."""
+    whole, at_once = count // block, max(1, _CHUNK // block)
+    for begin in range(0, whole, at_once):
+        end = min(whole, begin + at_once)
+        yield slice(begin * block, end * block), slice(begin, end)
+    if whole * block < count:
+        yield slice(whole * block, count), slice(whole, whole + 1)
+
+
+def _quantised(v: Array, limit: int, begin: int, seed: int | None) -> tuple[Array, Array, Array]:
+    """Codes, scales, and which rows cannot be told in codes; ``v`` has a block a row, the first at ``begin``."""
+    scale = np.abs(v).max(axis=1) / np.float32(limit)
+    bad = ~np.isfinite(np.float32(limit) * scale)
+    scale[scale < _TINY] = 0
+    scale[bad] = np.nan
+    inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
+    x = np.where(bad[:, None], np.float32(0), v) * inverse[:, None]
+    if seed is None:
+        x = np.rint(x)
+    else:
+        places = np.arange(begin, begin + v.size, dtype=np.uint64).astype(np.uint32)
+        uniform = (random_words(places, seed) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+        x = np.floor(x + uniform.reshape(v.shape))
+    return np.clip(x, -limit, limit).astype(np.int8), scale, bad
+
+
+def _packed(q: Array, bits: int) -> Array:
+    if bits == 8:
+        return q.view(np.uint8)
+    nibbles = np.full(q.size + q.size % 2, _NIBBLE_ZERO, np.uint8)
+    nibbles[: q.size] = q + _NIBBLE_ZERO
+    return np.asarray(nibbles[::2] | nibbles[1::2] << 4)
+
+
+def _unpacked(codes: Array, bits: int) -> Array:
+    if bits == 8:
+        return codes.view(np.int8)
+    nibbles = np.empty(2 * codes.size, np.int8)
+    nibbles[::2] = codes & 15
+    nibbles[1::2] = codes >> 4
+    return np.asarray(nibbles - np.int8(_NIBBLE_ZERO))
+
+
+def _sums_of_magnitudes(v: Array) -> Array:
+    groups = np.zeros((v.shape[0], -(-v.shape[1] // 16), 16), np.float32)
+    groups.reshape(v.shape[0], -1)[:, : v.shape[1]] = np.abs(v)
+    lanes = np.add.accumulate(groups, axis=1)[:, -1]  # reduce may add in another order
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return np.asarray(lanes[:, 0])

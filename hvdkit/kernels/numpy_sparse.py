@@ -1,0 +1,131 @@
+"""The kernels around a sparse selection in numpy: what they mean, and the fallback where no C++ was compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdkit.kernels import codec_checks as checks
+from hvdkit.kernels.checks import Array
+from hvdkit.kernels.codec_checks import FLOAT32, LARGEST_WORD, UINT32
+from hvdkit.kernels.numpy_codecs import random_words
+
+# Elements that are worked on at a time, so that temporaries are small and stay in the cache.
+_CHUNK = 1 << 15
+
+
+def select_into(
+    indices: Array, picked: Array, values: Array | None, residual: Array | None, threshold: float
+) -> tuple[int, int]:
+    """Positions and values of what is larger than ``threshold`` in ``v = values + residual``; the rest stays there.
+
+    ``values`` or ``residual`` may be None: v is then the other one. An element is found if ``|v| > threshold`` (as a
+    float32) or if it is not finite. Those found are written to ``indices`` (uint32) and ``picked`` in ascending order
+    until these are full; what stands behind them there is undefined. The residual becomes 0 where v was written, and v
+    elsewhere. Where v is not finite, it stays as it was, or becomes 0 if there are no values: so it stays finite,
+    whatever a gradient holds.
+
+    Returns how many elements were written, and how many were found.
+
+    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap or threshold.
+    """
+    function = "select_into"
+    checks.check_typed(function, "indices", indices, UINT32, writable=True)
+    checks.check_typed(function, "picked", picked, FLOAT32, writable=True)
+    count = checks.check_inputs(function, values, residual, writable_residual=True)
+    checks.check_threshold(function, threshold)
+    checks.check_count(function, "picked", picked, indices.size, "as in indices")
+    checks.check_places(function, values, count)
+    checks.check_all_apart(function, {"indices": indices, "picked": picked, "residual": residual}, {"values": values})
+    emitted = found = 0
+    with np.errstate(all="ignore"):
+        for begin in range(0, count, _CHUNK):
+            chunk = slice(begin, begin + _CHUNK)
+            v = _elements(values, residual, chunk)
+            places = np.flatnonzero(~(np.abs(v) <= np.float32(threshold)))
+            taken = places[: indices.size - emitted]
+            found += places.size
+            into = slice(emitted, emitted + taken.size)
+            indices[into] = taken + begin
+            picked[into] = v[taken]
+            emitted += taken.size
+            if residual is not None:
+                left = v.copy()
+                left[taken] = 0
+                special = places[~np.isfinite(v[places])]
+                left[special] = 0 if values is None else residual[chunk][special]
+                residual[chunk] = left
+    return emitted, found
+
+
+def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1.0) -> None:
+    """``out[indices[k]] += values[k] * scale``, for indices (uint32) that ascend, so that none comes twice.
+
+    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape or overlap, or for indices that do
+    not ascend or are beyond ``out``, which is then as it was.
+    """
+    function = "scatter_add_into"
+    checks.check_typed(function, "out", out, FLOAT32, writable=True)
+    checks.check_typed(function, "indices", indices, UINT32)
+    checks.check_typed(function, "values", values, FLOAT32)
+    checks.check_count(function, "values", values, indices.size, "as in indices")
+    checks.check_all_apart(function, {"out": out}, {"indices": indices, "values": values})
+    checks.check_indices(function, "indices", indices, out.size)
+    with np.errstate(all="ignore"):
+        out[indices] += values * np.float32(scale)
+
+
+def abs_sample_into(sample: Array, values: Array | None, residual: Array | None, stride: int, seed: int) -> None:
+    """``|v|`` of one element of each ``stride``, at a place that depends on ``seed``; v as in ``select_into``.
+
+    Stratified sampling: a random place in each stratum, so that gradients with a period do not bias what is estimated.
+    The last stratum may be shorter. What is not finite counts as infinite.
+
+    The errors are those of ``select_into``, and ValueError for a stride or a seed outside of 32 bits.
+    """
+    function = "abs_sample_into"
+    checks.check_typed(function, "sample", sample, FLOAT32, writable=True)
+    count = checks.check_inputs(function, values, residual, writable_residual=False)
+    checks.check_integer(function, "stride", stride, 1, LARGEST_WORD)
+    checks.check_integer(function, "seed", seed, 0, LARGEST_WORD)
+    strata = f"for {count} elements with a stride of {stride}"
+    checks.check_count(function, "sample", sample, -(-count // stride), strata)
+    checks.check_all_apart(function, {"sample": sample}, {"values": values, "residual": residual})
+    with np.errstate(all="ignore"):
+        for begin in range(0, sample.size, _CHUNK):
+            j = np.arange(begin, min(begin + _CHUNK, sample.size))
+            random = random_words(j.astype(np.uint32), seed).astype(np.int64) % stride
+            v = _elements(values, residual, j * stride + random % np.minimum(stride, count - j * stride))
+            sample[j] = np.where(np.isfinite(v), np.abs(v), np.float32(np.inf))
+
+
+def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum: float) -> bool:
+    """``velocity = momentum * velocity + gradient``, then ``accumulated = accumulated + velocity``, in one pass.
+
+    The momentum correction of Deep Gradient Compression (Lin et al., 2018). Where the gradient is not finite, both stay
+    as they were. Returns whether all of it was finite. The errors are those of ``select_into``.
+    """
+    function = "momentum_into"
+    checks.check_typed(function, "velocity", velocity, FLOAT32, writable=True)
+    checks.check_typed(function, "accumulated", accumulated, FLOAT32, writable=True)
+    checks.check_typed(function, "gradient", gradient, FLOAT32)
+    checks.check_count(function, "accumulated", accumulated, velocity.size, "as in velocity")
+    checks.check_count(function, "gradient", gradient, velocity.size, "as in velocity")
+    checks.check_all_apart(function, {"velocity": velocity, "accumulated": accumulated}, {"gradient": gradient})
+    all_finite = True
+    with np.errstate(all="ignore"):
+        factor = np.float32(momentum)
+        for begin in range(0, velocity.size, _CHUNK):
+            chunk = slice(begin, begin + _CHUNK)
+            finite = np.isfinite(gradient[chunk])
+            moved = factor * velocity[chunk] + gradient[chunk]
+            np.copyto(accumulated[chunk], accumulated[chunk] + moved, where=finite)
+            np.copyto(velocity[chunk], moved, where=finite)
+            all_finite = all_finite and bool(finite.all())
+    return all_finite
+
+
+def _elements(values: Array | None, residual: Array | None, which: slice | Array) -> Array:
+    if values is None:
+        assert residual is not None
+        return np.asarray(residual[which])
+    return np.asarray(values[which] if residual is None else values[which] + residual[which])

@@ -1,0 +1,107 @@
+"""Which codec encodes which gradient: one for all that are worth it, or as the user's patterns or function say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from hvdkit.compression import CASTS, Codec, PayloadCodec
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.compression import NoneCompressor, check_codec_op, check_compression, codec_of
+
+# Below this a tensor's payload and what it costs to make it are no less than the tensor.
+SMALL_ELEMENTS = 1024
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Answers, for the name and the parameter, with a codec.
+
+    ``compression`` is what the user gave: one of hvd.Compression, a Horovod-style class, a mapping from patterns of
+    names (as in a shell: ``"*.weight"``) to codecs of which the first that matches holds, or a function
+    ``(name, parameter) -> codec``. What no pattern matches, or a function answers None for, stays dense.
+    """
+
+    compression: Any = NoneCompressor
+
+    @property
+    def by_pattern(self) -> bool:
+        """Whether the user said it for each parameter."""
+        return isinstance(self.compression, Mapping) or (
+            callable(self.compression)
+            and not isinstance(self.compression, type | PayloadCodec)
+            and not callable(getattr(self.compression, "compress", None))
+        )
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether a Horovod-style class compresses tensor by tensor, around operations by name."""
+        return not self.by_pattern and codec_of(self.compression) is None
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether the compression itself can compress a tensor around an operation."""
+        return not self.by_pattern and not isinstance(codec_of(self.compression), PayloadCodec)
+
+    def codec(self, name: str, parameter: torch.Tensor) -> Codec:
+        """The codec of one gradient. Raises TypeError for what is none."""
+        if not self.by_pattern:
+            codec = codec_of(self.compression)
+            assert codec is not None
+            return CASTS["none"] if isinstance(codec, PayloadCodec) and not is_worth_it(parameter) else codec
+        if isinstance(self.compression, Mapping):
+            chosen = next((one for pattern, one in self.compression.items() if fnmatchcase(name, pattern)), None)
+        else:
+            chosen = self.compression(name, parameter)
+        codec = CASTS["none"] if chosen is None else codec_of(chosen)
+        if codec is None:
+            raise TypeError(
+                f"DistributedOptimizer: compression of '{name}' must be one of hvd.Compression or None, got {chosen!r}"
+            )
+        return codec
+
+    def choose(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[Codec], list[int]]:
+        """The codecs that occur, and for each parameter the number of its own."""
+        codecs: list[Codec] = []
+        numbers = []
+        for name, parameter in parameters:
+            codec = self.codec(name, parameter)
+            place = next((place for place, one in enumerate(codecs) if one.told == codec.told), None)
+            if place is None:
+                place = len(codecs)
+                codecs.append(codec)
+            numbers.append(place)
+        return codecs, numbers
+
+
+def is_worth_it(parameter: torch.Tensor) -> bool:
+    """Whether a gradient is compressed unasked: not biases, the weights of norms, and small tensors."""
+    return parameter.dim() > 1 and parameter.numel() >= SMALL_ELEMENTS
+
+
+def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:
+    """The policy of what the user gave.
+
+    Raises TypeError for what does not compress, ValueError for a codec that cannot do the operation.
+    """
+    policy = Policy(compression)
+    if not policy.by_pattern:
+        check_compression(function, compression)
+        check_codec_op(function, codec_of(compression) or CASTS["none"], op)
+    elif isinstance(compression, Mapping):
+        for pattern, one in compression.items():
+            if not isinstance(pattern, str):
+                raise TypeError(f"{function}: compression: patterns must be strings, got {pattern!r}")
+            codec = CASTS["none"] if one is None else codec_of(one)
+            if codec is None:
+                raise TypeError(
+                    f"{function}: compression[{pattern!r}] must be one of hvd.Compression or None, got {one!r}"
+                )
+            check_codec_op(function, codec, op)
+    elif op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"{function}: a function for compression goes with op=hvd.Average or Sum only")
+    return policy

@@ -1,0 +1,261 @@
+"""Allreduce of payloads: bits, traffic, what is kept, and what arrives damaged."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.collectives.compressed import choose_way, compressed_allreduce
+from hvdkit.collectives.group import Group, partition
+from hvdkit.compression import Int8, Memory, OneBit, PayloadCodec, RandomK, TopK, frames
+from hvdkit.compression.codec import Array, Bytes
+from hvdkit.errors import PayloadError
+from hvdkit.transports.base import Transfer
+from tests.collectives.loopback import LoopbackTransport, run_everywhere
+from tests.compression.codecs import CODECS, WITHOUT_FEEDBACK, decoded, encoded, memory_for
+
+SIZES = [2, 3, 4, 7]
+ELEMENTS = [0, 1, 5, 17, 300, 2049]
+
+
+def gradients(size: int, elements: int, seed: int = 0) -> list[Array]:
+    generator = np.random.default_rng(seed)
+    return [generator.standard_normal(elements).astype(np.float32) for _ in range(size)]
+
+
+def reduced(
+    codec: PayloadCodec, inputs: list[Array], memories: list[Memory], scale: float = 1.0
+) -> tuple[Array, list[int]]:
+    """The result, of which all ranks have the same bits, and what each rank sent."""
+    buffers = [one.copy() for one in inputs]
+    results = run_everywhere(
+        len(inputs),
+        lambda group: compressed_allreduce(group, buffers[group.rank], scale, codec, 0, memories[group.rank]),
+    )
+    assert len({buffer.tobytes() for buffer in buffers}) == 1
+    return buffers[0], [sent for _, sent in results]
+
+
+def memories_for(codec: PayloadCodec, size: int, elements: int, seed: int | None = None) -> list[Memory]:
+    return [memory_for(codec, elements, None if seed is None else seed + rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "dgc"])
+def test_what_was_handed_on_plus_what_ranks_keep_is_what_came_in(name: str, size: int) -> None:
+    codec = CODECS[name]
+    for elements in ELEMENTS:
+        memories = memories_for(codec, size, elements)
+        for step in range(3):
+            inputs = gradients(size, elements, step)
+            owed = sum(memory.arrays["residual"].astype(np.float64) for memory in memories)
+            result, _ = reduced(codec, inputs, memories)
+            kept = sum(memory.arrays["residual"].astype(np.float64) for memory in memories)
+            came_in = sum(one.astype(np.float64) for one in inputs) + owed
+            np.testing.assert_allclose(result + kept, came_in, rtol=0, atol=3e-6 * size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "dgc"])
+def test_nothing_is_lost_over_many_steps(name: str, size: int) -> None:
+    """The mean of what arrives comes to the mean of what is sent as fast as residuals stay small."""
+    codec, steps = CODECS[name], 40
+    memories = memories_for(codec, size, 600)
+    inputs = gradients(size, 600)
+    total = np.zeros(600)
+    for _ in range(steps):
+        total += reduced(codec, inputs, memories, scale=1 / size)[0]
+    dense = sum(one.astype(np.float64) for one in inputs) / size
+    kept = sum(memory.arrays["residual"].astype(np.float64) for memory in memories) / size
+    np.testing.assert_allclose(total + kept, steps * dense, rtol=0, atol=1e-4)
+
+
+def oracle(codec: PayloadCodec, inputs: list[Array], way: str) -> Array:
+    """The sum that payloads of this codec stand for, in float64, written down plainly. Without feedback."""
+
+    def lossy(values: Array, begin: int) -> Array:
+        memory = Memory(begin + values.size, codec.keeps).part(begin, begin + values.size)
+        payload = encoded(codec, values.astype(np.float32), memory)
+        return decoded(codec, payload, values.size).astype(np.float64)
+
+    if way == "gather":
+        return sum((lossy(one, 0) for one in inputs), np.zeros(inputs[0].size))
+    result = np.empty(inputs[0].size)
+    for owner, (begin, end) in enumerate(partition(result.size, len(inputs), 4)):
+        own = inputs[owner][begin:end].astype(np.float64)
+        for rank, one in enumerate(inputs):
+            if rank != owner:
+                own = own + lossy(one[begin:end], begin)
+        result[begin:end] = lossy(own, begin)
+    return result
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WITHOUT_FEEDBACK)
+def test_every_aggregation_agrees_with_float64(name: str, size: int) -> None:
+    codec = WITHOUT_FEEDBACK[name]
+    for elements in [one for one in ELEMENTS if one]:
+        # Whole numbers, of which sums are exact in float32 and float64 alike, so that both encode the same values.
+        inputs = [np.round(100 * one).astype(np.float32) for one in gradients(size, elements)]
+        if name in ("int8", "int4"):  # whose step is then a whole number
+            for one in inputs:
+                one[::16] = 127 * 7
+        way, _ = choose_way(elements, size, codec)
+        result, _ = reduced(codec, inputs, memories_for(codec, size, elements))
+        expected = oracle(codec, inputs, way)
+        np.testing.assert_allclose(result, expected, rtol=0, atol=3e-7 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dense_payloads_send_the_bytes_of_two_phases(size: int) -> None:
+    elements = 1024 * size
+    for codec in (Int8(), OneBit()):
+        _, sent = reduced(codec, gradients(size, elements), memories_for(codec, size, elements))
+        chunk = frames.HEADER_BYTES + codec.most_bytes(elements // size)
+        assert sent == [2 * (size - 1) * chunk] * size
+
+
+def test_sparse_payloads_go_the_way_that_sends_less() -> None:
+    codec = TopK(0.01)
+    assert choose_way(100_000, 2, codec)[0] == "gather"
+    assert choose_way(100_000, 3, codec)[0] == "two_phase"
+    assert choose_way(100_000, 16, Int8())[0] == "two_phase"
+    for size in SIZES:
+        elements = 16_000 * size
+        _, sent = reduced(codec, gradients(size, elements), memories_for(codec, size, elements))
+        pairs = 1.25 * 0.01 * elements
+        overhead = 2 * (size - 1) * (frames.HEADER_BYTES + 16)
+        formula = {2: (size - 1) * 8 * pairs}.get(size, 2 * (size - 1) / size * 8 * pairs)
+        assert max(sent) <= formula + overhead
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_other_floating_types_are_converted_there_and_back(dtype: str, size: int) -> None:
+    inputs = gradients(size, 300)
+    codec = Int8()
+    narrow = [one.astype(dtype) for one in inputs]
+    expected, _ = reduced(codec, [one.astype(np.float32) for one in narrow], memories_for(codec, size, 300))
+    result, _ = reduced(codec, narrow, memories_for(codec, size, 300))
+    np.testing.assert_array_equal(result, expected.astype(dtype))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after_it(name: str, size: int) -> None:
+    codec = CODECS[name]
+    memories = memories_for(codec, size, 3000, seed=1)
+    for odd in (np.nan, np.inf):
+        inputs = gradients(size, 3000)
+        inputs[size - 1][1234] = odd
+        with np.errstate(all="ignore"):
+            result, _ = reduced(codec, inputs, memories)
+        assert not np.isfinite(result).all()
+        assert all(np.isfinite(array).all() for memory in memories for array in memory.arrays.values())
+        assert np.isfinite(reduced(codec, gradients(size, 3000, 1), memories)[0]).all()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_tally_counts_what_travelled(size: int) -> None:
+    codec = TopK(0.01)
+    memories = memories_for(codec, size, 48_000)
+    _, sent = reduced(codec, gradients(size, 48_000), memories)
+    for memory, nbytes in zip(memories, sent, strict=True):
+        assert memory.tally.operations == 1
+        assert memory.tally.bytes_before == 2 * 4 * 48_000 * (size - 1) // size
+        assert memory.tally.bytes_after == nbytes
+        assert memory.tally.encode_seconds > 0 < memory.tally.decode_seconds
+
+
+def test_one_rank_alone_encodes_nothing() -> None:
+    values = gradients(1, 100)[0]
+    result, sent = reduced(OneBit(), [values], memories_for(OneBit(), 1, 100), scale=0.5)
+    np.testing.assert_array_equal(result, values * np.float32(0.5))
+    assert sent == [0]
+
+
+class DamagingTransport(LoopbackTransport):
+    """Changes the bytes of one message that it sends."""
+
+    damage: Callable[[int, Bytes], Bytes] = staticmethod(lambda number, message: message)
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.sent = 0
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        self.sent += 1
+        return super().isend(self.damage(self.sent - 1, buffer.copy()), peer, tag)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["int8", "int4", "onebit", "topk", "randomk", "threshold"]),
+    st.integers(0, 3),
+    st.integers(0, 10**6),
+    st.integers(0, 7),
+)
+def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, at: int, bit: int) -> None:
+    codec = CODECS[name]
+    inputs = gradients(2, 700)
+    memories = memories_for(codec, 2, 700)
+    flipped = []
+
+    def flip(number: int, message: Bytes) -> Bytes:
+        if number == which:
+            flipped.append(message.nbytes)
+            message[at % message.nbytes] ^= 1 << bit
+        return message
+
+    wires: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
+    transports = [DamagingTransport(0, 2, wires), LoopbackTransport(1, 2, wires)]
+    transports[0].damage = flip  # type: ignore[attr-defined]
+    buffers = [one.copy() for one in inputs]
+    running = [
+        compressed_allreduce(Group(transport, [0, 1]), buffers[rank], 1.0, codec, 0, memories[rank])
+        for rank, transport in enumerate(transports)
+    ]
+    failure: Exception | None = None
+    try:
+        pending: list[list[Transfer]] = [[], []]
+        while any(steps is not None for steps in running):
+            for rank, steps in enumerate(running):
+                pending[rank] = [transfer for transfer in pending[rank] if not transfer.done()]
+                if steps is not None and not pending[rank]:
+                    try:
+                        pending[rank] = list(next(steps))
+                    except StopIteration:
+                        running[rank] = None  # type: ignore[call-overload]
+    except (PayloadError, AssertionError) as error:
+        failure = error
+    if isinstance(failure, PayloadError):
+        assert failure.rank == 0
+        assert "payload of rank 0 is damaged" in str(failure)
+    if isinstance(failure, AssertionError):
+        # A length that was changed is not that of what comes, which this network in memory, as any other, notices.
+        assert flipped == [8]
+    assert (failure is not None) == bool(flipped)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_unsealing_anything_is_the_payload_or_an_error(noise: bytes, keep: int) -> None:
+    codec = RandomK(0.1)
+    identity = frames.identity(codec.told)
+    payload = encoded(codec, gradients(1, 700)[0], memory_for(codec, 700))
+    frame = np.zeros(frames.HEADER_BYTES + payload.nbytes, dtype=np.uint8)
+    frame[frames.HEADER_BYTES :] = payload
+    sealed = frames.seal(frame, payload.nbytes, 700, identity)
+    assert frames.unseal(sealed, 700, identity, 3).tobytes() == payload.tobytes()
+    damaged = np.concatenate([sealed[:keep], np.frombuffer(noise, dtype=np.uint8)])
+    if damaged.tobytes() != sealed.tobytes():
+        with pytest.raises(PayloadError, match="payload of rank 3 is damaged"):
+            frames.unseal(damaged, 700, identity, 3)
+    for elements, other in ((701, identity), (700, identity ^ 1)):
+        with pytest.raises(PayloadError, match="payload of rank 3 is damaged"):
+            frames.unseal(sealed, elements, other, 3)

@@ -1,0 +1,380 @@
+"""Compression on real ranks: in optimizers and in operations, of which nothing may be lost on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdkit.compression import CustomCodec, PayloadCodec
+from tests.torch.optimizer_support import assert_close, assert_identical, expect
+
+SHAPES = {"large": (50, 60), "wide": (3, 700), "bias": (60,)}
+
+
+@dataclass(frozen=True)
+class EverySecond(CustomCodec):
+    """Half of the values, the rest next time: a codec as a user writes it."""
+
+    name: ClassVar[str] = "every_second"
+    largest_ratio: ClassVar[float] = 0.5
+
+    first: int = 0
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        return values[self.first :: 2]
+
+    def decode(self, payload: np.ndarray, elements: int) -> np.ndarray:
+        values = np.zeros(elements, dtype=np.float32)
+        values[self.first :: 2] = payload.view(np.float32)
+        return values
+
+
+def compress(hvd: Any) -> str:
+    """What makes codecs work wherever the ranks are."""
+    return "everywhere" if hvd.local_size() == hvd.size() else "between_nodes"
+
+
+def codecs(hvd: Any) -> dict[str, PayloadCodec]:
+    where, compression = {"compress": compress(hvd)}, hvd.Compression
+    return {
+        "int8": compression.int8(**where),
+        "int8 stochastic": compression.int8(stochastic=True, **where),
+        "int4": compression.int4(**where),
+        "onebit": compression.onebit(**where),
+        "topk": compression.topk(0.05, **where),
+        "randomk": compression.randomk(0.1, **where),
+        "threshold": compression.threshold(2.0, **where),
+        "custom": EverySecond(first=1, **where),
+    }
+
+
+class Constant(nn.Module):
+    """Its gradients do not depend on its weights, so that all steps' gradients are known."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+            self.register_buffer(f"{name}_gradient", torch.randn(shape, generator=generator))
+
+    def forward(self) -> torch.Tensor:
+        return sum((getattr(self, name) * getattr(self, f"{name}_gradient")).sum() for name in SHAPES)  # type: ignore[return-value]
+
+
+def make(
+    hvd: Any, compression: Any, rate: float = 1.0, seed: int | None = None, **options: Any
+) -> tuple[nn.Module, Any]:
+    net = Constant(hvd.rank() if seed is None else seed)
+    sgd = torch.optim.SGD(net.parameters(), lr=rate)
+    return net, hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=compression, **options)
+
+
+def take_steps(net: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net().backward()
+        optimizer.step()
+
+
+def mean_gradient(hvd: Any, name: str) -> torch.Tensor:
+    return sum(getattr(Constant(rank), f"{name}_gradient") for rank in range(hvd.size())) / hvd.size()  # type: ignore[return-value]
+
+
+def owed(hvd: Any, optimizer: Any) -> list[torch.Tensor]:
+    """What all ranks keep of each parameter, as they would add it to what the optimizer sees."""
+    saved = optimizer.state_dict()["compression"]
+    mine = [
+        kept["residual"] * unit if "residual" in kept else torch.zeros(0)
+        for kept, unit in zip(saved["kept"], saved["units"], strict=True)
+    ]
+    totals = [hvd.allreduce(one.to(torch.float64), op=hvd.Sum) for one in mine]
+    return [total.to(torch.float32) for total in totals]
+
+
+def check_nothing_lost(hvd: Any, net: nn.Module, optimizer: Any, steps: int, rate: float = 1.0) -> None:
+    """What was applied and what is owed are all steps' gradients."""
+    for (name, parameter), kept in zip(net.named_parameters(), owed(hvd, optimizer), strict=True):
+        applied = -parameter.detach() / rate
+        total = applied + (kept.view(parameter.shape) if kept.numel() else 0)
+        assert_close(total, steps * mean_gradient(hvd, name), 1e-4)
+
+
+def case_nothing_is_lost_with_any_codec(hvd: Any) -> None:
+    for name, codec in codecs(hvd).items():
+        net, optimizer = make(hvd, codec)
+        take_steps(net, optimizer, 7)
+        assert_identical(hvd, net)
+        check_nothing_lost(hvd, net, optimizer, 7)
+        assert max(total.abs().max() for total in owed(hvd, optimizer) if total.numel()) > 0, name
+        kept = optimizer.state_dict()["compression"]["kept"]
+        assert not kept[2], "biases are dense"
+
+
+def case_the_same_run_gives_the_same_bits(hvd: Any) -> None:
+    for codec in codecs(hvd).values():
+        digests = []
+        for _ in range(2):
+            net, optimizer = make(hvd, codec)
+            take_steps(net, optimizer, 4)
+            digests.append([parameter.detach().numpy().tobytes() for parameter in net.parameters()])
+        assert digests[0] == digests[1]
+
+
+def case_without_feedback_nothing_is_kept(hvd: Any) -> None:
+    for codec in codecs(hvd).values():
+        net, optimizer = make(hvd, replace(codec, feedback=False))
+        take_steps(net, optimizer, 3)
+        assert_identical(hvd, net)
+        assert "compression" not in optimizer.state_dict()
+
+
+def case_sums_and_factors(hvd: Any) -> None:
+    for options, factor in (
+        ({"op": hvd.Sum}, hvd.size()),
+        ({"gradient_predivide_factor": 2.0}, 1),
+    ):
+        net, optimizer = make(hvd, hvd.Compression.int8(compress=compress(hvd)), **options)
+        take_steps(net, optimizer, 5)
+        assert_close(-net.large.detach(), 5 * factor * mean_gradient(hvd, "large"), 0.01)
+
+
+def case_other_floating_types(hvd: Any) -> None:
+    for dtype, tolerance in ((torch.float64, 0.01), (torch.float16, 0.02), (torch.bfloat16, 0.05)):
+        net = Constant(hvd.rank()).to(dtype)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        codec = hvd.Compression.int8(compress=compress(hvd))
+        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=codec)
+        take_steps(net, optimizer, 2)
+        assert_identical(hvd, net.to(torch.float32))
+        assert_close(-net.large.detach(), 2 * mean_gradient(hvd, "large"), tolerance)
+
+
+def case_casts_for_all_gradients(hvd: Any) -> None:
+    for codec, tolerance in ((hvd.Compression.fp16, 2e-3), (hvd.Compression.bf16, 2e-2)):
+        net, optimizer = make(hvd, codec)
+        take_steps(net, optimizer, 2)
+        assert_identical(hvd, net)
+        for name in SHAPES:
+            assert_close(-getattr(net, name).detach(), 2 * mean_gradient(hvd, name), tolerance)
+
+
+def case_a_pattern_for_each_parameter(hvd: Any) -> None:
+    topk, int8 = hvd.Compression.topk(0.05, compress=compress(hvd)), hvd.Compression.int8(compress=compress(hvd))
+    for policy in (
+        {"lar*": topk, "bias": int8},
+        lambda name, parameter: {"large": topk, "bias": int8}.get(name),
+    ):
+        net, optimizer = make(hvd, policy)
+        take_steps(net, optimizer, 5)
+        assert_identical(hvd, net)
+        check_nothing_lost(hvd, net, optimizer, 5)
+        assert_close(-net.wide.detach(), 5 * mean_gradient(hvd, "wide"))
+        kept = optimizer.state_dict()["compression"]["kept"]
+        assert [sorted(one) for one in kept] == [["residual"], [], ["residual"]]
+
+
+def case_parameters_frozen_and_unfrozen(hvd: Any) -> None:
+    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
+    take_steps(net, optimizer, 3)
+    net.wide.requires_grad_(False)
+    take_steps(net, optimizer, 3)
+    net.wide.requires_grad_(True)
+    take_steps(net, optimizer, 3)
+    net.wide.requires_grad_(False)
+    take_steps(net, optimizer, 1)
+    assert_identical(hvd, net)
+    saved = optimizer.state_dict()["compression"]
+    large = saved["parameters"].index(0)
+    kept = hvd.allreduce(saved["kept"][large]["residual"] * saved["units"][large], op=hvd.Sum)
+    assert_close(-net.large.detach() + kept.view(50, 60), 10 * mean_gradient(hvd, "large"), 1e-4)
+
+
+def case_reset_on_request(hvd: Any) -> None:
+    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
+    take_steps(net, optimizer, 3)
+    optimizer.reset_compression()
+    assert all(one["residual"].abs().max() == 0 for one in optimizer.state_dict()["compression"]["kept"] if one)
+    take_steps(net, optimizer, 1)
+    assert_identical(hvd, net)
+
+
+def case_resumed_from_a_checkpoint_with_the_same_bits(hvd: Any) -> None:
+    every = {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
+    for name, codec in every.items():
+        straight, optimizer = make(hvd, codec)
+        take_steps(straight, optimizer, 3)
+        weights, state = {key: one.clone() for key, one in straight.state_dict().items()}, optimizer.state_dict()
+        take_steps(straight, optimizer, 3)
+        resumed, other = make(hvd, codec)
+        resumed.load_state_dict(weights)
+        other.load_state_dict(state)
+        take_steps(resumed, other, 3)
+        for ours, theirs in zip(resumed.parameters(), straight.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def case_one_checkpoint_for_all_ranks_is_taken_once(hvd: Any) -> None:
+    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
+    take_steps(net, optimizer, 3)
+    of_root = hvd.broadcast_object(optimizer.state_dict(), 0)
+    before = [one.clone() for one in net.parameters()]
+    optimizer.load_state_dict(of_root)
+    kept = of_root["compression"]
+    large = kept["kept"][0]["residual"] * kept["units"][0]
+    assert_close(owed(hvd, optimizer)[0], large)
+    take_steps(net, optimizer, 1)
+    moved = before[0].detach() - net.large.detach() + owed(hvd, optimizer)[0].view(50, 60)
+    assert_close(moved, mean_gradient(hvd, "large") + large.view(50, 60), 1e-4)
+
+
+def case_checkpoints_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
+    """Those of all ranks, of which some are missing here and some come twice, as from a larger or smaller job."""
+    codec = hvd.Compression.topk(0.05, compress=compress(hvd))
+    net, optimizer = make(hvd, codec)
+    take_steps(net, optimizer, 3)
+    everyones = hvd.allgather_object(optimizer.state_dict())
+    for count in (1, hvd.size() + 1, 2 * hvd.size() + 1):
+        states = []
+        for rank in range(count):
+            state = everyones[rank % hvd.size()]
+            states.append({**state, "compression": {**state["compression"], "rank": rank, "place": "elsewhere"}})
+        total = sum(one["compression"]["kept"][0]["residual"] * one["compression"]["units"][0] for one in states)
+        other, other_optimizer = make(hvd, codec, seed=0)
+        other_optimizer.load_state_dict(hvd.merge_state_dicts(states))
+        take_steps(other, other_optimizer, 1)
+        moved = -other.large.detach() + owed(hvd, other_optimizer)[0].view(50, 60)
+        assert_close(moved, Constant(0).large_gradient + total.view(50, 60), 1e-4)
+        take_steps(other, other_optimizer, 1)
+        moved = -other.large.detach() + owed(hvd, other_optimizer)[0].view(50, 60)
+        assert_close(moved, 2 * Constant(0).large_gradient + total.view(50, 60), 1e-4)
+
+
+def case_what_is_not_finite_reaches_all_ranks_and_no_residual(hvd: Any) -> None:
+    every = {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
+    for name, codec in every.items():
+        net, optimizer = make(hvd, codec)
+        take_steps(net, optimizer, 2)
+        for odd in (float("nan"), float("inf")):
+            optimizer.zero_grad()
+            gradient = net.large_gradient.clone()
+            if hvd.rank() == hvd.size() - 1:
+                net.large_gradient[20, 7] = odd
+            net().backward()
+            optimizer.synchronize()
+            net.large_gradient.copy_(gradient)
+            assert not torch.isfinite(net.large.grad).all(), name
+            state = optimizer.state_dict()["compression"]
+            assert all(torch.isfinite(array).all() for one in state["kept"] for array in one.values()), name
+        optimizer.zero_grad()
+        net().backward()
+        optimizer.synchronize()
+        assert torch.isfinite(net.large.grad).all(), name
+
+
+def case_ranks_that_run_out_of_data_join(hvd: Any) -> None:
+    every = {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
+    for codec in every.values():
+        net, optimizer = make(hvd, codec)
+        take_steps(net, optimizer, 2 + hvd.rank())
+        assert hvd.join() in range(hvd.size())
+        hvd.broadcast_parameters(net.state_dict(), root_rank=hvd.size() - 1)
+        assert_identical(hvd, net)
+
+
+def case_operations_with_codecs(hvd: Any) -> None:
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(hvd.rank()))
+    everyones = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
+    mean = sum(everyones) / hvd.size()
+    where = {"compress": compress(hvd)}
+    for codec, tolerance in (
+        (hvd.Compression.int8(**where), 0.02),
+        (hvd.Compression.int4(**where), 0.3),
+        (hvd.Compression.topk(0.9, **where), 0.2),
+        (hvd.Compression.threshold(0.0, **where), 1e-5),
+        (hvd.Compression.bf16, 0.02),
+    ):
+        before = values.clone()
+        result = hvd.allreduce(values, compression=codec, name="one")
+        assert torch.equal(values, before)
+        assert_close(result, mean, tolerance)
+        everyone = hvd.allgather_object(result.numpy().tobytes())
+        assert len(set(everyone)) == 1
+        pair = hvd.grouped_allreduce([values, 2 * values], compression=codec, op=hvd.Sum, name="pair")
+        assert_close(pair[1], 2 * hvd.size() * mean, tolerance)
+        rows = hvd.reducescatter(values.view(300, 10), compression=codec, name="rows")
+        each, longer = divmod(300, hvd.size())
+        begin = hvd.rank() * each + min(hvd.rank(), longer)
+        assert_close(rows, mean.view(300, 10)[begin : begin + len(rows)], tolerance)
+        wanting = values.clone().requires_grad_()
+        hvd.allreduce(wanting, compression=codec, name="gradient").sum().backward()
+        assert_close(wanting.grad, torch.ones(3000), tolerance)
+
+
+def case_operations_with_a_codec_while_a_rank_has_joined(hvd: Any) -> None:
+    codec = EverySecond(compress=compress(hvd))
+    if hvd.rank() > 0:
+        values = torch.ones(2000)
+        result = hvd.allreduce(values, op=hvd.Sum, compression=codec, name="late")
+        assert result[::2].eq(hvd.size() - 1).all()
+    hvd.join()
+
+
+def case_ranks_with_other_codecs(hvd: Any) -> None:
+    odd = hvd.rank() == hvd.size() - 1
+    compression = hvd.Compression
+    for ours, theirs, told in (
+        (compression.topk(0.05), compression.topk(0.1), "topk(feedback=True"),
+        (compression.randomk(0.1, seed=1), compression.randomk(0.1, seed=2), "seed=2"),
+        (compression.int8, compression.int4, "int4"),
+        (compression.int8, compression.int8(feedback=False), "feedback=False"),
+        (compression.int8, compression.int8(compress="everywhere"), "everywhere"),
+        ({"large": compression.int8}, {"wide": compression.int8}, "'large' float32[50, 60]: rank 0"),
+    ):
+        net, optimizer = make(hvd, theirs if odd else ours)
+        with expect(hvd.HorovodInternalError, "Mismatched compressions", "SGD", told):
+            take_steps(net, optimizer, 1)
+    with expect(hvd.HorovodInternalError, "ismatched compressions", "'odd'"):
+        hvd.allreduce(torch.ones(9), compression=compression.int8 if odd else compression.int4, name="odd")
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def case_wrong_arguments(hvd: Any) -> None:
+    compression = hvd.Compression
+    for wrong, error, text in (
+        (lambda: compression.topk(0.0), ValueError, "ratio must be above 0 and at most 1"),
+        (lambda: compression.topk(1.5), ValueError, "ratio must be above 0 and at most 1"),
+        (lambda: compression.topk("0.1"), TypeError, "ratio must be a number"),
+        (lambda: compression.int8(block=8), ValueError, "block must be from 16"),
+        (lambda: compression.int8(block=100), ValueError, "multiple of 16"),
+        (lambda: compression.onebit(block=256), ValueError, "block must be from 512"),
+        (lambda: compression.int8(compress="here"), ValueError, "'between_nodes' or 'everywhere'"),
+        (lambda: compression.int8(feedback=1), TypeError, "feedback must be True or False"),
+        (lambda: compression.threshold(-1.0), ValueError, "threshold must be 0 or more"),
+        (lambda: compression.threshold(float("nan")), ValueError, "threshold must be 0 or more"),
+        (lambda: compression.randomk(0.1, seed=-1), ValueError, "seed must be from 0"),
+        (lambda: compression.dgc(0.01, momentum=1.0), ValueError, "momentum must be at least 0 and less than 1"),
+        (lambda: compression.dgc(0.01, clip=0.0), ValueError, "clip must be above 0"),
+        (lambda: compression.dgc(0.01, feedback=False), ValueError, "feedback must be True"),
+    ):
+        with expect(error, text):
+            wrong()
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        with expect(ValueError, "only Average and Sum"):
+            hvd.allreduce(torch.ones(4), op=op, compression=compression.topk(0.1))
+        with expect(ValueError, "only Average and Sum"):
+            make(hvd, compression.int8, op=op)
+    with expect(ValueError, "torch.int64", "only floating types"):
+        hvd.allreduce(torch.ones(4, dtype=torch.int64), op=hvd.Sum, compression=compression.int8)
+    with expect(ValueError, "needs a DistributedOptimizer"):
+        hvd.allreduce(torch.ones(4), compression=compression.dgc(0.1))
+    with expect(TypeError, "compression['large']"):
+        make(hvd, {"large": 3})
+    with expect(TypeError, "patterns must be strings"):
+        make(hvd, {3: compression.int8})
+    with expect(TypeError, "compression must be one of hvd.Compression"):
+        make(hvd, 3)
