@@ -19,15 +19,14 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.low_rank import low_rank_allreduce
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import Cast, Codec, Memory, PayloadCodec, frames
+from hvdkit.compression import Cast, Codec, LossyCodec, Memory, PayloadCodec, PowerSGD, frames
+from hvdkit.compression.memory import TURN
 from hvdkit.compression.payload import as_float32
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Bytes, Transfer
-
-TAGS = 4  # that an allreduce of payloads uses
-TURN = "turn"
 
 
 def choose_way(elements: int, ranks: int, codec: PayloadCodec) -> tuple[str, str]:
@@ -44,45 +43,45 @@ def choose_way(elements: int, ranks: int, codec: PayloadCodec) -> tuple[str, str
     return name, f"payloads of about {payload} bytes x {ranks} ranks: gather {gather}, two_phase {two_phase} bytes"
 
 
-def compressed_allreduce(
-    group: Group, flat: Array, scale: float, codec: PayloadCodec, tag: int, memory: Memory
+def allreduce_encoded(
+    group: Group, flat: Array, op: ReduceOp, scale: float, codec: Codec, tag: int, memory: Memory | None
 ) -> Steps[None]:
-    """Replace ``flat`` by ``scale`` times its sum over all ranks, as far as the codec carries it.
+    """Replace ``flat`` by ``scale * (op over all ranks)``, by the algorithm that goes with the codec.
 
-    ``memory`` is that of these elements. Uses ``tag`` up to ``tag + 3``. Values of other floating types are converted
-    to float32 and back. On one rank nothing travels, so nothing is encoded. Raises PayloadError where a payload does
-    not arrive as it was sent.
+    Uses ``tag`` and ``tag + 1``, lossy codecs four tags. These need a sum, and a memory of these elements if they keep
+    anything; values of other floating types they convert to float32 and back. On one rank nothing travels, so nothing
+    is encoded. Raises PayloadError where a payload does not arrive as it was sent.
     """
+    if isinstance(codec, Cast):
+        yield from allreduce(group, flat, op, scale, codec, tag)
+        return
+    assert isinstance(codec, LossyCodec), codec
+    assert op == ReduceOp.SUM, op
     if group.size == 1 or not flat.size:
         if scale != 1.0:
             kernels.scale_into(flat, flat, scale)
         return
+    memory = memory or Memory(flat.size)
     values = as_float32(flat)
-    memory.turn = int(memory.recall(TURN) or memory.turn)
-    way, _ = choose_way(flat.size, group.size, codec)
+    memory.turn, memory.salt = int(memory.recall(TURN) or memory.turn), 2 * group.rank
+    # Of its own, since others that are under way count what they send in this one.
+    wire = Group(group.transport, group.members, group.choice)
     started = perf_counter()
     codec.prepare(values, memory, group.size)
     memory.tally.encode_seconds += perf_counter() - started
     memory.tally.operations += 1
     memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size)
-    sent = group.bytes_sent
-    yield from _WAYS[way](group, values, scale, codec, tag, memory)
-    memory.tally.bytes_after += group.bytes_sent - sent
+    if isinstance(codec, PowerSGD):
+        yield from low_rank_allreduce(wire, values, scale, codec, tag, memory)
+    else:
+        assert isinstance(codec, PayloadCodec)
+        way, _ = choose_way(flat.size, group.size, codec)
+        yield from _WAYS[way](wire, values, scale, codec, tag, memory)
+    memory.tally.bytes_after += wire.bytes_sent
+    group.bytes_sent += wire.bytes_sent
     if values is not flat:
         kernels.convert_into(flat, values)
     memory.keep(TURN, memory.turn + 1)
-
-
-def allreduce_encoded(
-    group: Group, flat: Array, op: ReduceOp, scale: float, codec: Codec, tag: int, memory: Memory | None
-) -> Steps[None]:
-    """Replace ``flat`` by ``scale * (op over all ranks)``, by the algorithm that goes with the codec."""
-    if isinstance(codec, PayloadCodec):
-        assert op == ReduceOp.SUM, op
-        yield from compressed_allreduce(group, flat, scale, codec, tag, memory or Memory(flat.size))
-    else:
-        assert isinstance(codec, Cast)
-        yield from allreduce(group, flat, op, scale, codec, tag)
 
 
 def _bytes_before(nbytes: int, ranks: int) -> int:
@@ -97,7 +96,9 @@ def _two_phase(group: Group, values: Array, scale: float, codec: PayloadCodec, t
     yield from _sum_own(wire, group, values, bounds, tag, memory)
     own, sends, sums = chunks[me], [], {}
     if own.size:
-        frame = wire.encode(own, memory.part(*bounds[me]))
+        of_sum = memory.part(*bounds[me])
+        of_sum.salt += 1
+        frame = wire.encode(own, of_sum)
         sends = wire.send(frame, group.peers(), tag + 2)
         sums[me] = frame
     incoming = yield from wire.receive({peer: chunks[peer].size for peer in group.peers()}, sends, tag + 2)
@@ -123,14 +124,14 @@ def _sum_own(
 
 
 def compressed_reduce_scatter(
-    group: Group, flat: Array, bounds: Sequence[tuple[int, int]], scale: float, codec: PayloadCodec, tag: int
+    group: Group, flat: Array, bounds: Sequence[tuple[int, int]], scale: float, codec: PayloadCodec, tag: int, turn: int
 ) -> Steps[Array]:
     """This rank's run of ``flat``, in float32: ``scale`` times the sum of all ranks' runs. Uses ``tag``, ``tag + 1``.
 
     The first phase of two: each rank's own run is added as it is, and nothing is kept.
     """
     values, memory = as_float32(flat), Memory(flat.size)
-    memory.turn = tag
+    memory.turn, memory.salt = turn, 2 * group.rank
     if group.size > 1:
         yield from _sum_own(_Wire(group, codec, memory), group, values, bounds, tag, memory)
     own = values[slice(*bounds[group.rank])]

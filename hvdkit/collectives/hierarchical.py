@@ -15,7 +15,7 @@ from hvdkit.collectives.allreduce import choose_allreduce
 from hvdkit.collectives.compressed import allreduce_encoded, choose_way
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
-from hvdkit.compression import Cast, Codec, Memory, PayloadCodec
+from hvdkit.compression import Cast, Codec, LossyCodec, Memory, PayloadCodec
 from hvdkit.kernels import HALVES, ReduceOp
 
 # A piece takes many times the latency of any wire, and each has two of an operation's eight tags.
@@ -64,6 +64,17 @@ def node_shares(count: int, itemsize: int, layout: Layout, ranks: int) -> list[t
     return partition(count, layout.carriers, itemsize) + [(count, count)] * (ranks - layout.carriers)
 
 
+def whole_shares(begins: Sequence[int], count: int, layout: Layout, ranks: int) -> list[tuple[int, int]]:
+    """Like ``node_shares``, cut only where tensors begin, as near as that is to equal parts."""
+    cuts = [0]
+    for carrier in range(1, layout.carriers):
+        wanted = count * carrier // layout.carriers
+        cuts.append(max(cuts[-1], min([*begins, count], key=lambda begin: abs(begin - wanted))))
+    cuts.append(count)
+    shares = [(cuts[carrier], cuts[carrier + 1]) for carrier in range(layout.carriers)]
+    return shares + [(count, count)] * (ranks - layout.carriers)
+
+
 def node_bytes(nbytes: int, ranks: int) -> int:
     """What a rank reads and writes in the other ranks' memory for the node's sum and the pass back."""
     return 2 * nbytes * (ranks - 1) // ranks
@@ -109,7 +120,7 @@ def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, st
 def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | None = None) -> str:
     """How an allreduce of ``nbytes`` bytes, cut into ``pieces``, travels among these ranks and why, for people."""
     layout, choice, nodes = group.layout, group.choice, nodes_of(group)
-    if isinstance(codec, PayloadCodec) and (codec.everywhere or layout is None or nodes > 1):
+    if isinstance(codec, LossyCodec) and (codec.everywhere or layout is None or nodes > 1):
         return why_encoded(group, nbytes, codec)
     if layout is not None and nodes == 1:
         assert layout.staging is not None
@@ -124,12 +135,14 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | Non
     return told if staging is None else f"{told}; {staging.why_handover(nbytes // pieces)}"
 
 
-def why_encoded(group: Group, nbytes: int, codec: PayloadCodec) -> str:
+def why_encoded(group: Group, nbytes: int, codec: LossyCodec) -> str:
     """How float32 gradients of ``nbytes`` bytes travel in payloads and why, for people."""
     layout = None if codec.everywhere else group.layout
     nodes, carriers = (group.size, 1) if layout is None else (len(layout.nodes), layout.carriers)
-    name, reason = choose_way(nbytes // 4 // carriers, nodes, codec)
-    told = f"{name} of {codec.told}: {reason}"
+    told = codec.told
+    if isinstance(codec, PayloadCodec):
+        name, reason = choose_way(nbytes // 4 // carriers, nodes, codec)
+        told = f"{name} of {codec.told}: {reason}"
     return told if layout is None else f"the sum of each node, then {told} between nodes"
 
 
@@ -144,11 +157,13 @@ def layout_allreduce(
     turns: tuple[int, int],
     source: Array | None = None,
     memory: Memory | None = None,
+    shares: Sequence[tuple[int, int]] | None = None,
 ) -> Steps[None]:
-    """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``; payload codecs four tags.
+    """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``; lossy codecs four tags.
 
     ``turns`` are what ``Layout.draw`` gave; ``source`` is what this rank contributes, if not what lies in ``flat``;
-    ``memory`` is a payload codec's, of all of ``flat``.
+    ``memory`` is a codec's, of all of ``flat``; ``shares`` are the elements that each of this node's ranks carries, if
+    not equal parts.
 
     Within a node nothing is encoded. The order of the sum is that of the ranks within a node, then that of the nodes.
     """
@@ -162,7 +177,7 @@ def layout_allreduce(
         flat[...] = source
     members = staging.members if staging is not None else [group.members[group.rank]]
     me = members.index(group.members[group.rank])
-    shares = node_shares(flat.size, flat.itemsize, layout, len(members))
+    shares = shares or node_shares(flat.size, flat.itemsize, layout, len(members))
     node_scale, wire_scale = early_scale(flat, op, scale, codec)
     if staging is not None:
         yield from staging.run(0, turns[0], Mode.REDUCE_SCATTER, flat, shares, op, node_scale)

@@ -18,12 +18,12 @@ class Codec(ABC):
 
     name: ClassVar[str]
     lossy: ClassVar[bool]
-    keeps_zeros: ClassVar[bool] = True  # whether zeros are zeros after decoding
 
     @property
     def told(self) -> str:
         """The codec and its parameters: what ranks compare, and people read."""
         if not dataclasses.is_dataclass(self):
             return self.name
-        fields = [f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)]
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        fields = [f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values]
         return f"{self.name}({', '.join(fields)})"

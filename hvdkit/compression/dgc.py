@@ -26,10 +26,11 @@ class DGC(TopK):
     """The ``ratio`` of the largest values of what each rank's own momentum has added up and not sent.
 
     Momentum correction: the velocity u = momentum * u + gradient is accumulated, not the gradient; momentum factor
-    masking: what is sent leaves the velocity too. So the optimizer itself must have no momentum. Local clipping: with
-    ``clip``, a gradient whose norm is above ``clip / sqrt(ranks)`` is scaled down to it before it is added, bucket by
-    bucket. Warm-up: in the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the first
-    epoch, then a constant factor less in each until ``ratio``.
+    masking: what is sent leaves the velocity too. So the optimizer itself must have no momentum, and small tensors are
+    encoded as well. Local clipping: with ``clip``, what a rank encodes at a time (its piece of a bucket, between nodes
+    its share of the node's sum) is scaled down to a norm of ``clip / sqrt(ranks)``, where that is smaller. Warm-up: in
+    the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the first epoch, then a constant
+    factor less in each until ``ratio``.
     """
 
     ratio: float = 0.001
@@ -39,6 +40,7 @@ class DGC(TopK):
     steps_per_epoch: int = 1
 
     name: ClassVar[str] = "dgc"
+    all_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +58,11 @@ class DGC(TopK):
         """What was added up and not sent, and the velocity."""
         return (*super().keeps, VELOCITY)
 
+    @property
+    def gain(self) -> float:
+        """A gradient comes again with each turn of the velocity."""
+        return 1.0 / (1.0 - self.momentum)
+
     def ratio_at(self, memory: Memory | None) -> float:
         """The part that is sent at a memory's turn."""
         epoch = self.warmup_epochs if memory is None else memory.turn // self.steps_per_epoch
@@ -69,7 +76,7 @@ class DGC(TopK):
         if residual is None or velocity is None:  # of a rank that has closed its plan and gives zeros
             return
         if self.clip is not None:
-            norm, most = float(np.sqrt(np.dot(values, values))), self.clip / ranks**0.5
+            norm, most = float(np.linalg.norm(values.astype(np.float64))), self.clip / ranks**0.5
             if most < norm < np.inf:
                 kernels.scale_into(values, values, most / norm)
         if kernels.momentum_into(velocity, residual, values, self.momentum):

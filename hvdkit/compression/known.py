@@ -13,7 +13,7 @@ from hvdkit.compression.quantised import Int4, Int8, OneBit
 from hvdkit.compression.random_k import RandomK
 from hvdkit.compression.sparse import Threshold, TopK
 
-_FIELD = re.compile(r"(\w+)=('\w*'|[\w.+-]+)")
+_FIELD = re.compile(r"(\w+)=('[^']*'|[\w.+-]+)")
 
 
 def _classes() -> dict[str, type[PayloadCodec]]:
@@ -22,7 +22,7 @@ def _classes() -> dict[str, type[PayloadCodec]]:
     while custom:
         known.append(custom.pop())
         custom += known[-1].__subclasses__()
-    return {one.name: one for one in known if hasattr(one, "name")}
+    return {one.name: one for one in reversed(known) if hasattr(one, "name")}
 
 
 def codec_told(told: str) -> Codec:

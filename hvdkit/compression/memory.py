@@ -13,6 +13,7 @@ Array = npt.NDArray[Any]
 
 # The residual of error feedback: what a rank owes to the sum because it was not sent yet.
 RESIDUAL = "residual"
+TURN = "turn"
 # What is remembered of a place: its name, and the elements (begin, end) counted from the start of the memory.
 Place = tuple[str, int, int]
 
@@ -40,7 +41,10 @@ class Tally:
 class Shared:
     """What all parts of a memory have in common."""
 
+    turn: int = 0  # of elements that have no number of their own
     numbers: dict[Place, float] = field(default_factory=dict)
+    vectors: dict[Place, Array] = field(default_factory=dict)
+    matrices: list[tuple[int, int, int]] = field(default_factory=list)  # where each tensor begins, its rows and columns
     tally: Tally = field(default_factory=Tally)
 
 
@@ -54,7 +58,8 @@ class Memory:
         self.elements = elements
         self.arrays: dict[str, Array] = {name: np.zeros(elements, dtype=np.float32) for name in keeps}
         self.begin = 0
-        self.turn = 0  # how often these elements were reduced before: the same number on all ranks
+        self.turn = 0  # how often these elements were reduced before
+        self.salt = 0  # a number of the rank and of the phase, for what shall be random in each of them
         self.shared = Shared()
 
     def part(self, begin: int, end: int) -> Memory:
@@ -64,6 +69,7 @@ class Memory:
         part.arrays = {name: array[begin:end] for name, array in self.arrays.items()}
         part.begin = self.begin + begin
         part.turn = self.turn
+        part.salt = self.salt
         part.shared = self.shared
         return part
 
@@ -75,6 +81,11 @@ class Memory:
     @property
     def tally(self) -> Tally:
         return self.shared.tally
+
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """Where each tensor among these elements begins, its rows and its columns."""
+        end = self.begin + self.elements
+        return [(at - self.begin, rows, cols) for at, rows, cols in self.shared.matrices if self.begin <= at < end]
 
     def recall(self, name: str) -> float | None:
         """A number that was kept for exactly these elements."""

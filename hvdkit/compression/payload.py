@@ -17,10 +17,10 @@ BETWEEN_NODES, EVERYWHERE = "between_nodes", "everywhere"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PayloadCodec(Codec):
-    """Encodes float32 gradients into payloads of bytes, which are decoded and summed in float32 on the other side.
+class LossyCodec(Codec):
+    """Sends less than the sum of gradients, and keeps what it does not send.
 
-    With ``feedback``, what a payload does not carry stays in the memory's residual and is added to the next gradient
+    With ``feedback``, what is not sent stays in the memory's residual and is added to the next gradient
     (Seide et al., 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training
     of speech DNNs"; Karimireddy et al., 2019, "Error feedback fixes SignSGD and other gradient compression schemes").
     ``compress`` says where: "between_nodes" (within a node gradients are summed where they lie, which costs less than
@@ -31,10 +31,13 @@ class PayloadCodec(Codec):
     compress: str = BETWEEN_NODES
 
     lossy: ClassVar[bool] = True
-    # Whether payloads of equally many elements have equally many bytes, so that nobody must tell how many come.
-    fixed: ClassVar[bool] = True
-    # Whether a part of the elements is sent as it is: sums then go to all at once where few ranks take part.
-    sparse: ClassVar[bool] = False
+    whole_tensors: ClassVar[bool] = False  # whether it must see a tensor as a whole, not a part of it
+    all_tensors: ClassVar[bool] = False  # whether it is for small tensors too, unless the user says otherwise
+
+    @property
+    def gain(self) -> float:
+        """What comes of a gradient in the end, in gradients."""
+        return 1.0
 
     def __post_init__(self) -> None:
         check_flag(self.name, "feedback", self.feedback)
@@ -52,6 +55,16 @@ class PayloadCodec(Codec):
 
     def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
         """Change this rank's gradient, in place, before it is summed with those of ``ranks`` ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PayloadCodec(LossyCodec):
+    """Encodes float32 gradients into payloads of bytes, which are decoded and summed in float32 on the other side."""
+
+    # Whether payloads of equally many elements have equally many bytes, so that nobody must tell how many come.
+    fixed: ClassVar[bool] = True
+    # Whether a part of the elements is sent as it is: sums then go to all at once where few ranks take part.
+    sparse: ClassVar[bool] = False
 
     @abstractmethod
     def most_bytes(self, elements: int) -> int:
@@ -124,7 +137,7 @@ class CustomCodec(PayloadCodec):
     def _bytes(self, encoded: Any, most: int) -> Bytes:
         flat = np.ascontiguousarray(encoded).reshape(-1).view(np.uint8)
         if flat.nbytes > most:
-            raise ValueError(
+            raise TypeError(
                 f"{self.told}: encode returned {flat.nbytes} bytes, more than the {most} that most_bytes allows\n"
                 "HINT: set largest_ratio of the class to the most that a payload may have of the gradient's bytes."
             )
@@ -133,7 +146,7 @@ class CustomCodec(PayloadCodec):
     def _decoded(self, payload: Bytes, elements: int) -> Array:
         decoded = np.asarray(self.decode(payload, elements))
         if decoded.shape != (elements,) or decoded.dtype != np.float32:
-            raise ValueError(
+            raise TypeError(
                 f"{self.told}: decode must return {elements} values in a flat float32 array, "
                 f"got {decoded.dtype}{list(decoded.shape)}"
             )

@@ -26,7 +26,8 @@ class _Quantised(PayloadCodec):
     """Values are multiples of a step, which is their block's largest magnitude / L; they are rounded to nearest even.
 
     With ``stochastic`` they are rounded up or down at random, so that the mean is right (Alistarh et al., 2017, "QSGD:
-    communication-efficient SGD via gradient quantization and encoding"); the same run draws the same numbers.
+    communication-efficient SGD via gradient quantization and encoding"); each rank and each phase draws its own
+    numbers, and the same run draws the same.
     """
 
     block: int = 256
@@ -52,7 +53,8 @@ class _Quantised(PayloadCodec):
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """The scales, then the codes."""
         scales, codes = _split(payload, *self._counts(values.size))
-        seed = (self.seed + memory.turn * 0x85EBCA6B + memory.begin) % 2**32 if self.stochastic else None
+        words = self.seed + memory.turn * 0x85EBCA6B + memory.begin + memory.salt * 0xC2B2AE35
+        seed = words % 2**32 if self.stochastic else None
         kernels.quantise_into(codes, scales, values, memory.residual, self.bits, self.block, seed)
         return payload.nbytes
 
@@ -88,7 +90,6 @@ class OneBit(PayloadCodec):
     block: int = 1024
 
     name: ClassVar[str] = "onebit"
-    keeps_zeros: ClassVar[bool] = False  # a zero has a sign too
 
     def __post_init__(self) -> None:
         super().__post_init__()

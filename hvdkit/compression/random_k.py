@@ -17,8 +17,8 @@ from hvdkit.compression.payload import PayloadCodec
 class RandomK(PayloadCodec):
     """One value out of each run of 1 / ``ratio`` values, at a place that changes from step to step.
 
-    Stich et al., 2018, "Sparsified SGD with memory", with a place in each stratum. With ``feedback`` values are sent
-    as they are; without, they are multiplied by what makes their mean right.
+    Stich et al., 2018, "Sparsified SGD with memory", with a place in each stratum. Values are sent as they are,
+    not multiplied by 1 / ``ratio``.
     """
 
     ratio: float = 0.01
@@ -54,15 +54,14 @@ class RandomK(PayloadCodec):
         payload[:16].view(np.int64)[...] = memory.turn, memory.begin
         places = self._places(values.size, memory.turn, memory.begin)
         picked, residual = payload[16:].view(np.float32), memory.residual
-        odd = ~np.isfinite(values)
-        any_odd = bool(odd.any())
         with np.errstate(all="ignore"):
-            if residual is None:
-                np.multiply(values[places], np.float32(values.size / max(1, places.size)), out=picked)
-            else:
-                np.add(residual, values, out=residual, where=~odd if any_odd else True)
-                picked[...] = residual[places]
-                residual[places] = 0.0
+            wanted = values if residual is None else values + residual
+        odd = ~np.isfinite(wanted)
+        any_odd = bool(odd.any())
+        picked[...] = wanted[places]
+        if residual is not None:
+            np.copyto(residual, wanted, where=~odd if any_odd else True)
+            residual[places] = 0.0
         if any_odd:
             starts = self._starts(values.size)
             picked[np.searchsorted(starts, np.flatnonzero(odd), side="right") - 1] = np.nan

@@ -32,12 +32,14 @@ def arrange(
     sent_share: float,
     cuts: bool = True,
     encoded: Sequence[bool] = (False,),
+    whole: Sequence[bool] = (False,),
 ) -> Arrangement:
     """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
     The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
     two phases. ``cuts``: whether large tensors are cut. ``encoded``: for each of the plan's codecs, whether
-    it makes payloads; what these encode lies together in the order of registration, whenever it is ready.
+    it is lossy; what these encode lies together in the order of registration, whenever it is ready. ``whole``: for
+    each codec, whether it must not be given a part of a tensor.
     """
     seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
     order = observed_order([slot for _, slot in seen], len(slots))
@@ -46,7 +48,7 @@ def arrange(
     buckets = lay_out(slots, free, sizes.bucket, groups, sizes.first_bucket)
     largest = [sizes.bucket] * len(buckets)
     buckets += lay_out(slots, fixed, sizes.encoded_bucket, groups)
-    largest += [sizes.encoded_bucket] * (len(buckets) - len(largest))
+    largest += [0 if whole[bucket.codec] else sizes.encoded_bucket for bucket in buckets[len(largest) :]]
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]

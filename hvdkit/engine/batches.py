@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import why_allreduce
-from hvdkit.compression import codec_told
+from hvdkit.compression import LossyCodec, codec_told
 from hvdkit.engine.direct import execute_direct, execute_staged, zeros_on_device
 from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, allreduce_piece, execute, pieces_of, zeros_for
 from hvdkit.engine.handle import Handle
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # Named operations count their tags below those of lanes; see lane.LANE_TAG.
 NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
+# How many names of operations with a codec are remembered, to count how often each has come.
+KEYS_COUNTED = 10_000
 
 
 class Batches:
@@ -28,6 +31,7 @@ class Batches:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._turns: dict[Key, int] = {}
 
     def run(self, message: Message) -> None:
         """Start a batch that all ranks run under the same sequence number."""
@@ -72,6 +76,8 @@ class Batches:
                 engine.timeline_end(submission.key)
                 submission.handle.fail(error)
 
+        if isinstance(submissions[0].codec, LossyCodec):
+            submissions[0].turn = self._turn(submissions[0].key)
         trace(kind.upper())
         steps: list[Steps[Any]]
         if pieces:
@@ -104,6 +110,13 @@ class Batches:
             codec = codec_told(signature.get("codec", "none"))
             submission = Submission(key, signature, arrays, None, Handle(key, None, self._engine.drive), codec=codec)
         return submission
+
+    def _turn(self, key: Key) -> int:
+        """A number for the next operation under a key: the same on all ranks, those that have joined too."""
+        count = self._turns[key] = self._turns.pop(key, -1) + 1
+        while len(self._turns) > KEYS_COUNTED:
+            del self._turns[next(iter(self._turns))]
+        return zlib.crc32(key.name.encode()) + count
 
     def _direct(
         self,

@@ -14,7 +14,7 @@ from hvdkit import kernels
 from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, early_scale, layout_allreduce
-from hvdkit.compression import Codec, PayloadCodec
+from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories
 from hvdkit.engine.plan import Bucket, Slot
@@ -62,7 +62,7 @@ class Buckets(ABC):
 
         They hold the memory they need from this call on.
 
-        ``sequence`` counts the lane's operations, alike on all ranks; ``tag`` and ``tag + 1`` are this one's.
+        ``sequence`` counts the lane's operations, alike on all ranks; ``tag`` up to ``tag + 3`` are this one's.
         """
 
     @abstractmethod
@@ -84,19 +84,22 @@ class Buckets(ABC):
         for number, bucket in enumerate(self._buckets):
             codec = self.memories.codec(number)
             over_nodes = self.layout is not None and len(self.layout.nodes) > 1
-            dense_first = over_nodes and not (isinstance(codec, PayloadCodec) and codec.everywhere)
+            dense_first = over_nodes and not (isinstance(codec, LossyCodec) and codec.everywhere)
             units.append(early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale)
         return units
 
-    def place(self) -> str:
-        """What codecs keep here is of: this rank's part of these buckets, among these nodes."""
+    def place(self, pieces: Sequence[Piece]) -> str:
+        """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
         group, layout = self._group, self.layout
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
         encoded = [
-            (bucket.slots, bucket.offsets, codec.told)
-            for number, bucket in enumerate(self._buckets)
-            if isinstance(codec := self.memories.codec(number), PayloadCodec)
-        ]
+            (
+                bucket.slots, bucket.offsets, str(bucket.dtype), codec.told, unit,
+                sorted((piece.begin, piece.end) for piece in pieces if piece.bucket == number),
+            )
+            for number, (bucket, unit) in enumerate(zip(self._buckets, self.units(), strict=True))
+            if isinstance(codec := self.memories.codec(number), LossyCodec)
+        ]  # fmt: skip
         return hashlib.sha256(repr((group.rank, group.size, nodes, encoded)).encode()).hexdigest()
 
     def discard(self) -> None:
@@ -111,7 +114,7 @@ class HostBuckets(Buckets):
 
     def __init__(self, group: Group, reduction: Reduction, layout: Layout | None, slots: Sequence[Slot]) -> None:
         self._group = group
-        self.memories = Memories(slots, reduction.codecs)
+        self.memories = Memories(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
         self._reduction = reduction
         self.layout = layout
         self._buckets: list[Bucket] = []
@@ -137,19 +140,21 @@ class HostBuckets(Buckets):
             buffer = np.zeros(piece.end - piece.begin, self._buckets[piece.bucket].dtype)
         else:
             buffer = self._buffers[piece.bucket][piece.begin : piece.end]
-        return self._steps(piece, buffer, tag)
+        return self._steps(piece, buffer, self.memories.of_piece(piece), tag)
 
-    def _steps(self, piece: Piece, buffer: Any, tag: int) -> Steps[None]:
+    def _steps(self, piece: Piece, buffer: Any, memory: Memory, tag: int) -> Steps[None]:
         group, reduction, layout = self._group, self._reduction, self.layout
         op, scale = effective(reduction.op, reduction.postscale, group.size)
         if reduction.prescale != 1.0:
             kernels.scale_into(buffer, buffer, reduction.prescale)
-        codec, memory = self.memories.codec(piece.bucket), self.memories.of_piece(piece)
+        codec = self.memories.codec(piece.bucket)
         self.memories.prepare(piece, buffer)
-        if layout is None or (isinstance(codec, PayloadCodec) and codec.everywhere):
+        if layout is None or (isinstance(codec, LossyCodec) and codec.everywhere):
             yield from allreduce_encoded(group, buffer, op, scale, codec, tag, memory)
         else:
-            yield from layout_allreduce(group, layout, buffer, op, scale, codec, tag, (0, 0), memory=memory)
+            ranks = next(len(node) for node in layout.nodes if group.members[group.rank] in node)
+            shares = self.memories.shares(piece, layout, ranks)
+            yield from layout_allreduce(group, layout, buffer, op, scale, codec, tag, (0, 0), None, memory, shares)
 
     def forget(self, quiet: bool) -> None:
         self._buffers = []
@@ -168,7 +173,7 @@ class DeviceBuckets(Buckets):
         self, group: Group, reduction: Reduction, collectives: DeviceCollectives, slots: Sequence[Slot]
     ) -> None:
         self._group = group
-        self.memories = Memories(slots, reduction.codecs)
+        self.memories = Memories(slots, reduction.codecs, over_nodes=False)
         self._reduction = reduction
         self._collectives = collectives
         self._buckets: list[Bucket] = []

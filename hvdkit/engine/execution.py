@@ -38,6 +38,7 @@ class Submission:
     # For each array, where its values are if not in the array itself, which then only takes the result.
     sources: list[Any] | None = None
     codec: Codec = CASTS["none"]
+    turn: int = 0  # a number for what a codec draws at random: the same on all ranks and in each run
 
     def gather_sources(self) -> None:
         """Bring the values into the arrays, for what works in place."""
@@ -112,7 +113,7 @@ def allreduce_piece(group: Group, submission: Submission, piece: tuple[int, int]
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
     flat = submission.arrays[0].reshape(-1)[part]
     source = submission.sources[0].reshape(-1)[part] if submission.sources else None
-    yield from _reduce_whole(group, flat, op, scale, submission.codec, tag, _draw(group, submission.codec), source)
+    yield from _reduce_whole(group, flat, op, scale, submission, tag, _draw(group, submission.codec), source)
     return [submission.arrays]
 
 
@@ -130,14 +131,14 @@ def _reduce_whole(
     flat: Array,
     op: ReduceOp,
     scale: float,
-    codec: Codec,
+    submission: Submission,
     tag: int,
     turns: tuple[int, int],
     source: Array | None = None,
 ) -> Steps[None]:
-    """By way of nodes, if some ranks share one. A codec keeps nothing; its turn is the operation's number."""
-    memory = Memory(flat.size)
-    memory.turn = tag // TAGS_PER_OPERATION
+    """By way of nodes, if some ranks share one. A codec keeps nothing."""
+    codec, memory = submission.codec, Memory(flat.size)
+    memory.turn = submission.turn
     if group.layout is not None and not _everywhere(codec):
         yield from layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
         return
@@ -152,14 +153,14 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace:
         yield from allreduce_piece(group, submissions[0], (0, submissions[0].arrays[0].size), tag)
         return
     op, scale = effective(ReduceOp(signature["op"]), signature["postscale"], group.size)
-    codec, staged = submissions[0].codec, op != ReduceOp.ADASUM
+    first, staged = submissions[0], op != ReduceOp.ADASUM
     by_dtype: dict[Any, list[Array]] = {}
     for submission in submissions:
         submission.gather_sources()
         for array in submission.arrays:
             by_dtype.setdefault(array.dtype, []).append(array)
     all_turns = [
-        _draw(group, codec) if staged and any(array.size for array in arrays) else (0, 0)
+        _draw(group, first.codec) if staged and any(array.size for array in arrays) else (0, 0)
         for arrays in by_dtype.values()
     ]
     for arrays, turns in zip(by_dtype.values(), all_turns, strict=True):
@@ -168,9 +169,9 @@ def _allreduce(group: Group, submissions: Sequence[Submission], tag: int, trace:
             flat = arrays[0].reshape(-1)
             if prescale != 1.0:
                 kernels.scale_into(flat, flat, prescale)
-            yield from _reduce_flat(group, flat, [flat.size], op, scale, codec, tag, turns)
+            yield from _reduce_flat(group, flat, [flat.size], op, scale, first, tag, turns)
         else:
-            yield from _reduce_fused(group, arrays, prescale, op, scale, codec, tag, turns, trace)
+            yield from _reduce_fused(group, arrays, prescale, op, scale, first, tag, turns, trace)
 
 
 def _reduce_flat(
@@ -179,14 +180,14 @@ def _reduce_flat(
     lengths: Sequence[int],
     op: ReduceOp,
     scale: float,
-    codec: Codec,
+    submission: Submission,
     tag: int,
     turns: tuple[int, int],
 ) -> Steps[None]:
     if op == ReduceOp.ADASUM:
         yield from adasum(group, flat, lengths, scale, tag)
     elif flat.size:
-        yield from _reduce_whole(group, flat, op, scale, codec, tag, turns)
+        yield from _reduce_whole(group, flat, op, scale, submission, tag, turns)
 
 
 def _reduce_fused(
@@ -195,7 +196,7 @@ def _reduce_fused(
     prescale: float,
     op: ReduceOp,
     scale: float,
-    codec: Codec,
+    submission: Submission,
     tag: int,
     turns: tuple[int, int],
     trace: Callable[[str], None],
@@ -210,7 +211,7 @@ def _reduce_fused(
     if prescale != 1.0:
         kernels.scale_into(fused, fused, prescale)  # not the arrays, among which one may be twice
     trace("ALLREDUCE")
-    yield from _reduce_flat(group, fused, lengths, op, scale, codec, tag, turns)
+    yield from _reduce_flat(group, fused, lengths, op, scale, submission, tag, turns)
     trace("MEMCPY_OUT_FUSION_BUFFER")
     for array, end in zip(arrays, ends, strict=True):
         array.reshape(-1)[...] = fused[end - array.size : end]
@@ -261,7 +262,9 @@ def _reducescatter(group: Group, submission: Submission, tag: int) -> Steps[list
         width = prod(array.shape[1:])
         bounds = [((end - count) * width, end * width) for end, count in zip(accumulate(rows), rows, strict=True)]
         if isinstance(submission.codec, PayloadCodec) and (submission.codec.everywhere or nodes_of(group) > 1):
-            summed = yield from compressed_reduce_scatter(group, flat, bounds, scale, submission.codec, tag)
+            summed = yield from compressed_reduce_scatter(
+                group, flat, bounds, scale, submission.codec, tag, submission.turn
+            )
             own = flat[slice(*bounds[group.rank])]
             kernels.convert_into(own, summed)
         else:

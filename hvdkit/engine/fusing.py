@@ -35,11 +35,12 @@ def batch_size(ready: Sequence[tuple[int, Signature]], threshold: int) -> int:
 
 def _fusible_bytes(signature: Signature) -> int | None:
     """Bytes of an allreduce that may share a batch, else None."""
-    if signature["kind"] != "allreduce" or len(set(signature["dtype"])) != 1:
+    # What is encoded together decides the values: it must not depend on what else was ready.
+    if signature["kind"] != "allreduce" or "codec" in signature or len(set(signature["dtype"])) != 1:
         return None
     return WIDEST_ELEMENT * sum(int(prod(shape)) for shape in signature["shape"])
 
 
 def _fusion_class(signature: Signature) -> tuple[Any, ...]:
-    fields = ("op", "prescale", "postscale", "device", "direct", "codec")
+    fields = ("op", "prescale", "postscale", "device", "direct")
     return (signature["dtype"][0], *(signature.get(name) for name in fields))

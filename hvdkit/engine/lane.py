@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,10 @@ from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.compression import CASTS, Codec, PayloadCodec
+from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.engine.arrangement import UNSEEN, arrange
 from hvdkit.engine.buckets import Buckets
+from hvdkit.engine.memories import State
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
 from hvdkit.errors import HorovodInternalError
@@ -72,7 +73,8 @@ class Lane:
         self.home = home
         self._views: dict[int, Any] = {}
         self._engine = engine
-        self._encoded = [isinstance(codec, PayloadCodec) for codec in codecs]
+        self._encoded = [isinstance(codec, LossyCodec) for codec in codecs]
+        self._whole = [isinstance(codec, LossyCodec) and codec.whole_tensors for codec in codecs]
         self._groups = [list(members) for members in groups]
         self._lock = threading.Lock()
         self._started = 0  # operations of this step
@@ -141,6 +143,19 @@ class Lane:
             raise self.error
         with self._lock:
             self._end_step()
+
+    def kept(self) -> State:
+        """A copy of what codecs keep, between two steps."""
+        return self.home.memories.state(self.home.place(self._pieces), self.home.units(), self.home.contribution())
+
+    def go_on_from(self, state: State) -> None:
+        """Take over what codecs kept of the same slots, between two steps."""
+        home = self.home
+        home.memories.restore(state, home.place(self._pieces), home.units(), home.contribution())
+
+    def owe(self, slot: int, kept: Mapping[str, Any], unit: float) -> None:
+        """Take over what was kept of a tensor elsewhere; ``unit`` was there what made it part of a result."""
+        self.home.memories.owe(slot, kept, unit, self.home.units(), self.home.contribution())
 
     def abandon(self) -> None:
         """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used."""
@@ -268,7 +283,15 @@ class Lane:
         engine = self._engine
         share = sent_share(self.group.size, self.home.layout)
         plan = arrange(
-            self.slots, ready_at, self._groups, engine.sizes, engine.network, share, not self.on_device, self._encoded
+            self.slots,
+            ready_at,
+            self._groups,
+            engine.sizes,
+            engine.network,
+            share,
+            not self.on_device,
+            self._encoded,
+            self._whole,
         )
         self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
         self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of

@@ -9,8 +9,9 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.group import Array
-from hvdkit.compression import Codec, Memory, PayloadCodec
-from hvdkit.compression.memory import RESIDUAL, Place
+from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
+from hvdkit.compression import Codec, LossyCodec, Memory
+from hvdkit.compression.memory import RESIDUAL, TURN, Place
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
@@ -23,20 +24,34 @@ class State:
     """What a lane's memories hold, to go on from elsewhere.
 
     ``place`` says what the arrays are of: only a rank at the same place of a lane of the same shape goes on with the
-    same bits. ``units``: what a number in an array is multiplied with to become part of the result.
+    same bits. ``units``: what a number in an array is multiplied with to become part of the result; ``contribution``:
+    the same for what is owed.
     """
 
     place: str
     slots: list[Kept]
     units: list[float]  # by slot
+    owed: list[Array | None]  # by slot
+    contribution: float
     numbers: dict[tuple[int, ...], dict[Place, float]]  # by the slots of a bucket
+    vectors: dict[tuple[int, ...], dict[Place, Array]]
+
+    @property
+    def turn(self) -> int:
+        """How often any element was reduced."""
+        turns = (number for ours in self.numbers.values() for (name, _, _), number in ours.items() if name == TURN)
+        return int(max(turns, default=0))
 
 
 class Memories:
-    """The memories of a lane's buckets. Buckets that are laid out anew keep what their slots kept."""
+    """The memories of a lane's buckets. Buckets that are laid out anew keep what their slots kept.
 
-    def __init__(self, slots: Sequence[Slot], codecs: Sequence[Codec]) -> None:
-        self._slots, self._codecs = list(slots), list(codecs)
+    ``over_nodes``: None where no ranks share memory, so that each encodes what is its own; else whether there are
+    several nodes, between which ranks encode shares of their node's sum.
+    """
+
+    def __init__(self, slots: Sequence[Slot], codecs: Sequence[Codec], over_nodes: bool | None = None) -> None:
+        self._slots, self._codecs, self._over_nodes = list(slots), list(codecs), over_nodes
         self._buckets: list[Bucket] = []
         self._memories: list[Memory] = []
         self._owed: list[Array | None] = []  # by bucket: what is added to this rank's next gradients
@@ -44,12 +59,15 @@ class Memories:
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """From now on the lane has these buckets."""
         kept = {slot: self.of_slot(slot) for bucket in self._buckets for slot in bucket.slots}
-        earlier = {bucket: memory.shared for bucket, memory in zip(self._buckets, self._memories, strict=True)}
-        self._buckets = list(buckets)
-        self._memories = [Memory(bucket.elements, self._keeps(bucket)) for bucket in buckets]
-        self._owed = [None] * len(buckets)
-        for bucket, memory in zip(self._buckets, self._memories, strict=True):
-            memory.shared = earlier.get(bucket, memory.shared)
+        earlier = dict(zip(self._buckets, zip(self._memories, self._owed, strict=True), strict=True))
+        self._buckets, self._memories, self._owed = list(buckets), [], []
+        for bucket in buckets:
+            memory = Memory(bucket.elements, self._keeps(bucket))
+            before, owed = earlier.get(bucket, (memory, None))
+            memory.shared = before.shared
+            memory.shared.matrices = self._matrices(bucket)
+            self._memories.append(memory)
+            self._owed.append(owed)
         for slot, arrays in kept.items():
             for name, array in self.of_slot(slot).items():
                 array[...] = arrays[name]
@@ -60,7 +78,9 @@ class Memories:
 
     def of_piece(self, piece: Piece) -> Memory:
         """The memory of a piece of a bucket."""
-        return self._memories[piece.bucket].part(piece.begin, piece.end)
+        part = self._memories[piece.bucket].part(piece.begin, piece.end)
+        part.turn = part.shared.turn
+        return part
 
     def of_slot(self, slot: int) -> Kept:
         """What is kept of one tensor, by name: flat arrays, in the unit of what travels."""
@@ -74,40 +94,68 @@ class Memories:
                 return number, begin, begin + self._slots[slot].elements
         raise AssertionError(f"slot {slot} is in no bucket")
 
+    def _encodes_its_own(self, codec: Codec) -> bool:
+        """Whether a rank encodes its own gradients, not a share of its node's sum."""
+        return isinstance(codec, LossyCodec) and (codec.everywhere or self._over_nodes is None)
+
     def _keeps(self, bucket: Bucket) -> tuple[str, ...]:
         codec = self._codecs[bucket.codec]
-        return codec.keeps if isinstance(codec, PayloadCodec) else ()
+        if not isinstance(codec, LossyCodec):
+            return ()
+        return codec.keeps if self._encodes_its_own(codec) or self._over_nodes else ()
+
+    def _matrices(self, bucket: Bucket) -> list[tuple[int, int, int]]:
+        """Where the tensors are that have elements, as matrices: rows are the first dimension."""
+        found = []
+        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+            shape, count = self._slots[slot].shape, self._slots[slot].elements
+            rows = shape[0] if shape else 1
+            if count:
+                found.append((offset, rows, count // rows))
+        return found
+
+    def shares(self, piece: Piece, layout: Layout, ranks: int) -> list[tuple[int, int]]:
+        """The elements of a piece that each of a node's ranks carries between nodes."""
+        bucket, codec = self._buckets[piece.bucket], self.codec(piece.bucket)
+        if isinstance(codec, LossyCodec) and codec.whole_tensors:
+            begins = [offset - piece.begin for offset in bucket.offsets]
+            return whole_shares(begins, piece.end - piece.begin, layout, ranks)
+        return node_shares(piece.end - piece.begin, bucket.dtype.itemsize, layout, ranks)
 
     # -- around a reduction -------------------------------------------------------------------------------------------
 
     def prepare(self, piece: Piece, buffer: Array) -> None:
         """Add what is owed to this rank's gradients in ``buffer``, a piece; zero what lies between them."""
+        if not isinstance(self.codec(piece.bucket), LossyCodec):
+            return
         owed = self._owed[piece.bucket]
         if owed is not None:
             part = owed[piece.begin : piece.end]
             kernels.reduce_into(buffer, [buffer, part], ReduceOp.SUM)
             part[...] = 0
-        if self.codec(piece.bucket).keeps_zeros:
-            return
-        bucket = self._buckets[piece.bucket]
+            if not owed.any():
+                self._owed[piece.bucket] = None
+        # What was decoded into a gap would be encoded again, and some codecs make something of zeros.
+        bucket, kept = self._buckets[piece.bucket], self.of_piece(piece).arrays
         ends = [*bucket.offsets[1:], bucket.elements]
-        kept = self.of_piece(piece).arrays
         for slot, offset, end in zip(bucket.slots, bucket.offsets, ends, strict=True):
             gap = slice(max(0, offset + self._slots[slot].elements - piece.begin), max(0, end - piece.begin))
             for array in (buffer, *kept.values()):
                 array[gap] = 0
 
     def forget(self) -> None:
-        """The lane was closed: keep nothing."""
-        self._memories = [Memory(bucket.elements) for bucket in self._buckets]
-        self._owed = [None] * len(self._buckets)
+        """The lane was closed: keep no arrays of gradients' size, but go on at the same turn, for those who do not."""
+        for number, bucket in enumerate(self._buckets):
+            memory = Memory(bucket.elements, self._keeps(bucket))
+            memory.shared = self._memories[number].shared
+            self._memories[number], self._owed[number] = memory, None
 
     # -- from run to run ----------------------------------------------------------------------------------------------
 
     @property
     def keeps_anything(self) -> bool:
         """Whether some codec keeps something."""
-        return any(memory.arrays for memory in self._memories)
+        return any(memory.arrays for memory in self._memories) or any(owed is not None for owed in self._owed)
 
     def reset(self) -> None:
         """Forget what was not sent, and all that codecs remember of earlier steps."""
@@ -115,48 +163,70 @@ class Memories:
             for array in memory.arrays.values():
                 array[...] = 0
             memory.shared.numbers.clear()
+            memory.shared.vectors.clear()
+            memory.shared.turn = 0
         self._owed = [None] * len(self._buckets)
 
-    def state(self, place: str, units: Sequence[float]) -> State:
-        """A copy of all; ``units`` are by bucket."""
+    def state(self, place: str, units: Sequence[float], contribution: float) -> State:
+        """A copy of all that is not zero; ``units`` are by bucket."""
         slots: list[Kept] = []
-        of_slots = []
+        of_slots: list[float] = []
+        all_owed: list[Array | None] = []
         for slot in range(len(self._slots)):
             bucket, begin, end = self._where(slot)
-            kept = {name: array.copy() for name, array in self.of_slot(slot).items()}
-            owed = self._owed[bucket]
-            if owed is not None and RESIDUAL in kept:
-                kept[RESIDUAL] += owed[begin:end].astype(np.float32)
-            slots.append(kept)
+            slots.append({name: array.copy() for name, array in self.of_slot(slot).items() if array.any()})
             of_slots.append(units[bucket])
-        numbers = {
-            bucket.slots: dict(memory.shared.numbers)
-            for bucket, memory in zip(self._buckets, self._memories, strict=True)
+            owed = self._owed[bucket]
+            all_owed.append(None if owed is None else owed[begin:end].astype(np.float32))
+        shared = {bucket.slots: memory.shared for bucket, memory in zip(self._buckets, self._memories, strict=True)}
+        numbers = {slots: dict(one.numbers) for slots, one in shared.items()}
+        vectors = {
+            slots: {where: vector.copy() for where, vector in one.vectors.items()} for slots, one in shared.items()
         }
-        return State(place, slots, of_slots, numbers)
+        return State(place, slots, of_slots, all_owed, contribution, numbers, vectors)
 
-    def restore(self, state: State, place: str, contribution: float) -> None:
+    def restore(self, state: State, place: str, units: Sequence[float], contribution: float) -> None:
         """Go on from a state, whose slots are those of this lane; see ``owe``."""
+        self.start_at(state.turn)
+        for slot, owed in enumerate(state.owed):
+            if owed is not None:
+                self.owe(slot, {RESIDUAL: owed}, state.contribution, units, contribution)
         if state.place != place:
             for slot, (kept, unit) in enumerate(zip(state.slots, state.units, strict=True)):
-                self.owe(slot, kept, unit, contribution)
+                self.owe(slot, kept, unit, units, contribution)
             return
         for slot, kept in enumerate(state.slots):
             for name, array in self.of_slot(slot).items():
-                array[...] = kept[name]
+                array += kept.get(name, np.float32(0))
         for bucket, memory in zip(self._buckets, self._memories, strict=True):
             memory.shared.numbers = dict(state.numbers.get(bucket.slots, {}))
+            memory.shared.vectors = {
+                where: vector.copy() for where, vector in state.vectors.get(bucket.slots, {}).items()
+            }
 
-    def owe(self, slot: int, kept: Mapping[str, Array], unit: float, contribution: float) -> None:
-        """Add what was kept of a tensor elsewhere to this rank's next gradient of it.
+    def start_at(self, turn: int) -> None:
+        """Elements that are not known to have been reduced count as if they were, so many times."""
+        for memory in self._memories:
+            memory.shared.turn = max(memory.shared.turn, turn)
 
-        There it may have been of elements that another rank sends here. ``contribution``: what a number in a gradient
-        is multiplied with to become part of the result; as ``unit`` was there for what was kept.
+    def owe(
+        self, slot: int, kept: Mapping[str, Array], unit: float, units: Sequence[float], contribution: float
+    ) -> None:
+        """Take over what was kept of a tensor elsewhere, where a number was multiplied with ``unit``.
+
+        It goes where it was if this rank encodes its own gradients; else what was not sent is added to the next
+        gradient, since it may be of elements that another rank sends here. ``units`` and ``contribution`` are what a
+        number in an array, and in a gradient, is multiplied with here to become part of the result.
         """
-        if RESIDUAL not in kept or contribution == 0.0:
-            return
         bucket, begin, end = self._where(slot)
-        owed = self._owed[bucket]
-        if owed is None:
-            owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, self._buckets[bucket].dtype)
-        owed[begin:end] += (kept[RESIDUAL] * np.float32(unit / contribution)).astype(owed.dtype)
+        codec = self.codec(bucket)
+        if self._encodes_its_own(codec):
+            for name, array in self.of_slot(slot).items():
+                if name in kept and units[bucket] != 0.0:
+                    array += kept[name] * np.float32(unit / units[bucket])
+        elif RESIDUAL in kept and contribution != 0.0:
+            owed = self._owed[bucket]
+            if owed is None:
+                owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, self._buckets[bucket].dtype)
+            gain = codec.gain if isinstance(codec, LossyCodec) else 1.0
+            owed[begin:end] += (kept[RESIDUAL] * np.float32(unit / contribution / gain)).astype(owed.dtype)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.compressed import allreduce_encoded, compressed_allreduce
+from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, node_bytes, node_shares
-from hvdkit.compression import Codec, Memory, PayloadCodec
+from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, node_bytes
+from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories
@@ -66,7 +66,7 @@ class SharedBuckets(Buckets):
         self._bells = transport.bells_of([rank for rank in self._members if rank != transport.rank])
         self._head_bytes = -(-2 * len(self._members) * CELLS * CACHE_LINE // PAGE) * PAGE
         self._region_bytes = -(-total_bytes(slots) // PAGE) * PAGE + PAGE
-        self.memories = Memories(slots, reduction.codecs)
+        self.memories = Memories(slots, reduction.codecs, len(layout.nodes) > 1)
         self._buckets: list[Bucket] = []
         self._views: list[list[list[Array]]] = []  # by bucket, rank, and what it offers: its gradients or zeros
         self.told = (
@@ -121,10 +121,18 @@ class SharedBuckets(Buckets):
             self._map()
             self._view()
         # What the steps need is held by them: the lane may be closed while they are under way.
-        return self._steps(piece, joined, self._cells, self._views[piece.bucket], sequence, tag)
+        memory = self.memories.of_piece(piece)
+        return self._steps(piece, joined, self._cells, self._views[piece.bucket], memory, sequence, tag)
 
     def _steps(
-        self, piece: Piece, joined: bool, cells: Any, regions: list[list[Array]], sequence: int, tag: int
+        self,
+        piece: Piece,
+        joined: bool,
+        cells: Any,
+        regions: list[list[Array]],
+        memory: Memory,
+        sequence: int,
+        tag: int,
     ) -> Steps[None]:
         reduction, group, count = self._reduction, self._group, len(self._members)
         op, scale = effective(reduction.op, reduction.postscale, group.size)
@@ -133,13 +141,13 @@ class SharedBuckets(Buckets):
             own[...] = 0
         elif reduction.prescale != 1.0:
             kernels.scale_into(own, own, reduction.prescale)
-        codec, memory = self.memories.codec(piece.bucket), self.memories.of_piece(piece)
+        codec = self.memories.codec(piece.bucket)
         self.memories.prepare(piece, own)
-        if isinstance(codec, PayloadCodec) and codec.everywhere:
-            yield from compressed_allreduce(group, own, scale, codec, tag, memory)
+        if isinstance(codec, LossyCodec) and codec.everywhere:
+            yield from allreduce_encoded(group, own, op, scale, codec, tag, memory)
             return
         yield self._tell_and_wait(cells, 0, sequence, 2 * (sequence + 1) + int(joined), 2 * (sequence + 1))
-        begin, end = node_shares(own.size, own.itemsize, self.layout, count)[self._me]
+        begin, end = self.memories.shares(piece, self.layout, count)[self._me]
         if begin < end:
             mine = slice(piece.begin + begin, piece.begin + end)
             offers = [cells.get(self._index(0, rank, sequence)) & 1 for rank in range(count)]

@@ -14,7 +14,11 @@ try:
         convert_into,
         dequantise_into,
         momentum_into,
+        orthonormalise,
+        project_back_into,
+        project_into,
         quantise_into,
+        reconstruct_into,
         reduce_into,
         scale_into,
         scatter_add_into,
@@ -28,6 +32,7 @@ except ImportError as error:
     from hvdkit.kernels.numpy_checksum import checksum
     from hvdkit.kernels.numpy_codecs import dequantise_into, quantise_into, sign_into, unsign_into
     from hvdkit.kernels.numpy_kernels import convert_into, reduce_into, scale_into
+    from hvdkit.kernels.numpy_low_rank import orthonormalise, project_back_into, project_into, reconstruct_into
     from hvdkit.kernels.numpy_sparse import abs_sample_into, momentum_into, scatter_add_into, select_into
 
     _backend = "numpy"
@@ -54,7 +59,11 @@ __all__ = [
     "convert_into",
     "dequantise_into",
     "momentum_into",
+    "orthonormalise",
+    "project_back_into",
+    "project_into",
     "quantise_into",
+    "reconstruct_into",
     "reduce_into",
     "scale_into",
     "scatter_add_into",

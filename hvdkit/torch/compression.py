@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.compression import CASTS, DGC, Codec, Int4, Int8, OneBit, PayloadCodec, RandomK, Threshold, TopK
+from hvdkit.compression import CASTS, DGC, Codec, Int4, Int8, LossyCodec, OneBit, PowerSGD, RandomK, Threshold, TopK
 from hvdkit.kernels.reduce_op import ReduceOp
 
 
@@ -80,6 +80,7 @@ class Compression:
     threshold = Threshold
     randomk = RandomK
     dgc = DGC
+    powersgd = PowerSGD
 
 
 _CASTS: tuple[tuple[Any, str], ...] = ((NoneCompressor, "none"), (FP16Compressor, "fp16"), (BF16Compressor, "bf16"))
@@ -90,9 +91,9 @@ def codec_of(compression: Any) -> Codec | None:
     for known, cast in _CASTS:
         if compression is known:
             return CASTS[cast]
-    if isinstance(compression, type) and issubclass(compression, PayloadCodec):
+    if isinstance(compression, type) and issubclass(compression, LossyCodec):
         return compression()
-    return compression if isinstance(compression, PayloadCodec) else None
+    return compression if isinstance(compression, LossyCodec) else None
 
 
 def check_compression(function: str, compression: Any) -> Any:
@@ -110,7 +111,7 @@ def check_compression(function: str, compression: Any) -> Any:
 
 def check_codec_op(function: str, codec: Codec, op: ReduceOp) -> None:
     """Raises ValueError for a codec whose payloads cannot be reduced by an operation."""
-    if isinstance(codec, PayloadCodec) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+    if isinstance(codec, LossyCodec) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(
             f"{function}: Compression.{codec.name} cannot do op=hvd.{op.name.capitalize()}, only Average and Sum.\n"
             "HINT: Compression.none, fp16 and bf16 can."
@@ -126,7 +127,7 @@ def split_compression(
     """
     check_compression(function, compression)
     codec = codec_of(compression)
-    if not isinstance(codec, PayloadCodec):
+    if not isinstance(codec, LossyCodec):
         return CASTS["none"], compression
     check_codec_op(function, codec, op)
     for tensor in tensors:
@@ -135,9 +136,9 @@ def split_compression(
                 f"{function}: Compression.{codec.name} cannot do {tensor.dtype}, only floating types.\n"
                 "HINT: use Compression.none for integers."
             )
-    if isinstance(codec, DGC):
+    if isinstance(codec, DGC | PowerSGD):
         raise ValueError(
-            f"{function}: Compression.dgc keeps a momentum from step to step, which needs a DistributedOptimizer.\n"
-            "HINT: use Compression.topk here."
+            f"{function}: Compression.{codec.name} lives on what it keeps from step to step, which needs a "
+            "DistributedOptimizer.\nHINT: use Compression.topk or int8 here."
         )
     return codec, NoneCompressor

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdkit.compression import CASTS, Codec, PayloadCodec
+from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import NoneCompressor, check_codec_op, check_compression, codec_of
 
@@ -33,7 +33,7 @@ class Policy:
         """Whether the user said it for each parameter."""
         return isinstance(self.compression, Mapping) or (
             callable(self.compression)
-            and not isinstance(self.compression, type | PayloadCodec)
+            and not isinstance(self.compression, type | LossyCodec)
             and not callable(getattr(self.compression, "compress", None))
         )
 
@@ -45,14 +45,16 @@ class Policy:
     @property
     def by_tensor(self) -> bool:
         """Whether the compression itself can compress a tensor around an operation."""
-        return not self.by_pattern and not isinstance(codec_of(self.compression), PayloadCodec)
+        return not self.by_pattern and not isinstance(codec_of(self.compression), LossyCodec)
 
     def codec(self, name: str, parameter: torch.Tensor) -> Codec:
         """The codec of one gradient. Raises TypeError for what is none."""
         if not self.by_pattern:
             codec = codec_of(self.compression)
             assert codec is not None
-            return CASTS["none"] if isinstance(codec, PayloadCodec) and not is_worth_it(parameter) else codec
+            if isinstance(codec, LossyCodec) and not (codec.all_tensors or is_worth_it(parameter)):
+                return CASTS["none"]
+            return codec
         if isinstance(self.compression, Mapping):
             chosen = next((one for pattern, one in self.compression.items() if fnmatchcase(name, pattern)), None)
         else:
@@ -92,6 +94,8 @@ def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:
     if not policy.by_pattern:
         check_compression(function, compression)
         check_codec_op(function, codec_of(compression) or CASTS["none"], op)
+    elif op is ReduceOp.ADASUM:
+        raise ValueError(f"{function}: compression for each parameter does not go with op=hvd.Adasum, only for all")
     elif isinstance(compression, Mapping):
         for pattern, one in compression.items():
             if not isinstance(pattern, str):

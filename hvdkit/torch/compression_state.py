@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdkit.compression.memory import RESIDUAL
+from hvdkit.compression.memory import RESIDUAL, Place
 from hvdkit.engine.lane import Lane
 from hvdkit.engine.memories import State
 
@@ -18,12 +18,14 @@ KEY = "compression"
 Saved = dict[str, Any]
 
 
-def save(lane: Lane, places: Sequence[int]) -> Saved | None:
-    """What ``optimizer.state_dict()`` says of a lane whose slots are the parameters at ``places``; None if nothing."""
-    memories = lane.home.memories
-    if not memories.keeps_anything:
+def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
+    """What ``optimizer.state_dict()`` says of a lane whose slots are the parameters at ``places``; None if nothing.
+
+    A place is None for a parameter that the optimizer has no more.
+    """
+    if not lane.home.memories.keeps_anything:
         return None
-    state = memories.state(lane.home.place(), lane.home.units())
+    state = lane.kept()
     return {
         "rank": lane.group.rank,
         "size": lane.group.size,
@@ -31,37 +33,61 @@ def save(lane: Lane, places: Sequence[int]) -> Saved | None:
         "parameters": list(places),
         "kept": [{name: torch.from_numpy(array) for name, array in kept.items()} for kept in state.slots],
         "units": state.units,
-        "numbers": [[list(slots), [[*place, number] for place, number in numbers.items()]]
-                    for slots, numbers in state.numbers.items()],
-    }  # fmt: skip
+        "owed": [None if owed is None else torch.from_numpy(owed) for owed in state.owed],
+        "contribution": state.contribution,
+        "numbers": _listed(state.numbers),
+        "vectors": _listed(state.vectors),
+    }
 
 
-def load(lane: Lane, places: Sequence[int], saved: Saved) -> None:
-    """Go on from what ``save`` returned, on this rank or another."""
-    kept = [{name: tensor.numpy() for name, tensor in arrays.items()} for arrays in saved["kept"]]
-    if saved["parameters"] == list(places):
-        numbers = {
-            tuple(slots): {(name, begin, end): number for name, begin, end, number in ours}
-            for slots, ours in saved["numbers"]
+def _listed(by_bucket: Mapping[tuple[int, ...], Mapping[Place, Any]]) -> list[Any]:
+    """For a checkpoint: lists and tensors only, which torch.load takes without unpickling anything else."""
+    return [
+        [list(slots), [[*place, torch.from_numpy(one) if isinstance(one, np.ndarray) else one] for place, one in ours]]
+        for slots, ours in ((slots, by_place.items()) for slots, by_place in by_bucket.items())
+    ]
+
+
+def _by_place(listed: list[Any]) -> dict[tuple[int, ...], dict[Place, Any]]:
+    return {
+        tuple(slots): {
+            (name, begin, end): one.numpy() if isinstance(one, torch.Tensor) else one for name, begin, end, one in ours
         }
-        state = State(saved["place"], kept, saved["units"], numbers)
-        lane.home.memories.restore(state, lane.home.place(), lane.home.contribution())
-        return
-    slot_of = {place: slot for slot, place in enumerate(places)}
-    for place, arrays, unit in zip(saved["parameters"], kept, saved["units"], strict=True):
-        if place in slot_of:
-            lane.home.memories.owe(slot_of[place], arrays, unit, lane.home.contribution())
+        for slots, ours in listed
+    }
 
 
-def move(old: Lane, old_parameters: Mapping[int, int], new: Lane, new_parameters: Mapping[int, int]) -> None:
-    """Parameters were frozen, unfrozen or added: what was kept of those that stay is sent with their next gradients.
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().numpy()
 
-    ``old_parameters``, ``new_parameters``: slots by id.
-    """
-    state = old.home.memories.state("", old.home.units())
-    for key, slot in old_parameters.items():
-        if key in new_parameters:
-            new.home.memories.owe(new_parameters[key], state.slots[slot], state.units[slot], new.home.contribution())
+
+def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
+    """Go on from what ``save`` returned, on this rank or another."""
+    kept = [{name: _array(tensor) for name, tensor in arrays.items()} for arrays in saved["kept"]]
+    owed = [None if one is None else _array(one) for one in saved["owed"]]
+    numbers, vectors = _by_place(saved["numbers"]), _by_place(saved["vectors"])
+    state = State(saved["place"], kept, saved["units"], owed, saved["contribution"], numbers, vectors)
+    if saved["parameters"] == list(places):
+        lane.go_on_from(state)
+    else:
+        slot_of = {place: slot for slot, place in enumerate(places)}
+        _hand_on(state, lane, {slot: slot_of.get(place) for slot, place in enumerate(saved["parameters"])})
+
+
+def _hand_on(state: State, lane: Lane, slots: Mapping[int, int | None]) -> None:
+    """Give a lane what was kept of its tensors in slots of another."""
+    lane.home.memories.start_at(state.turn)
+    for slot, new in slots.items():
+        if new is not None:
+            lane.owe(new, state.slots[slot], state.units[slot])
+            owed = state.owed[slot]
+            if owed is not None:
+                lane.owe(new, {RESIDUAL: owed}, state.contribution)
+
+
+def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[int, int]) -> None:
+    """Parameters were frozen, unfrozen or added: what was kept of those that stay goes on. Slots are given by id."""
+    _hand_on(old.kept(), new, {slot: new_slots.get(key) for key, slot in old_slots.items()})
 
 
 def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -85,14 +111,24 @@ def choose(saved: Saved | Sequence[Saved], rank: int, size: int) -> Saved | None
     mine = [one for one in everyones if one["rank"] % size == rank]
     if not mine:
         return None
-    if len(mine) == 1:
-        return mine[0]
-    total = {**mine[0], "place": "", "kept": []}
-    for slot, unit in enumerate(mine[0]["units"]):
-        residuals = [
-            one["kept"][slot][RESIDUAL].numpy() * np.float32(one["units"][slot] / unit if unit else 0.0)
-            for one in mine
-            if RESIDUAL in one["kept"][slot]
-        ]
-        total["kept"].append({RESIDUAL: torch.from_numpy(np.sum(residuals, axis=0))} if residuals else {})
+    total = mine[0]
+    for one in mine[1:]:
+        total = _sum(total, one)
     return total
+
+
+def _sum(one: Saved, other: Saved) -> Saved:
+    """What two ranks kept, as one rank would have kept it; elsewhere than either."""
+    kept = []
+    for ours, theirs, unit, their_unit in zip(one["kept"], other["kept"], one["units"], other["units"], strict=True):
+        both = dict(ours)
+        for name, tensor in theirs.items():
+            scaled = tensor * (their_unit / unit if unit else 0.0)
+            both[name] = both[name] + scaled if name in both else scaled
+        kept.append(both)
+    factor = other["contribution"] / one["contribution"] if one["contribution"] else 0.0
+    owed = [
+        ours if theirs is None else theirs * factor if ours is None else ours + theirs * factor
+        for ours, theirs in zip(one["owed"], other["owed"], strict=True)
+    ]
+    return {**one, "place": "", "kept": kept, "owed": owed}

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdkit.compression import PayloadCodec
+from hvdkit.compression import DGC, LossyCodec
 from hvdkit.torch.gradient_named import NamedGradients
 from hvdkit.torch.gradient_planned import PlannedGradients, can_be_planned, slot_of
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.ops_allgather import allgather_async
 from hvdkit.torch.ops_sync import synchronize
 from hvdkit.torch.optimizer_names import form_groups
+
+NOTHING_TO_ENCODE = (
+    "Compression.dgc encodes nothing here, since all ranks are on one node, and so gradients get no momentum from it.\n"
+    'HINT: pass compress="everywhere" to it, or leave it out and give the optimizer its momentum.'
+)
 
 NameOf = Callable[[torch.Tensor], str]
 
@@ -80,7 +86,7 @@ class Routes:
         devices = {parameter.device for parameter in parameters}
         codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
         # Payload codecs work in host memory.
-        on_host = len(devices) > 1 or any(isinstance(codec, PayloadCodec) for codec in codecs)
+        on_host = len(devices) > 1 or any(isinstance(codec, LossyCodec) for codec in codecs)
         lane = engine.register_plan(
             title,
             [
@@ -95,6 +101,9 @@ class Routes:
             place="cpu" if on_host else str(devices.pop()),
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
+        idle = any(isinstance(codec, DGC) for codec in codecs) and not lane.home.memories.keeps_anything
+        if idle and lane.group.rank == 0:
+            warnings.warn(NOTHING_TO_ENCODE, stacklevel=2)
         return PlannedGradients(lane, parameters, self.sparse_dims)
 
     def hand_over(self, parameter: torch.Tensor, since: float | None = None) -> None:

@@ -205,11 +205,11 @@ class GradientSynchronizer:
                 )
         old.close()
 
-    def _places(self, planned: PlannedGradients) -> list[int]:
-        """The places in the optimizer of the parameters of a plan."""
+    def _places(self, planned: PlannedGradients) -> list[int | None]:
+        """The places in the optimizer of the parameters of a plan; None for one that it has no more."""
         everyone = [parameter for group in self._groups() for parameter in group["params"]]
         place_of = {id(parameter): place for place, parameter in enumerate(everyone)}
-        return [place_of[id(parameter)] for parameter in planned.parameters]
+        return [place_of.get(id(parameter)) for parameter in planned.parameters]
 
     def kept_by_codecs(self) -> compression_state.Saved | None:
         """What this rank's codecs keep; None if nothing."""

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.collectives.compressed import choose_way, compressed_allreduce
+from hvdkit.collectives.compressed import allreduce_encoded, choose_way
 from hvdkit.collectives.group import Group, partition
 from hvdkit.compression import Int8, Memory, OneBit, PayloadCodec, RandomK, TopK, frames
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.errors import PayloadError
+from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transfer
 from tests.collectives.loopback import LoopbackTransport, run_everywhere
 from tests.compression.codecs import CODECS, WITHOUT_FEEDBACK, decoded, encoded, memory_for
@@ -35,7 +36,9 @@ def reduced(
     buffers = [one.copy() for one in inputs]
     results = run_everywhere(
         len(inputs),
-        lambda group: compressed_allreduce(group, buffers[group.rank], scale, codec, 0, memories[group.rank]),
+        lambda group: allreduce_encoded(
+            group, buffers[group.rank], ReduceOp.SUM, scale, codec, 0, memories[group.rank]
+        ),
     )
     assert len({buffer.tobytes() for buffer in buffers}) == 1
     return buffers[0], [sent for _, sent in results]
@@ -217,7 +220,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, 
     transports[0].damage = flip  # type: ignore[attr-defined]
     buffers = [one.copy() for one in inputs]
     running = [
-        compressed_allreduce(Group(transport, [0, 1]), buffers[rank], 1.0, codec, 0, memories[rank])
+        allreduce_encoded(Group(transport, [0, 1]), buffers[rank], ReduceOp.SUM, 1.0, codec, 0, memories[rank])
         for rank, transport in enumerate(transports)
     ]
     failure: Exception | None = None

@@ -1,6 +1,8 @@
 // The binding of codec kernels: checks arguments, lets go of the interpreter, runs a kernel.
 #include "codec_module.h"
 
+#include <algorithm>
+
 #include "codec_arguments.h"
 #include "codecs.h"
 
@@ -154,6 +156,76 @@ bool momentum_into(py::handle velocity, py::handle accumulated, py::handle gradi
     return momentum(moving.data, sum.data, from.data, moving.count, static_cast<float>(factor));
 }
 
+// The rows, columns and vectors of a low-rank product.
+struct Product {
+    std::size_t rows, cols, rank;
+};
+
+Product product_argument(const char* function, const Array& left, const Array& right, py::handle rows,
+                         py::handle cols) {
+    const auto height = static_cast<std::size_t>(integer_argument(function, "rows", rows, 1, kLargestWord));
+    const auto width = static_cast<std::size_t>(integer_argument(function, "cols", cols, 1, kLargestWord));
+    const std::size_t rank = std::max<std::size_t>(1, left.count / height);
+    const std::string vectors = "for " + std::to_string(rank) + " vectors";
+    check_count(function, left, rank * height, vectors);
+    check_count(function, right, rank * width, vectors);
+    return {height, width, rank};
+}
+
+std::string of_shape(const Product& product) {
+    return "in " + std::to_string(product.rows) + " rows of " + std::to_string(product.cols);
+}
+
+void project_into(py::handle left, py::handle matrix, py::handle right, py::handle rows, py::handle cols) {
+    constexpr const char* function = "project_into";
+    const Array into = typed_argument(function, "left", left, DType::float32, Access::write);
+    const Array from = typed_argument(function, "matrix", matrix, DType::float32, Access::read);
+    const Array vectors = typed_argument(function, "right", right, DType::float32, Access::read);
+    const Product product = product_argument(function, into, vectors, rows, cols);
+    check_count(function, from, product.rows * product.cols, of_shape(product));
+    check_all_apart(function, {&into}, {&from, &vectors});
+    const py::gil_scoped_release unlocked;
+    project(into.data, from.data, vectors.data, product.rows, product.cols, product.rank);
+}
+
+void project_back_into(py::handle right, py::handle matrix, py::handle left, py::handle rows, py::handle cols) {
+    constexpr const char* function = "project_back_into";
+    const Array into = typed_argument(function, "right", right, DType::float32, Access::write);
+    const Array from = typed_argument(function, "matrix", matrix, DType::float32, Access::read);
+    const Array vectors = typed_argument(function, "left", left, DType::float32, Access::read);
+    const Product product = product_argument(function, vectors, into, rows, cols);
+    check_count(function, from, product.rows * product.cols, of_shape(product));
+    check_all_apart(function, {&into}, {&from, &vectors});
+    const py::gil_scoped_release unlocked;
+    project_back(into.data, from.data, vectors.data, product.rows, product.cols, product.rank);
+}
+
+void orthonormalise_vectors(py::handle vectors, py::handle length) {
+    constexpr const char* function = "orthonormalise";
+    const Array all = typed_argument(function, "vectors", vectors, DType::float32, Access::write);
+    const auto each = static_cast<std::size_t>(integer_argument(function, "length", length, 1, kLargestWord));
+    check_count(function, all, parts(all.count, each) * each, "in vectors of " + std::to_string(each));
+    const py::gil_scoped_release unlocked;
+    orthonormalise(all.data, each, all.count / each);
+}
+
+void reconstruct_into(py::handle out, py::handle matrix, py::handle left, py::handle right, py::handle rows,
+                      py::handle cols, double scale) {
+    constexpr const char* function = "reconstruct_into";
+    const std::optional<Array> into = optional_floats(function, "out", out, Access::write);
+    const std::optional<Array> from = optional_floats(function, "matrix", matrix, Access::write);
+    const Array left_vectors = typed_argument(function, "left", left, DType::float32, Access::read);
+    const Array right_vectors = typed_argument(function, "right", right, DType::float32, Access::read);
+    const Product product = product_argument(function, left_vectors, right_vectors, rows, cols);
+    for (const auto& one : {into, from}) {
+        if (one) check_count(function, *one, product.rows * product.cols, of_shape(product));
+    }
+    check_all_apart(function, with(with({}, into), from), {&left_vectors, &right_vectors});
+    const py::gil_scoped_release unlocked;
+    reconstruct(data_of(into), data_of(from), left_vectors.data, right_vectors.data, product.rows, product.cols,
+                product.rank, static_cast<float>(scale));
+}
+
 }  // namespace
 
 void bind_codecs(py::module_& module) {
@@ -171,6 +243,12 @@ void bind_codecs(py::module_& module) {
     module.def("abs_sample_into", &abs_sample_into, arg("sample"), arg("values"), arg("residual"), arg("stride"),
                arg("seed"));
     module.def("checksum", &checksum_of, arg("array"));
+    module.def("project_into", &project_into, arg("left"), arg("matrix"), arg("right"), arg("rows"), arg("cols"));
+    module.def("project_back_into", &project_back_into, arg("right"), arg("matrix"), arg("left"), arg("rows"),
+               arg("cols"));
+    module.def("orthonormalise", &orthonormalise_vectors, arg("vectors"), arg("length"));
+    module.def("reconstruct_into", &reconstruct_into, arg("out"), arg("matrix"), arg("left"), arg("right"), arg("rows"),
+               arg("cols"), arg("scale") = 1.0);
     module.def("momentum_into", &momentum_into, arg("velocity"), arg("accumulated"), arg("gradient"), arg("momentum"));
 }
 

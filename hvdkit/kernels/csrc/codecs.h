@@ -72,6 +72,16 @@ void abs_sample(std::byte* sample, const std::byte* values, const std::byte* res
 
 std::uint64_t checksum(const std::byte* data, std::size_t nbytes);
 
+// Low rank: a matrix of ``rows`` rows, and ``rank`` vectors as long as a column (left) and as a row (right).
+void project(std::byte* left, const std::byte* matrix, const std::byte* right, std::size_t rows, std::size_t cols,
+             std::size_t rank);
+void project_back(std::byte* right, const std::byte* matrix, const std::byte* left, std::size_t rows, std::size_t cols,
+                  std::size_t rank);
+void orthonormalise(std::byte* vectors, std::size_t length, std::size_t rank);
+// ``matrix`` and ``out`` may be null.
+void reconstruct(std::byte* out, std::byte* matrix, const std::byte* left, const std::byte* right, std::size_t rows,
+                 std::size_t cols, std::size_t rank, float scale);
+
 // Whether all of ``gradient`` was finite.
 bool momentum(std::byte* velocity, std::byte* accumulated, const std::byte* gradient, std::size_t count, float factor);
 

@@ -1,0 +1,138 @@
+"""The kernels of low-rank factors in numpy: what they mean, and the fallback.
+
+A factor is a flat float32 array of vectors, one after the other: ``left`` has vectors as long as the matrix has rows,
+``right`` as long as it has columns. Everything is float32 arithmetic (dot products of ``orthonormalise`` are float64),
+one rounding an operation, in an order that no processor changes: ranks compute the same factors each for itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdkit.kernels import codec_checks as checks
+from hvdkit.kernels.checks import Array
+from hvdkit.kernels.codec_checks import FLOAT32
+
+_LANES = 16
+
+
+def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int) -> None:
+    """``left[k] = matrix @ right[k]``: products are added in 16 lanes, which are folded in halves.
+
+    ``matrix`` is flat, row by row. Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape or
+    overlap.
+    """
+    function = "project_into"
+    checks.check_typed(function, "left", left, FLOAT32, writable=True)
+    checks.check_typed(function, "matrix", matrix, FLOAT32)
+    checks.check_typed(function, "right", right, FLOAT32)
+    rank = _check_product(function, left, right, rows, cols)
+    checks.check_count(function, "matrix", matrix, rows * cols, f"in {rows} rows of {cols}")
+    checks.check_all_apart(function, {"left": left}, {"matrix": matrix, "right": right})
+    for k in range(rank):
+        products = _in_lanes(matrix.reshape(rows, cols) * right[k * cols : (k + 1) * cols])
+        left[k * rows : (k + 1) * rows] = _folded(products)
+
+
+def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols: int) -> None:
+    """``right[k] = matrix.T @ left[k]``, added row by row.
+
+    Errors are those of ``project_into``.
+    """
+    function = "project_back_into"
+    checks.check_typed(function, "right", right, FLOAT32, writable=True)
+    checks.check_typed(function, "matrix", matrix, FLOAT32)
+    checks.check_typed(function, "left", left, FLOAT32)
+    rank = _check_product(function, left, right, rows, cols)
+    checks.check_count(function, "matrix", matrix, rows * cols, f"in {rows} rows of {cols}")
+    checks.check_all_apart(function, {"right": right}, {"matrix": matrix, "left": left})
+    sums = right.reshape(rank, cols)
+    sums[...] = 0
+    with np.errstate(all="ignore"):
+        for row, factors in zip(matrix.reshape(rows, cols), left.reshape(rank, rows).T, strict=True):
+            sums += factors[:, None] * row
+
+
+def orthonormalise(vectors: Array, length: int) -> None:
+    """Make vectors of ``length`` elements orthogonal to those before them, and of norm 1 (modified Gram-Schmidt).
+
+    One that depends on those before it becomes zero. Raises TypeError for a wrong type or dtype, ValueError for a wrong
+    length.
+    """
+    function = "orthonormalise"
+    checks.check_typed(function, "vectors", vectors, FLOAT32, writable=True)
+    checks.check_integer(function, "length", length, 1, checks.LARGEST_WORD)
+    count = -(-vectors.size // length)
+    checks.check_count(function, "vectors", vectors, count * length, f"in vectors of {length}")
+    all_vectors = vectors.reshape(count, length)
+    with np.errstate(all="ignore"):
+        for k, vector in enumerate(all_vectors):
+            before = np.sqrt(_dot(vector, vector))
+            for earlier in all_vectors[:k]:
+                vector += np.float32(-_dot(earlier, vector)) * earlier
+            norm = np.sqrt(_dot(vector, vector))
+            vector *= np.float32(1.0 / norm if norm > 1e-6 * before and norm > 1e-30 else 0.0)
+
+
+def reconstruct_into(
+    out: Array | None, matrix: Array | None, left: Array, right: Array, rows: int, cols: int, scale: float = 1.0
+) -> None:
+    """``x = sum of outer(left[k], right[k])`` in order; ``matrix = matrix - x`` and ``out = scale * x``.
+
+    ``out`` and ``matrix`` may be None. Errors are those of ``project_into``.
+    """
+    function = "reconstruct_into"
+    checks.check_optional_floats(function, "out", out, writable=True)
+    checks.check_optional_floats(function, "matrix", matrix, writable=True)
+    checks.check_typed(function, "left", left, FLOAT32)
+    checks.check_typed(function, "right", right, FLOAT32)
+    rank = _check_product(function, left, right, rows, cols)
+    written = {name: one for name, one in (("out", out), ("matrix", matrix)) if one is not None}
+    for name, one in written.items():
+        checks.check_count(function, name, one, rows * cols, f"in {rows} rows of {cols}")
+    checks.check_all_apart(function, written, {"left": left, "right": right})
+    with np.errstate(all="ignore"):
+        for i, factors in enumerate(left.reshape(rank, rows).T):
+            row = factors[0] * right[:cols]
+            for k in range(1, rank):
+                row += factors[k] * right[k * cols : (k + 1) * cols]
+            place = slice(i * cols, (i + 1) * cols)
+            if matrix is not None:
+                matrix[place] -= row
+            if out is not None:
+                out[place] = row * np.float32(scale)
+
+
+def _check_product(function: str, left: Array, right: Array, rows: int, cols: int) -> int:
+    """How many vectors there are."""
+    checks.check_integer(function, "rows", rows, 1, checks.LARGEST_WORD)
+    checks.check_integer(function, "cols", cols, 1, checks.LARGEST_WORD)
+    rank = max(1, left.size // rows)
+    checks.check_count(function, "left", left, rank * rows, f"for {rank} vectors")
+    checks.check_count(function, "right", right, rank * cols, f"for {rank} vectors")
+    return rank
+
+
+def _in_lanes(products: Array) -> Array:
+    """Sums along the last axis, in 16 lanes: each adds every 16th number, in order."""
+    lanes = np.zeros((*products.shape[:-1], _LANES), products.dtype)
+    with np.errstate(all="ignore"):
+        for begin in range(0, products.shape[-1], _LANES):
+            group = products[..., begin : begin + _LANES]
+            lanes[..., : group.shape[-1]] += group
+    return lanes
+
+
+def _folded(lanes: Array) -> Any:
+    half = _LANES
+    with np.errstate(all="ignore"):
+        while half > 1:
+            half //= 2
+            lanes = lanes[..., :half] + lanes[..., half : 2 * half]
+    return lanes[..., 0]
+
+
+def _dot(a: Array, b: Array) -> Any:
+    return _folded(_in_lanes(a.astype(np.float64) * b.astype(np.float64)))
