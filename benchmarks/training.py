@@ -78,7 +78,7 @@ def work(args: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
         rank, close = dist.get_rank(), dist.destroy_process_group
         if args.worker == "ddp":
-            trained = _data_parallel(model, args.compression)
+            trained = data_parallel(model, args.compression)
 
     data = torch.Generator().manual_seed(rank)
     seconds = []
@@ -103,8 +103,8 @@ def work(args: argparse.Namespace) -> None:
     close()
 
 
-def _data_parallel(model: Any, compression: str) -> Any:
-    """DDP with the hook that PyTorch has for ``compression``.
+def data_parallel(model: Any, compression: str, **options: Any) -> Any:
+    """DDP with the hook that PyTorch has for ``compression``, and with more of DDP's options.
 
     The others leave the statistics of batch normalisation to each rank, so DDP does not broadcast them either.
     """
@@ -113,9 +113,12 @@ def _data_parallel(model: Any, compression: str) -> Any:
 
     wrapper = torch.nn.parallel.DistributedDataParallel
     renamed = "forward_sync_buffers" in inspect.signature(wrapper).parameters  # in PyTorch 2.13
-    trained = wrapper(model, **{"forward_sync_buffers" if renamed else "broadcast_buffers": False})
+    options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
+    trained = wrapper(model, **options)
     if compression == "fp16":
         trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif compression == "bf16":
+        trained.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif compression == "powersgd":
         # The hook must see two uncompressed steps before it may start; both are steps to warm up.
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)

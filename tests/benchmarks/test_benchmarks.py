@@ -5,6 +5,7 @@ What it measures is not looked at: these are sizes and a machine that say nothin
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -19,7 +20,9 @@ import pytest
 from tests.ranks import ROOT, rank_environment
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import jobs
 import namespaces
+import time_to_loss
 
 SMALL_MODEL = ["--layers", "1", "--width", "32"]
 SMALL_STEP = [*SMALL_MODEL, "--steps", "1", "--warmup-steps", "2", "--batch-size", "1", "--context", "16"]
@@ -32,6 +35,7 @@ BENCHMARKS = {
     "step": ([*SMALL_STEP, "--model", "transformer"], ["alone", "DDP fp16", "hvdkit mpi", "hvdkit torch fp16"]),
     "idle": (["--seconds", "0.2", "--slow-seconds", "0.2"], ["torch", "hvdkit mpi"]),
     "memory": ([*SMALL_MODEL, "--steps", "1"], ["plain", "DDP", "hvdkit torch wrapped"]),
+    "compression": (["--elements", "20000", "--rounds", "2", "--settle", "2"], []),
     "overhead": (["--seconds", "0.5", "--block", "0.01", "--models", "small"], []),
 }
 
@@ -96,3 +100,48 @@ def test_two_hosts_are_made_measured_and_taken_down(tmp_path: Path) -> None:
         assert sorted(one["peer"] for one in rate[part]["summary"]) == peers, rate[part]["errors"]
     assert "share of the wire" in printed
     assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout == before
+
+
+@pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
+def test_training_between_two_hosts_tells_when_each_contestant_reaches_a_loss(tmp_path: Path) -> None:
+    size = [*SMALL_MODEL, "--context", "16", "--batch-size", "4", "--held-out", "32", "--max-bytes", "1000000"]
+    flags = [*size, "--gigabits", "1", "--steps", "12", "--evaluate-every", "2", "--warmup-steps", "1", "--lr", "0.01"]
+    peers = ["DDP", "hvdkit int8", "hvdkit topk"]
+    document, printed = run("time_to_loss", [*flags, "--rounds", "1", "--peers", *peers], tmp_path)
+    (rate,) = document["rates"]
+    assert not rate["errors"]
+    found = {one["peer"]: one for one in rate["summary"]}
+    assert sorted(found) == peers
+    assert found["DDP"]["seconds_to"]["dense"] > 0
+    assert found["hvdkit topk"]["wire_bytes"] < found["hvdkit int8"]["wire_bytes"] < found["DDP"]["wire_bytes"]
+    assert all(re.search(rf"\| +{peer} +\|", printed) for peer in peers), printed
+
+
+def _trained(*losses: float) -> dict[str, Any]:
+    """The digest of a run of a step a second and of 10 bytes a step, with these losses before it and after each."""
+    args = argparse.Namespace(steps=len(losses) - 1, evaluate_every=1)
+    steps = [[loss, 1.0, 10, 0] for loss in losses[1:]]
+    reports = [{"steps": steps, "evaluations": losses, "weights": losses[-1]}] * 2
+    return time_to_loss.digest(args, jobs.Peer("peer", "ddp", "plain"), reports)
+
+
+def test_the_time_to_a_loss_lies_on_the_line_between_two_smoothed_evaluations() -> None:
+    run = _trained(6.0, 6.0, 6.0, 3.0, 3.0)
+    assert run["curve"]["loss"] == [6.0, 6.0, 6.0, 5.0, 4.0]
+    assert run["curve"]["bytes"] == [0, 10, 20, 30, 40]
+    assert time_to_loss.seconds_to(run, 5.5) == 2.5
+    assert time_to_loss.seconds_to(run, 4.0) == 4.0
+    assert time_to_loss.seconds_to(run, 3.9) is None
+
+
+@pytest.mark.parametrize("losses", [(6.0, math.nan, math.nan), (6.0, 5.0, math.inf), (6.0, 7.0, 8.0)])
+def test_a_run_that_diverged_is_told_and_reaches_no_loss(losses: tuple[float, ...]) -> None:
+    args, names = argparse.Namespace(tolerance=0.5), ["DDP", "hvdkit int8"]
+    rounds = [{"DDP": _trained(6.0, 5.0, 4.0), "hvdkit int8": _trained(*losses)}]
+    dense, own = time_to_loss.summarise(args, names, rounds)
+    assert not dense["diverged"]
+    assert own["diverged"]
+    assert own["seconds_to"] == {"dense": None, "common": None}
+    (verdict,) = [one for one in time_to_loss.verdicts(1, [dense, own]) if "hvdkit int8" in one["target"]]
+    assert (verdict["said"], verdict["met"]) == ("diverged", False)
+    json.dumps(rounds, allow_nan=False)

@@ -1,0 +1,477 @@
+"""Seconds and bytes that training takes to reach a loss, with each kind of compression, over a wire of a known rate.
+
+    sudo python benchmarks/time_to_loss.py
+    sudo python benchmarks/time_to_loss.py --gigabits 1 --steps 50 --peers DDP "hvdkit int8"         # a quick look
+
+Trains the model of examples/pytorch_text.py on two hosts, which are namespaces on this machine (see namespaces.py),
+with one rank each. All start from the same weights and see the same batches. Every few steps the loss of text that is
+not trained on is taken; neither its seconds nor its bytes count. Bytes are those that a host's network card sent, with
+headers. A loss is smoothed over the last three of them. "dense" is what fp32 ends with, and a little more
+(--tolerance); "common" is what all reach that do not diverge. dgc has a momentum of its own, so it trains with SGD and
+not with AdamW: next to it stand DDP and hvdkit with SGD and that momentum, and it is compared with these. DDP's
+PowerSGD hook over Gloo may hang or abort with several buckets, so it also runs with a single one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import jobs
+import namespaces
+import numpy as np
+import training
+import two_hosts
+from jobs import Peer
+
+SCRIPT = Path(__file__).name
+DDP, OWN_DENSE = training.DDP, "hvdkit none"
+# By the end of a contestant's name; with several buckets PowerSGD's sums may meet others' and end the job.
+HOOKS = {
+    "fp16": ("--compression", "fp16"),
+    "bf16": ("--compression", "bf16"),
+    "PowerSGD": ("--compression", "powersgd"),
+    "PowerSGD 1 bucket": ("--compression", "powersgd", "--one-bucket"),
+}
+# Who sends all gradients in fp32, by the optimizer's turn; and what others are measured by.
+DENSE_DDP = (DDP, f"{DDP} SGD")
+DENSE = (*DENSE_DDP, OWN_DENSE, f"{OWN_DENSE} SGD")
+FP32, BEST_HOOK = "DDP fp32", "best hook"
+GOALS = ("dense", "common")
+# By the end of a contestant's name: the attribute of hvd.Compression, and its parameters.
+CODECS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("none", "fp16", "bf16", "int8", "int4", "onebit")},
+    "topk": ("topk", {"ratio": 0.01}),
+    "randomk": ("randomk", {"ratio": 0.01}),
+    "powersgd": ("powersgd", {"rank": training.POWERSGD_RANK}),
+    "dgc": ("dgc", {"ratio": 0.001, "momentum": 0.9, "warmup_epochs": 4}),
+}
+ONE_BUCKET_MB = 1 << 14
+SMOOTHED = 3
+# The targets: at a rate in Gb/s how many times sooner than DDP and than its best hook; how far in % from dense at most.
+SOONER = {1.0: {FP32: 2.0, BEST_HOOK: 1.4}, 0.2: {FP32: 6.0, BEST_HOOK: 3.0}}
+FARTHEST = {**dict.fromkeys(("int8", "fp16", "bf16"), 0.5), **dict.fromkeys(("topk", "dgc", "powersgd"), 2.0)}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time to a loss over a wire", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    common.add_common_flags(parser, rounds=1, ranks=False)
+    parser.add_argument("--gigabits", type=float, nargs="+", default=[1, 0.2], help="rates of the wire, in Gb/s")
+    own = ["mpi", "torch"] if jobs.has_mpi() else ["torch"]
+    parser.add_argument("--transport", choices=own, default=own[0], help="hvdkit's")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two losses")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and step")
+    parser.add_argument("--held-out", type=int, default=32, help="sequences that the loss is taken of")
+    parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--layers", type=int, default=6, help="transformer blocks")
+    parser.add_argument("--width", type=int, default=512, help="width of the model")
+    parser.add_argument("--lr", type=float, default=3e-4, help="highest learning rate of AdamW")
+    parser.add_argument("--sgd-lr", type=float, default=0.05, help="highest learning rate of SGD")
+    parser.add_argument("--warmup-steps", type=int, default=20, help="steps over which the learning rate grows")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="largest norm of the averaged gradient; dgc: of a rank's"
+    )
+    parser.add_argument("--max-bytes", type=int, default=8_000_000, help="read no more source code than this")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the weights and of the choice of sequences")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.5, help="how far above the last loss of fp32, in %%, still counts as dense"
+    )
+    for name, default in (("compression", "none"), ("optimizer", "adamw")):
+        parser.add_argument(f"--{name}", default=default, help=argparse.SUPPRESS)
+    parser.add_argument("--one-bucket", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(timeout=1800.0, ranks_per_host=1, mpi_args="")
+    return parser.parse_args()
+
+
+_WORKER_FLAGS = (
+    *("threads", "steps", "evaluate_every", "batch_size", "held_out", "context", "layers", "width"),
+    *("lr", "sgd_lr", "warmup_steps", "clip", "max_bytes", "seed"),
+)
+
+
+def contestants(transport: str) -> list[Peer]:
+    """DDP with and without its hooks, and hvdkit with the codecs that it has."""
+    import hvdkit.torch as hvd
+
+    sgd = ("--optimizer", "sgd")
+    launcher = {"mpi": "mpi", "torch": "gloo"}[transport]
+    found = [Peer(DDP, "ddp", "plain")]
+    found += [Peer(f"{DDP} {hook}", "ddp", "plain", flags) for hook, flags in HOOKS.items()]
+    for name, (attribute, _) in CODECS.items():
+        if hasattr(hvd.Compression, attribute):
+            flags = ("--compression", name, *(sgd if name == "dgc" else ()))
+            found.append(Peer(f"hvdkit {name}", "hvdkit", launcher, flags))
+    return [*found, Peer(f"{DDP} SGD", "ddp", "plain", sgd), Peer(f"{OWN_DENSE} SGD", "hvdkit", launcher, sgd)]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """This rank's end of a contestant: ``step`` takes the averaged gradients, where ``backward`` has been called."""
+
+    rank: int
+    ranks: int
+    trained: Any
+    optimizer: Any
+    step: Callable[[], None]
+    barrier: Callable[[], None]
+    payload_bytes: Callable[[], int]
+    close: Callable[[], None]
+
+
+def _optimizer(args: argparse.Namespace, model: Any) -> Any:
+    import torch
+
+    if args.optimizer == "sgd":
+        momentum = 0.0 if args.compression == "dgc" else CODECS["dgc"][1]["momentum"]
+        return torch.optim.SGD(model.parameters(), lr=args.sgd_lr, momentum=momentum)
+    return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def open_hvdkit(args: argparse.Namespace, model: Any) -> Trainer:
+    import hvdkit.torch as hvd
+
+    hvd.init()
+    attribute, parameters = CODECS[args.compression]
+    compression = getattr(hvd.Compression, attribute)
+    if args.compression == "dgc":  # it warms up in a fifth of the steps
+        parameters = {**parameters, "clip": args.clip, "steps_per_epoch": max(1, args.steps // 20)}
+    optimizer = hvd.DistributedOptimizer(
+        _optimizer(args, model),
+        named_parameters=model.named_parameters(),
+        compression=compression(**parameters) if parameters else compression,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+    def step() -> None:
+        optimizer.synchronize()
+        if args.compression != "dgc":
+            _clip(args, model)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def payload_bytes() -> int:
+        return hvd.communication_stats().bytes_sent
+
+    return Trainer(hvd.rank(), hvd.size(), model, optimizer, step, hvd.barrier, payload_bytes, hvd.shutdown)
+
+
+def open_ddp(args: argparse.Namespace, model: Any) -> Trainer:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    optimizer = _optimizer(args, model)
+    one_bucket = {"bucket_cap_mb": ONE_BUCKET_MB} if args.one_bucket else {}
+    trained = training.data_parallel(model, args.compression, **one_bucket)
+
+    def step() -> None:
+        _clip(args, model)
+        optimizer.step()
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return Trainer(rank, ranks, trained, optimizer, step, dist.barrier, lambda: 0, dist.destroy_process_group)
+
+
+def _clip(args: argparse.Namespace, model: Any) -> None:
+    from torch.nn.utils import clip_grad_norm_
+
+    clip_grad_norm_(model.parameters(), args.clip)
+
+
+def wire_bytes() -> int:
+    """What this host's network cards sent so far."""
+    cards = [card for card in Path("/sys/class/net").iterdir() if card.name != "lo"]
+    return sum(int((card / "statistics" / "tx_bytes").read_text()) for card in cards)
+
+
+def work(args: argparse.Namespace) -> None:
+    """What a rank runs."""
+    import torch
+
+    sys.path.insert(0, str(jobs.ROOT / "examples"))
+    from pytorch_text import ByteTransformer
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    model = ByteTransformer(args.context, args.layers, args.width)
+    end = {"hvdkit": open_hvdkit, "ddp": open_ddp}[args.worker](args, model)
+    jobs.report(args.report, end.rank, train(args, model, end))
+    close = end.close
+    del end  # DDP must let go of its process group before that is destroyed, or the exit may hang
+    close()
+
+
+def train(args: argparse.Namespace, model: Any, end: Trainer) -> dict[str, Any]:
+    """Loss, seconds and bytes of all steps, losses of other text, and a fingerprint of the weights."""
+    import torch
+    from pytorch_text import draw, learning_rate, load_sources, next_byte_loss
+
+    text, other = load_sources(args.max_bytes, least=2 * args.context * end.ranks)
+    share = text[len(text) * end.rank // end.ranks : len(text) * (end.rank + 1) // end.ranks]
+    batches = torch.Generator().manual_seed(args.seed + end.rank)
+    held_out = draw(other, args.held_out, args.context, torch.Generator().manual_seed(args.seed))[end.rank :: end.ranks]
+    rates = argparse.Namespace(**{**vars(args), "lr": args.sgd_lr if args.optimizer == "sgd" else args.lr})
+    steps, evaluations = [], []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            evaluations.append(next_byte_loss(model, held_out).item())
+        end.barrier()
+
+    evaluate()
+    for step in range(args.steps):
+        batch = draw(share, args.batch_size, args.context, batches)
+        for group in end.optimizer.param_groups:
+            group["lr"] = learning_rate(step, rates)
+        sent, payload, began = wire_bytes(), end.payload_bytes(), time.perf_counter()
+        end.optimizer.zero_grad()
+        loss = next_byte_loss(end.trained, batch)
+        loss.backward()
+        end.step()
+        seconds = time.perf_counter() - began
+        steps.append([loss.item(), seconds, wire_bytes() - sent, end.payload_bytes() - payload])
+        if (step + 1) % args.evaluate_every == 0 or step + 1 == args.steps:
+            evaluate()
+    weights = sum(parameter.detach().double().sum().item() for parameter in model.parameters())
+    return {"steps": steps, "evaluations": evaluations, "weights": weights}
+
+
+def digest(args: argparse.Namespace, peer: Peer, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A job's reports in one: per step, and the curve of the loss with seconds and bytes since the start.
+
+    Raises RuntimeError if the ranks ended with different weights, and those are numbers.
+    """
+    if len({str(one["weights"]) for one in reports}) > 1:
+        raise RuntimeError(f"{peer.name}: the ranks ended with different weights")
+    by_rank = np.array([one["steps"] for one in reports])
+    losses, sent, payload = (by_rank[..., column].mean(axis=0) for column in (0, 2, 3))
+    seconds = by_rank[..., 1].max(axis=0)
+    held_out = np.mean([one["evaluations"] for one in reports], axis=0)
+    taken = [0, *(step for step in range(1, args.steps + 1) if step % args.evaluate_every == 0 or step == args.steps)]
+    smoothed = [float(np.mean(held_out[max(0, place + 1 - SMOOTHED) : place + 1])) for place in range(len(taken))]
+    diverged = not all(map(math.isfinite, [*losses, *held_out])) or smoothed[-1] >= smoothed[0]
+    return {
+        "diverged": bool(diverged),
+        "milliseconds": (1e3 * seconds).tolist(),
+        "wire_bytes": sent.tolist(),
+        "payload_bytes": payload.tolist() if payload.any() else None,
+        "losses": _numbers(losses),
+        "held_out": _numbers(held_out),
+        "curve": {
+            "steps": taken,
+            "seconds": np.concatenate([[0.0], np.cumsum(seconds)])[taken].tolist(),
+            "bytes": np.concatenate([[0.0], np.cumsum(sent)])[taken].tolist(),
+            "loss": _numbers(smoothed),
+        },
+    }
+
+
+def _numbers(values: Any) -> list[float | None]:
+    """What JSON can hold: None for what is not finite."""
+    return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def final(run: dict[str, Any]) -> float:
+    """The last loss of a run; NaN if it diverged."""
+    return math.nan if run["diverged"] else run["curve"]["loss"][-1]
+
+
+def seconds_to(run: dict[str, Any], loss: float | None) -> float | None:
+    """When a run first has the loss, on a line between its evaluations; None if it never does."""
+    curve = [pair for pair in zip(run["curve"]["seconds"], run["curve"]["loss"], strict=True) if pair[1] is not None]
+    if loss is None or run["diverged"]:
+        return None
+    for (before, higher), (after, lower) in itertools.pairwise(curve):
+        if lower <= loss < higher:
+            return float(after - (after - before) * (loss - lower) / (higher - lower))
+    return None
+
+
+def groups(peers: Sequence[Peer]) -> list[list[str]]:
+    """The names of those that train with AdamW and with SGD: only losses of one optimizer can be compared."""
+    found = [[peer.name for peer in peers if ("sgd" in peer.flags) == sgd] for sgd in (False, True)]
+    return [names for names in found if names]
+
+
+def first(names: Sequence[str], wanted: Sequence[str]) -> str | None:
+    """The first of the wanted that is there."""
+    return next((name for name in wanted if name in names), None)
+
+
+def goals(one: dict[str, Any], names: Sequence[str], tolerance: float) -> dict[str, float | None]:
+    """The losses that the contestants of a group are to reach in a round."""
+    dense, finals = first(names, DENSE), [final(one[name]) for name in names if not one[name]["diverged"]]
+    aim = None if dense is None or one[dense]["diverged"] else final(one[dense]) * (1 + tolerance / 100)
+    return {"dense": aim, "common": max(finals, default=None)}
+
+
+def arrivals(one: dict[str, Any], names: Sequence[str], loss: float | None) -> dict[str, float]:
+    """Seconds to a loss, of those in a round that reach it; and of what others are measured by: DDP, its best hook."""
+    found = {name: seconds for name in names if (seconds := seconds_to(one[name], loss)) is not None}
+    hooks = [found[name] for hook in HOOKS if (name := f"{DDP} {hook}") in found]
+    plain = first(list(found), DENSE_DDP)
+    return found | ({FP32: found[plain]} if plain else {}) | ({BEST_HOOK: min(hooks)} if hooks else {})
+
+
+def summarise(args: argparse.Namespace, names: Sequence[str], rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per contestant of a group: its loss, seconds to each goal, and DDP's as multiples of these."""
+    dense = first(names, DENSE)
+    losses = [goals(one, names, args.tolerance) for one in rounds]
+    reached = {
+        goal: [arrivals(one, names, loss[goal]) for one, loss in zip(rounds, losses, strict=True)] for goal in GOALS
+    }
+    summary = []
+    for name in names:
+        runs = [one[name] for one in rounds]
+        far = [100 * (final(one[name]) / final(one[dense]) - 1) for one in rounds] if dense else []
+        seconds = {goal: [one[name] for one in reached[goal] if name in one] for goal in GOALS}
+        summary.append(
+            {
+                "peer": name,
+                "diverged": any(run["diverged"] for run in runs),
+                "loss": _median([final(run) for run in runs]),
+                "percent_from_dense": _median(far),
+                "milliseconds": common.spread(value for run in runs for value in run["milliseconds"]),
+                "wire_bytes": _median([float(np.mean(run["wire_bytes"])) for run in runs]),
+                # Only of what is reached in all rounds.
+                "seconds_to": {
+                    goal: _median(some) if len(some) == len(runs) else None for goal, some in seconds.items()
+                },
+                "times_sooner_than": {
+                    goal: {other: common.paired_ratio(reached[goal], other, name) for other in (FP32, BEST_HOOK)}
+                    for goal in GOALS
+                },
+            }
+        )
+    return summary
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values and all(map(math.isfinite, values)) else None
+
+
+def verdicts(gigabits: float, summary: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was aimed at and what came of it: None where it was not measured."""
+    found = []
+    for other, aim in SOONER.get(gigabits, {}).items():
+        ratios = {
+            one["peer"]: ratio["median"]
+            for one in summary
+            if one["peer"].startswith("hvdkit ") and (ratio := one["times_sooner_than"]["dense"][other]) is not None
+        }
+        best = max(ratios, key=lambda name: ratios[name], default=None)
+        what = f"{gigabits:g} Gb/s: loss of dense {aim:g} times sooner than {other}"
+        value = ratios[best] if best else None
+        said = f"{best}, {value:.2f} times" if best else "no contestant to compare"
+        found.append({"target": what, "value": value, "said": said, "met": None if value is None else value >= aim})
+    for name, most in FARTHEST.items():
+        for one in summary:
+            if one["peer"] == f"hvdkit {name}":
+                far = one["percent_from_dense"]
+                said = "diverged" if one["diverged"] else "no dense one" if far is None else f"{far:+.2f}%"
+                what = f"{gigabits:g} Gb/s: {one['peer']} ends within {most:g}% of dense"
+                met = not one["diverged"] and (None if far is None else far <= most)
+                found.append({"target": what, "value": far, "said": said, "met": met})
+    return found
+
+
+def measure(args: argparse.Namespace, gigabits: float, peers: list[Peer]) -> dict[str, Any]:
+    link = two_hosts.Link(args, gigabits)
+    flags = [word for name in _WORKER_FLAGS for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
+
+    def job(peer: Peer) -> dict[str, Any]:
+        return digest(args, peer, link.run(SCRIPT, peer, flags))
+
+    rounds, errors = common.run_rounds(peers, args.rounds, job)
+    able = groups([peer for peer in peers if peer.name not in errors])
+    summary = [entry for names in able for entry in summarise(args, names, rounds)]
+    found = {"summary": summary, "verdicts": verdicts(gigabits, summary), "rounds": rounds, "errors": errors}
+    return {"gigabits": gigabits, **found}
+
+
+def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """The table of a rate, and what came of the targets."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = []
+    for one in result["summary"]:
+        seconds, sooner = one["seconds_to"], one["times_sooner_than"]
+        rows.append(
+            [
+                one["peer"],
+                "DIVERGED" if one["diverged"] else number(one["loss"], ".3f"),
+                number(one["percent_from_dense"], "+.2f"),
+                f"{one['milliseconds']['median']:.0f}",
+                number(one["wire_bytes"] / 1e6, ".3f"),
+                *(number(seconds[goal], ".1f") for goal in GOALS),
+                *(common.show_ratio(sooner[goal][other]) for goal in GOALS for other in (FP32, BEST_HOOK)),
+            ]
+        )
+    headers = ["peer", "loss", "% from dense", "ms/step", "MB/step", *(f"s to {goal}" for goal in GOALS)]
+    headers += [f"{goal}: {other} / peer" for goal in GOALS for other in (FP32, BEST_HOOK)]
+    print(
+        f"\n{args.steps} steps over a wire of {result['gigabits']:g} Gb/s; dense: {args.tolerance:g}% above the last "
+        f"loss of fp32; ratios of seconds: median [smallest, largest] of {args.rounds} rounds"
+    )
+    print(common.table(headers, rows))
+    for one in result["verdicts"]:
+        word = "not measured" if one["met"] is None else "met" if one["met"] else "MISSED"
+        print(f"{word}: {one['target']}: {one['said']}")
+
+
+def draw(results: Sequence[dict[str, Any]]) -> Any:
+    """For each rate the loss by seconds and by bytes, of the first round; dashed: DDP, dotted: all with SGD."""
+    plt = common.pyplot()
+    figure, panels = plt.subplots(len(results), 2, figsize=(15, 6 * len(results)), squeeze=False)
+    for row, result in zip(panels, results, strict=True):
+        for axes, key, divisor, label in ((row[0], "seconds", 1, "seconds"), (row[1], "bytes", 1e6, "MB per host")):
+            for place, one in enumerate(result["summary"]):
+                run = result["rounds"][0][one["peer"]]
+                shown = [pair for pair in zip(run["curve"][key], run["curve"]["loss"], strict=True) if pair[1]]
+                axes.plot(
+                    [x / divisor for x, _ in shown],
+                    [loss for _, loss in shown],
+                    color=plt.get_cmap("tab20")(place % 20),
+                    linestyle=":" if one["peer"].endswith(" SGD") else "--" if one["peer"].startswith(DDP) else "-",
+                    label=one["peer"] + " (diverged)" * one["diverged"],
+                )
+            axes.set(xlabel=label, ylabel="loss, nats per byte", title=f"wire of {result['gigabits']:g} Gb/s")
+            axes.grid(alpha=0.3)
+        row[1].set_xscale("log")
+        row[1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return figure
+
+
+def compare(args: argparse.Namespace) -> None:
+    """What the script itself runs: for each rate, rounds of trainings, then the table."""
+    if reason := namespaces.missing():
+        raise SystemExit(f"cannot make two hosts: {reason}")
+    peers = common.chosen(contestants(args.transport), args.peers)
+    results = []
+    for gigabits in args.gigabits:
+        results.append(measure(args, gigabits, peers))
+        show(args, results[-1])
+    common.save("time_to_loss", args, {"rates": results}, draw(results))
+    common.finish(
+        {f"{name}, {one['gigabits']:g} Gb/s": error for one in results for name, error in one["errors"].items()}
+    )
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    if arguments.worker:
+        work(arguments)
+    else:
+        compare(arguments)
