@@ -24,6 +24,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,9 +180,14 @@ def main(module_name: str, folder: str) -> None:
     import hvdkit.torch as hvd
 
     hvd.init()
+    run_cases(module_name, Path(folder, f"{hvd.rank()}.json"), hvd)
+    hvd.shutdown()
+
+
+def run_cases(module_name: str, path: Path, hvd: Any) -> None:
+    """Run every case on this rank, and report in ``path``."""
     module = importlib.import_module(module_name)
     report: dict[str, str] = {}
-    path = Path(folder, f"{hvd.rank()}.json")
     for name in case_names(module_name):
         try:
             getattr(module, name)(hvd)
@@ -191,7 +197,6 @@ def main(module_name: str, folder: str) -> None:
         except BaseException:
             report[name] = traceback.format_exc()
         path.write_text(json.dumps(report))
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

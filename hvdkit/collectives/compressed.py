@@ -69,7 +69,6 @@ def allreduce_encoded(
     started = perf_counter()
     codec.prepare(values, memory, group.size)
     memory.tally.encode_seconds += perf_counter() - started
-    memory.tally.operations += 1
     memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size)
     if isinstance(codec, PowerSGD):
         yield from low_rank_allreduce(wire, values, scale, codec, tag, memory)

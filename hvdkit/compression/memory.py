@@ -22,19 +22,17 @@ Place = tuple[str, int, int]
 class Tally:
     """What compressing cost and saved on this rank: bytes as they were and as they travelled, seconds."""
 
-    operations: int = 0
-    bytes_before: int = 0
-    bytes_after: int = 0
+    bytes_before: float = 0.0
+    bytes_after: float = 0.0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def add(self, other: Tally) -> None:
-        """Count what ``other`` counted."""
-        self.operations += other.operations
-        self.bytes_before += other.bytes_before
-        self.bytes_after += other.bytes_after
-        self.encode_seconds += other.encode_seconds
-        self.decode_seconds += other.decode_seconds
+    def add(self, other: Tally, part: float = 1.0) -> None:
+        """Count a part of what ``other`` counted."""
+        self.bytes_before += part * other.bytes_before
+        self.bytes_after += part * other.bytes_after
+        self.encode_seconds += part * other.encode_seconds
+        self.decode_seconds += part * other.decode_seconds
 
 
 @dataclass
@@ -45,7 +43,6 @@ class Shared:
     numbers: dict[Place, float] = field(default_factory=dict)
     vectors: dict[Place, Array] = field(default_factory=dict)
     matrices: list[tuple[int, int, int]] = field(default_factory=list)  # where each tensor begins, its rows and columns
-    tally: Tally = field(default_factory=Tally)
 
 
 class Memory:
@@ -61,6 +58,7 @@ class Memory:
         self.turn = 0  # how often these elements were reduced before
         self.salt = 0  # a number of the rank and of the phase, for what shall be random in each of them
         self.shared = Shared()
+        self.tally = Tally()  # of what is done with these elements; parts count in it as well
 
     def part(self, begin: int, end: int) -> Memory:
         """The memory of the elements from ``begin`` to ``end`` of this one; they are the same arrays."""
@@ -71,16 +69,13 @@ class Memory:
         part.turn = self.turn
         part.salt = self.salt
         part.shared = self.shared
+        part.tally = self.tally
         return part
 
     @property
     def residual(self) -> Array | None:
         """The residual of these elements; None for a codec without feedback."""
         return self.arrays.get(RESIDUAL)
-
-    @property
-    def tally(self) -> Tally:
-        return self.shared.tally
 
     def matrices(self) -> list[tuple[int, int, int]]:
         """Where each tensor among these elements begins, its rows and its columns."""

@@ -26,9 +26,12 @@ RETRIES = 2
 # How many of a sample should lie above the threshold: 400 make the number selected right to 5% (1 / sqrt(400)).
 SAMPLED_ABOVE = 400
 SMALLEST_SAMPLE = 1 << 14
-# The number above a threshold falls about with its sixth power where gradients are cut at 1%; this follows it gently.
-FOLLOW = 0.15
-THRESHOLD = "threshold"
+# How a carried threshold follows the number that it selected, as a power: gently, since what was kept was cut off at
+# the threshold, so that a step that sent too many is followed by one with fewer to send.
+FOLLOW = 0.03
+# After a carried threshold has failed, samples are taken for so many steps: a sample costs a tenth of a pass.
+SAMPLED_STEPS = 8
+THRESHOLD, DISTRUST = "threshold", "distrust"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -167,9 +170,10 @@ class TopK(_Sparse):
         """The payload of values plus residual; with no values, of the residual alone."""
         wanted = self._wanted(memory.elements, memory)
         places, picked = room_for_pairs(payload, capacity)
-        recalled = memory.recall(THRESHOLD)
+        recalled, distrust = memory.recall(THRESHOLD), memory.recall(DISTRUST) or 0.0
+        carried = recalled is not None and distrust == 0.0
         for attempt in range(1 + RETRIES):
-            if recalled is not None and attempt == 0:
+            if recalled is not None and carried and attempt == 0:
                 threshold = recalled
             else:
                 seed = (self.seed + 31 * memory.turn + 7 * attempt + memory.begin) % 2**32
@@ -183,6 +187,7 @@ class TopK(_Sparse):
             if residual is not None:  # everything is there now but what was emitted
                 residual[places[:emitted]] = picked[:emitted]
                 values = None
+        memory.keep(DISTRUST, SAMPLED_STEPS if carried and attempt else max(0.0, distrust - 1.0))
         if threshold > 0.0 and found:
             memory.keep(THRESHOLD, min(_LARGEST, threshold * (found / wanted) ** FOLLOW))
         return write_pairs(payload, emitted, capacity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Codec, Memory, PayloadCodec
+from hvdkit.compression import CASTS, Codec, Memory, PayloadCodec, Tally
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Key, Signature
 from hvdkit.kernels import ReduceOp
@@ -38,6 +38,7 @@ class Submission:
     # For each array, where its values are if not in the array itself, which then only takes the result.
     sources: list[Any] | None = None
     codec: Codec = CASTS["none"]
+    tally: Tally = field(default_factory=Tally)
     turn: int = 0  # a number for what a codec draws at random: the same on all ranks and in each run
 
     def gather_sources(self) -> None:
@@ -138,7 +139,7 @@ def _reduce_whole(
 ) -> Steps[None]:
     """By way of nodes, if some ranks share one. A codec keeps nothing."""
     codec, memory = submission.codec, Memory(flat.size)
-    memory.turn = submission.turn
+    memory.turn, memory.tally = submission.turn, submission.tally
     if group.layout is not None and not _everywhere(codec):
         yield from layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
         return

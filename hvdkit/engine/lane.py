@@ -16,6 +16,7 @@ from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.engine.arrangement import UNSEEN, arrange
 from hvdkit.engine.buckets import Buckets
+from hvdkit.engine.compression_report import told
 from hvdkit.engine.memories import State
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
@@ -335,6 +336,11 @@ class Lane:
             row, "ALLREDUCE", bytes=nbytes, codec=codec, algorithm=self.home.told, order=order, size=engine.sizes.reason
         )
         yield from steps
+        tally = self.home.memories.finished(piece) if self._encoded[self._buckets[piece.bucket].codec] else None
+        timeline = engine.timeline
+        if tally is not None and timeline is not None:
+            norm = self.home.memories.residual_norm(piece)
+            timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
         engine.timeline_end(row)
         engine.statistics.reduced(nbytes, perf_counter() - started)
 

@@ -11,7 +11,7 @@ from hvdkit import kernels
 from hvdkit.collectives.group import Array
 from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
 from hvdkit.compression import Codec, LossyCodec, Memory
-from hvdkit.compression.memory import RESIDUAL, TURN, Place
+from hvdkit.compression.memory import RESIDUAL, TURN, Place, Tally
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
@@ -55,6 +55,8 @@ class Memories:
         self._buckets: list[Bucket] = []
         self._memories: list[Memory] = []
         self._owed: list[Array | None] = []  # by bucket: what is added to this rank's next gradients
+        self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
+        self._totals = [Tally() for _ in slots]
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """From now on the lane has these buckets."""
@@ -77,10 +79,37 @@ class Memories:
         return self._codecs[self._buckets[bucket].codec]
 
     def of_piece(self, piece: Piece) -> Memory:
-        """The memory of a piece of a bucket."""
+        """The memory of a piece of a bucket, for one operation."""
         part = self._memories[piece.bucket].part(piece.begin, piece.end)
         part.turn = part.shared.turn
+        part.tally = self._tallies[piece.bucket, piece.begin] = Tally()
         return part
+
+    def finished(self, piece: Piece) -> Tally:
+        """What the operation on a piece cost and saved; its tensors' totals get their parts, by elements."""
+        tally = self._tallies.pop((piece.bucket, piece.begin))
+        bucket = self._buckets[piece.bucket]
+        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+            inside = min(piece.end, offset + self._slots[slot].elements) - max(piece.begin, offset)
+            if inside > 0:
+                self._totals[slot].add(tally, inside / (piece.end - piece.begin))
+        return tally
+
+    def residual_norm(self, piece: Piece) -> float:
+        """The Euclidean norm of what this rank keeps of a piece."""
+        residual = self._memories[piece.bucket].part(piece.begin, piece.end).residual
+        return 0.0 if residual is None else float(np.linalg.norm(residual))
+
+    def reports(self) -> list[tuple[Slot, str, Tally, float]]:
+        """Each encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it."""
+        found = []
+        for slot, total in enumerate(self._totals):
+            codec = self._codecs[self._slots[slot].codec]
+            if isinstance(codec, LossyCodec):
+                residual = self.of_slot(slot).get(RESIDUAL)
+                norm = 0.0 if residual is None else float(np.linalg.norm(residual))
+                found.append((self._slots[slot], codec.told, total, norm))
+        return found
 
     def of_slot(self, slot: int) -> Kept:
         """What is kept of one tensor, by name: flat arrays, in the unit of what travels."""
@@ -136,7 +165,7 @@ class Memories:
             if not owed.any():
                 self._owed[piece.bucket] = None
         # What was decoded into a gap would be encoded again, and some codecs make something of zeros.
-        bucket, kept = self._buckets[piece.bucket], self.of_piece(piece).arrays
+        bucket, kept = self._buckets[piece.bucket], self._memories[piece.bucket].part(piece.begin, piece.end).arrays
         ends = [*bucket.offsets[1:], bucket.elements]
         for slot, offset, end in zip(bucket.slots, bucket.offsets, ends, strict=True):
             gap = slice(max(0, offset + self._slots[slot].elements - piece.begin), max(0, end - piece.begin))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from hvdkit.compression import Tally
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,23 @@ class Statistics:
         self._reduced_bytes = 0
         self._busy = 0.0
         self._waited = 0.0
+        self._encoded: dict[str, Tally] = {}
 
     def reduced(self, nbytes: int, seconds: float) -> None:
         with self._lock:
             self._reductions += 1
             self._reduced_bytes += nbytes
             self._busy += seconds
+
+    def encoded(self, codec: str, tally: Tally) -> None:
+        """An operation by name was encoded."""
+        with self._lock:
+            self._encoded.setdefault(codec, Tally()).add(tally)
+
+    def encoded_by_name(self) -> dict[str, Tally]:
+        """What operations by name have cost and saved, by codec."""
+        with self._lock:
+            return {codec: replace(tally) for codec, tally in self._encoded.items()}
 
     def waited(self, seconds: float) -> None:
         with self._lock:

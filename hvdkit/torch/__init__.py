@@ -11,6 +11,7 @@ from hvdkit.torch.basics import (
     Sum,
     ccl_built,
     communication_stats,
+    compression_stats,
     cross_rank,
     cross_size,
     cuda_built,
@@ -35,6 +36,7 @@ from hvdkit.torch.basics import (
 )
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.compression_state import merge_state_dicts
+from hvdkit.torch.ddp import DDPHook, ddp_hook
 from hvdkit.torch.objects import allgather_object, broadcast_object
 from hvdkit.torch.ops_allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdkit.torch.ops_allreduce import (
@@ -66,6 +68,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DDPHook",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
@@ -94,10 +97,12 @@ __all__ = [
     "broadcast_parameters",
     "ccl_built",
     "communication_stats",
+    "compression_stats",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "ddp_hook",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvdkit.engine import runtime
+from hvdkit.engine.compression_report import CompressionStatistics, compression_statistics
 from hvdkit.engine.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.checks_init import check_comm, check_process_sets
@@ -84,6 +85,11 @@ def cross_rank() -> int:
 def is_homogeneous() -> bool:
     """True if every node runs the same number of ranks."""
     return bool(runtime.engine().topology.is_homogeneous)
+
+
+def compression_stats() -> CompressionStatistics:
+    """What compression did on this rank: bytes before and after, seconds, residuals, by codec and by parameter."""
+    return compression_statistics(runtime.engine())
 
 
 def communication_stats() -> CommunicationStatistics:

@@ -169,7 +169,6 @@ def test_the_tally_counts_what_travelled(size: int) -> None:
     memories = memories_for(codec, size, 48_000)
     _, sent = reduced(codec, gradients(size, 48_000), memories)
     for memory, nbytes in zip(memories, sent, strict=True):
-        assert memory.tally.operations == 1
         assert memory.tally.bytes_before == 2 * 4 * 48_000 * (size - 1) // size
         assert memory.tally.bytes_after == nbytes
         assert memory.tally.encode_seconds > 0 < memory.tally.decode_seconds

@@ -352,6 +352,29 @@ def case_operations_with_codecs(hvd: Any) -> None:
         assert_close(wanting.grad, torch.ones(3000), tolerance)
 
 
+def case_what_it_did_is_told(hvd: Any) -> None:
+    where = {"compress": compress(hvd)}
+    net = Constant(hvd.rank())
+    names = [(f"told.{name}", parameter) for name, parameter in net.named_parameters()]
+    policy = {"*.large": hvd.Compression.int8(**where), "*.wide": hvd.Compression.topk(0.05, **where)}
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, names, compression=policy)
+    take_steps(net, optimizer, 3)
+    hvd.allreduce(torch.ones(4096), compression=hvd.Compression.int4(**where), name="named")
+    stats = hvd.compression_stats()
+    ratios = {codec.split("(")[0]: round(one.ratio, 1) for codec, one in stats.by_codec.items()}
+    assert {"int8", "topk", "int4"} <= set(ratios)
+    ours = {name: one for name, one in stats.by_parameter.items() if name.startswith("told.")}
+    assert {name: one.codec.split("(")[0] for name, one in ours.items()} == {"told.large": "int8", "told.wide": "topk"}
+    if compress(hvd) == "everywhere":
+        assert 2.5 < ours["told.large"].ratio < 4, str(ours)
+        assert ours["told.large"].residual_norm > 0
+        assert all(one.bytes_after for one in ours.values())
+    for one in (one for one in ours.values() if one.bytes_after):
+        assert one.encode_seconds > 0 < one.decode_seconds
+    assert "MB sent as" in str(stats)
+
+
 def case_operations_with_a_codec_while_a_rank_has_joined(hvd: Any) -> None:
     codec = EverySecond(compress=compress(hvd))
     if hvd.rank() > 0:

@@ -1,0 +1,162 @@
+"""Communication hooks of DistributedDataParallel: on real ranks, on ranks that get lost, and what needs no ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvdkit.torch as hvd
+from hvdkit.compression import CASTS
+from hvdkit.torch.ddp_buckets import Describer
+from tests.ranks import RankedCases, start_ranks
+from tests.torch.ddp_hook_loop import TIMEOUT_SECONDS
+from tests.torch.optimizer_support import expect
+
+MODULE = "tests.torch.ddp_hook_cases"
+RESULTS = RankedCases(MODULE, runner=MODULE)
+# What noticing may take on a machine that is busy with other tests.
+PATIENCE_SECONDS = 30
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("case", RESULTS.names)
+def test_on_ranks(case: str, ranks: int) -> None:
+    RESULTS.check(case, ranks, "torch")
+
+
+def loop(mode: str, ranks: int) -> list[subprocess.Popen[str]]:
+    """Ranks that are under way."""
+    processes = start_ranks([sys.executable, "-m", "tests.torch.ddp_hook_loop", mode], ranks, "torch")
+    for process in processes:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()).strip() != "under way":
+            assert line, "a rank ended before it was under way"
+    return processes
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """The exit statuses and what was printed; all ranks end by themselves."""
+    deadline = monotonic() + PATIENCE_SECONDS
+    try:
+        outputs = [process.communicate(timeout=max(1.0, deadline - monotonic()))[0] for process in processes]
+        return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+
+
+def test_ranks_that_end_without_a_word_end_well() -> None:
+    assert [status for status, _ in ended(loop("ends", 2))] == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_rank_is_an_error_on_all_others(ranks: int) -> None:
+    processes = loop("endless", ranks)
+    processes[1].kill()
+    for rank, (status, output) in enumerate(ended(processes)):
+        if rank != 1:
+            assert status == 1, output
+            assert re.search(r"ddp_hook: bucket \d .* on rank \d with codec topk\(.*the connection to rank \d", output)
+
+
+def test_a_stopped_rank_is_an_error_within_the_time_limit() -> None:
+    processes = loop("endless", 3)
+    os.kill(processes[2].pid, signal.SIGSTOP)
+    try:
+        told = ""
+        for status, output in ended(processes[:2]):
+            assert status == 1, output
+            told += output
+        assert f"waited {TIMEOUT_SECONDS} s for rank 2" in told
+    finally:
+        processes[2].kill()
+        processes[2].communicate()
+
+
+def test_a_rank_that_raises_in_a_backward_pass_ends_and_so_do_the_others() -> None:
+    (first, printed), (second, told) = ended(loop("raises", 2))
+    assert (first, second) == (1, 1), printed + told
+    assert "ZeroDivisionError: on purpose" in printed
+    assert "the connection to rank 0 broke" in told
+
+
+@pytest.mark.parametrize("wrong", [3, "int8", None, nn.Linear, {"*": hvd.Compression.int8}, hvd.Compression])
+def test_what_is_no_codec_is_refused(wrong: Any) -> None:
+    with expect(TypeError, "ddp_hook: compression must be one of hvd.Compression"):
+        hvd.ddp_hook(wrong)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with expect(TypeError, "timeout must be a datetime.timedelta or None, got 3"):
+        hvd.ddp_hook(hvd.Compression.int8, timeout=3)  # type: ignore[arg-type]
+    with expect(ValueError, "timeout must be above zero"):
+        hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(0))
+    with expect(TypeError, "process_group must be one that this rank is in, or None", "HINT"):
+        hvd.ddp_hook(hvd.Compression.int8, process_group=-100)
+    with expect(ValueError, "init_process_group"):
+        hvd.ddp_hook(hvd.Compression.int8).state_dict()
+    with expect(TypeError, "expected a DistributedDataParallel, got Linear", "HINT"):
+        hvd.ddp_hook(hvd.Compression.int8).register(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    """A state_dict in which a parameter of 2 x 3 elements has a residual."""
+    unit = {"members": [[0, 2, 3]], "kept": {"residual": torch.ones(6)}, "numbers": [], "vectors": []}
+    return {"codec": "int8", "rank": 0, "size": 2, "turn": 1, "units": [unit], **changes}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "told"),
+    [
+        (3, TypeError, "expected a state_dict or a list"),
+        ("state", TypeError, "expected a state_dict or a list"),
+        ([], ValueError, "got none"),
+        ({"step": 1}, TypeError, "expected the state_dict of a ddp_hook, got ['step'] as number 0"),
+        ([state(), 3], TypeError, "got int as number 1"),
+        ([state(), state(turn=2)], ValueError, "number 1 has another turn than number 0"),
+        ([state(), state(size=3)], ValueError, "number 1 has another size than number 0"),
+        ([state(), state(units=[])], ValueError, "another layout of the buckets"),
+        ([state(), state(codec="int4")], ValueError, "number 1 has another codec"),
+    ],
+)
+def test_states_that_cannot_be_loaded_are_refused(wrong: Any, error: type[Exception], told: str) -> None:
+    with expect(error, "ddp_hook.load_state_dict", told):
+        hvd.ddp_hook(hvd.Compression.int8).load_state_dict(wrong)
+
+
+class PretendBucket:
+    """A bucket of one parameter, with as much of DDP's as is looked at."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._parameters, self._buffer = [nn.Parameter(buffer.clone(), requires_grad=False)], buffer
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.ones(3, dtype=torch.float8_e4m3fn), torch.ones(3, dtype=torch.int32), torch.ones(3, device="meta")]
+)
+def test_gradients_that_cannot_be_averaged_are_refused(buffer: torch.Tensor) -> None:
+    with expect(ValueError, "ddp_hook: bucket 0 ([3]) is", str(buffer.dtype), "torch.bfloat16", "CPU or CUDA"):
+        Describer(CASTS["none"]).describe(PretendBucket(buffer))
