@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from hvdkit.collectives.hierarchical import MOST_PIECES, PIECE_BYTES, choose_pieces
+from hvdkit.collectives.hierarchical import MOST_PIECES, PIECE_BYTES, Layout, choose_pieces, whole_shares
 from hvdkit.collectives.staging import FAR_SECONDS, MEASURED_BYTES, choose_handover
 
 NEAR, FAR = 0.3 * FAR_SECONDS, 1.6 * FAR_SECONDS
@@ -48,3 +50,16 @@ def test_large_tensors_go_between_nodes_in_pieces(nbytes, nodes, asked, pieces, 
     count, told = choose_pieces(nbytes, nodes, asked)
     assert count == pieces
     assert reason in told
+
+
+def test_shares_of_whole_tensors_begin_where_tensors_do_and_cover_all():
+    layout = Layout([[0, 1, 2], [3, 4, 5]], None)
+    assert whole_shares([0, 100, 200, 900], 1000, layout, 3) == [(0, 200), (200, 900), (900, 1000)]
+    assert whole_shares([0], 1000, layout, 3) == [(0, 0), (0, 1000), (1000, 1000)]
+    assert whole_shares([0, 500], 1000, Layout([[0, 1], [2]], None), 2) == [(0, 1000), (1000, 1000)]
+    for begins in ([0, 16, 32], [0, 990], [0, 10, 20, 30, 40, 995]):
+        shares = whole_shares(begins, 1000, layout, 4)
+        assert shares[0][0] == 0
+        assert shares[-2][1] == 1000
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
+        assert all(begin in [*begins, 1000] for begin, _ in shares)

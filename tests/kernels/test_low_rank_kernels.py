@@ -1,0 +1,111 @@
+"""Low-rank factors: what the products are, and that native and numpy kernels give the same bits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hvdkit import kernels
+from hvdkit.kernels import numpy_low_rank
+
+native = pytest.mark.skipif(kernels.backend() != "native", reason="the native kernels were not built")
+BOTH = [pytest.param(kernels, marks=native, id="native"), pytest.param(numpy_low_rank, id="numpy")]
+SHAPES = [(1, 1, 1), (1, 40, 1), (40, 1, 1), (5, 17, 2), (33, 48, 4), (100, 70, 5), (64, 1100, 7), (3, 530, 3)]
+
+
+def matrix_of(rows: int, cols: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(rows * cols).astype(np.float32)
+
+
+def steps(module: ModuleType, rows: int, cols: int, rank: int) -> list[np.ndarray]:
+    """One step of power iteration: left, right, result, and what is left of the matrix."""
+    matrix, right = matrix_of(rows, cols), matrix_of(rank, cols, 1)
+    left, result = np.empty(rank * rows, np.float32), np.empty(rows * cols, np.float32)
+    module.project_into(left, matrix, right, rows, cols)
+    module.orthonormalise(left, rows)
+    module.project_back_into(right, matrix, left, rows, cols)
+    module.reconstruct_into(result, matrix, left, right, rows, cols, 0.5)
+    return [left, right, result, matrix]
+
+
+@native
+@pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
+def test_native_and_numpy_give_the_same_bits(rows: int, cols: int, rank: int) -> None:
+    for ours, theirs in zip(steps(kernels, rows, cols, rank), steps(numpy_low_rank, rows, cols, rank), strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("module", BOTH)
+@pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
+def test_products_are_those_of_float64(module: ModuleType, rows: int, cols: int, rank: int) -> None:
+    matrix, right = matrix_of(rows, cols), matrix_of(rank, cols, 1)
+    left = np.empty(rank * rows, np.float32)
+    module.project_into(left, matrix, right, rows, cols)
+    wide = matrix.reshape(rows, cols).astype(np.float64)
+    expected = right.reshape(rank, cols).astype(np.float64) @ wide.T
+    np.testing.assert_allclose(left.reshape(rank, rows), expected, rtol=0, atol=1e-5 * (1 + np.abs(expected).max()))
+    module.project_back_into(right, matrix, left, rows, cols)
+    expected = left.reshape(rank, rows).astype(np.float64) @ wide
+    np.testing.assert_allclose(right.reshape(rank, cols), expected, rtol=0, atol=1e-5 * (1 + np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("module", BOTH)
+@pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
+def test_result_and_rest_are_the_matrix(module: ModuleType, rows: int, cols: int, rank: int) -> None:
+    _, _, result, rest = steps(module, rows, cols, rank)
+    np.testing.assert_allclose(2 * result + rest, matrix_of(rows, cols), rtol=0, atol=1e-5)
+    assert np.linalg.norm(rest) <= np.linalg.norm(matrix_of(rows, cols)) * 1.0001
+
+
+@pytest.mark.parametrize("module", BOTH)
+def test_vectors_become_orthonormal_and_dependent_ones_zero(module: ModuleType) -> None:
+    vectors = matrix_of(5, 100).reshape(5, 100)
+    vectors[2] = 3 * vectors[0] - vectors[1]
+    vectors[4] = 0
+    module.orthonormalise(vectors.reshape(-1), 100)
+    expected = np.diag([1.0, 1.0, 0.0, 1.0, 0.0])
+    np.testing.assert_allclose(vectors @ vectors.T, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", BOTH)
+def test_what_has_the_rank_is_found_whole(module: ModuleType) -> None:
+    rows, cols, rank = 30, 50, 3
+    matrix = (matrix_of(rows, rank).reshape(rows, rank) @ matrix_of(rank, cols, 2).reshape(rank, cols)).reshape(-1)
+    right = matrix_of(rank, cols, 1)
+    left, result = np.empty(rank * rows, np.float32), np.empty(rows * cols, np.float32)
+    module.project_into(left, matrix, right, rows, cols)
+    module.orthonormalise(left, rows)
+    module.project_back_into(right, matrix, left, rows, cols)
+    module.reconstruct_into(result, None, left, right, rows, cols)
+    np.testing.assert_allclose(result, matrix, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("module", BOTH)
+def test_what_is_not_finite_stays_so(module: ModuleType) -> None:
+    for odd in (np.nan, np.inf):
+        matrix, right, left = matrix_of(4, 40), matrix_of(2, 40, 1), np.empty(8, np.float32)
+        matrix[45] = odd
+        module.project_into(left, matrix, right, 4, 40)
+        assert not np.isfinite(left.reshape(2, 4)[:, 1]).any()
+        assert np.isfinite(left.reshape(2, 4)[:, [0, 2, 3]]).all()
+
+
+@pytest.mark.parametrize("module", BOTH)
+def test_wrong_arguments(module: ModuleType) -> None:
+    matrix, left, right = np.zeros(12, np.float32), np.zeros(6, np.float32), np.zeros(8, np.float32)
+    with pytest.raises(ValueError, match="project_into: rows: expected an integer from 1 to 4294967295, got 0"):
+        module.project_into(left, matrix, right, 0, 4)
+    with pytest.raises(ValueError, match="project_into: matrix: expected 12 elements in 3 rows of 4, got 11"):
+        module.project_into(left, matrix[:11], right, 3, 4)
+    with pytest.raises(ValueError, match="project_into: right: expected 8 elements for 2 vectors, got 7"):
+        module.project_into(left, matrix, right[:7], 3, 4)
+    with pytest.raises(ValueError, match="project_back_into: left: expected 6 elements for 2 vectors, got 7"):
+        module.project_back_into(right, matrix, np.zeros(7, np.float32), 3, 4)
+    with pytest.raises(ValueError, match="orthonormalise: vectors: expected 8 elements in vectors of 4, got 7"):
+        module.orthonormalise(right[:7], 4)
+    with pytest.raises(TypeError, match="reconstruct_into: out: expected float32, got float64"):
+        module.reconstruct_into(np.zeros(12), None, left, right, 3, 4)
+    with pytest.raises(ValueError, match="reconstruct_into: "):
+        module.reconstruct_into(matrix, matrix, left, right, 3, 4)
