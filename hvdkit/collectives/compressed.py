@@ -123,16 +123,26 @@ def _sum_own(
 
 
 def compressed_reduce_scatter(
-    group: Group, flat: Array, bounds: Sequence[tuple[int, int]], scale: float, codec: PayloadCodec, tag: int, turn: int
+    group: Group,
+    flat: Array,
+    bounds: Sequence[tuple[int, int]],
+    scale: float,
+    codec: PayloadCodec,
+    tag: int,
+    memory: Memory,
 ) -> Steps[Array]:
     """This rank's run of ``flat``, in float32: ``scale`` times the sum of all ranks' runs. Uses ``tag``, ``tag + 1``.
 
     The first phase of two: each rank's own run is added as it is, and nothing is kept.
     """
-    values, memory = as_float32(flat), Memory(flat.size)
-    memory.turn, memory.salt = turn, 2 * group.rank
+    values = as_float32(flat)
+    memory.salt = 2 * group.rank
     if group.size > 1:
-        yield from _sum_own(_Wire(group, codec, memory), group, values, bounds, tag, memory)
+        wire = Group(group.transport, group.members, group.choice)
+        yield from _sum_own(_Wire(wire, codec, memory), wire, values, bounds, tag, memory)
+        memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size) / 2
+        memory.tally.bytes_after += wire.bytes_sent
+        group.bytes_sent += wire.bytes_sent
     own = values[slice(*bounds[group.rank])]
     if scale != 1.0:
         kernels.scale_into(own, own, scale)

@@ -18,8 +18,8 @@ from hvdkit.kernels import ReduceOp
 class _Matrix:
     """A tensor under way. ``left`` and ``right`` are runs of what travels; without vectors ``left`` is all of it."""
 
-    values: Array  # this rank's gradient, and at the end the result
-    kept: Array  # the gradient plus what was kept of earlier ones; the values themselves without feedback
+    values: Array  # this rank's gradient, from the projection on with what was kept of earlier ones; then the result
+    residual: Array | None
     rows: int
     cols: int
     left: Array
@@ -53,7 +53,7 @@ def low_rank_allreduce(
     for one, good in zip(matrices, finite, strict=True):
         if one.is_product and good:
             kernels.orthonormalise(one.left, one.rows)
-            kernels.project_back_into(one.right, one.kept, one.left, one.rows, one.cols)
+            kernels.project_back_into(one.right, one.values, one.left, one.rows, one.cols)
         else:
             one.right[...] = 0.0
     own = [one.right.copy() for one in matrices]
@@ -76,9 +76,9 @@ def _matrices(values: Array, codec: PowerSGD, memory: Memory, first: Array, seco
         count, place = codec.vectors(rows, cols), slice(begin, begin + rows * cols)
         lefts, rights = (count * rows if count else rows * cols), count * cols
         mine = values[place]
-        kept = mine if memory.residual is None else memory.residual[place]
+        residual = None if memory.residual is None else memory.residual[place]
         ends = first[left : left + lefts], second[right : right + rights]
-        matrices.append(_Matrix(mine, kept, rows, cols, *ends, bool(np.isfinite(mine).all()), begin))
+        matrices.append(_Matrix(mine, residual, rows, cols, *ends, bool(np.isfinite(mine).all()), begin))
         left, right = left + lefts, right + rights
     return matrices
 
@@ -90,21 +90,19 @@ def _project(one: _Matrix, codec: PowerSGD, memory: Memory) -> None:
     elif not one.finite:
         one.left[...] = np.nan
     else:
-        if one.kept is not one.values:
-            kernels.reduce_into(one.kept, [one.kept, one.values], ReduceOp.SUM)
+        if one.residual is not None:
+            kernels.reduce_into(one.values, [one.values, one.residual], ReduceOp.SUM)
         start = codec.start(memory, one.begin, one.rows, one.cols)
-        kernels.project_into(one.left, one.kept, start, one.rows, one.cols)
+        kernels.project_into(one.left, one.values, start, one.rows, one.cols)
 
 
 def _reconstruct(one: _Matrix, good: bool, mine: Array, scale: float, codec: PowerSGD, memory: Memory) -> None:
     """The result, and what is kept; ``mine`` is this rank's part of ``one.right``."""
-    with_feedback = one.kept is not one.values
     if not good:
-        if with_feedback and one.finite:
-            one.kept -= one.values
         one.values[...] = np.nan
         return
-    if with_feedback:
-        kernels.reconstruct_into(None, one.kept, one.left, mine, one.rows, one.cols)
+    if one.residual is not None:
+        kernels.reconstruct_into(None, one.values, one.left, mine, one.rows, one.cols)
+        one.residual[...] = one.values
     kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, scale)
     memory.shared.vectors[codec.place(memory, one.begin, one.rows, one.cols)] = one.right.copy()

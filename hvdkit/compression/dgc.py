@@ -95,6 +95,6 @@ class DGC(TopK):
             return nbytes
         nbytes = self._select(payload, values, residual, capacity, memory)
         if velocity is not None:
-            places, _ = room_for_pairs(payload, int(payload[4:8].view(np.uint32)[0]))
-            velocity[places] = 0.0
+            places, picked = room_for_pairs(payload, int(payload[4:8].view(np.uint32)[0]))
+            velocity[places[np.isfinite(picked)]] = 0.0
         return nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 
 from hvdkit.compression.casts import CASTS
 from hvdkit.compression.codec import Codec
@@ -12,8 +11,6 @@ from hvdkit.compression.payload import CustomCodec, PayloadCodec
 from hvdkit.compression.quantised import Int4, Int8, OneBit
 from hvdkit.compression.random_k import RandomK
 from hvdkit.compression.sparse import Threshold, TopK
-
-_FIELD = re.compile(r"(\w+)=('[^']*'|[\w.+-]+)")
 
 
 def _classes() -> dict[str, type[PayloadCodec]]:
@@ -35,7 +32,9 @@ def codec_told(told: str) -> Codec:
         raise ValueError(
             f"there is no codec '{name}' in this process\nHINT: import the module that defines it before hvd.join()."
         )
-    codec = known(**{field: ast.literal_eval(value) for field, value in _FIELD.findall(fields)})
+    call = ast.parse(f"codec({fields})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    codec = known(**{str(field.arg): ast.literal_eval(field.value) for field in call.keywords})
     if codec.told != told:
         raise ValueError(f"the codec '{name}' has other parameters here: {codec.told}, where others have {told}")
     return codec

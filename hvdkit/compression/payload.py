@@ -121,14 +121,13 @@ class CustomCodec(PayloadCodec):
             payload[: encoded.nbytes] = encoded
             if residual is not None:
                 lost = wanted - self._decoded(encoded, wanted.size)
-                if np.isfinite(lost).all():
-                    residual[...] = lost
+                np.copyto(residual, lost, where=np.isfinite(lost))
         return encoded.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
         """Decode, scale, and set or add."""
-        decoded = self._decoded(payload, out.size)
         with np.errstate(all="ignore"):
+            decoded = self._decoded(payload, out.size)
             if add:
                 out += decoded * np.float32(scale)
             else:

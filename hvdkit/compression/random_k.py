@@ -59,12 +59,15 @@ class RandomK(PayloadCodec):
         odd = ~np.isfinite(wanted)
         any_odd = bool(odd.any())
         picked[...] = wanted[places]
+        before = None if residual is None else residual[places]
         if residual is not None:
             np.copyto(residual, wanted, where=~odd if any_odd else True)
             residual[places] = 0.0
         if any_odd:
-            starts = self._starts(values.size)
-            picked[np.searchsorted(starts, np.flatnonzero(odd), side="right") - 1] = np.nan
+            runs = np.searchsorted(self._starts(values.size), np.flatnonzero(odd), side="right") - 1
+            picked[runs] = np.nan
+            if residual is not None and before is not None:
+                residual[places[runs]] = before[runs]
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:

@@ -67,7 +67,7 @@ class Batches:
 
         def completed(results: list[Any]) -> None:
             engine.groups.change(kind, submissions[0].signature, results[0])
-            if isinstance(submissions[0].codec, LossyCodec):
+            if isinstance(submissions[0].codec, LossyCodec) and submissions[0].tally.bytes_after:
                 engine.statistics.encoded(submissions[0].codec.told, submissions[0].tally)
             for submission, result in zip(submissions, results, strict=True):
                 engine.timeline_end(submission.key)

@@ -74,8 +74,12 @@ class Buckets(ABC):
         """Give back what is held for reducing; nothing can be reduced afterwards."""
 
     def contribution(self) -> float:
-        """What a gradient, after its own factor, is multiplied with to become part of the result."""
-        return effective(self._reduction.op, self._reduction.postscale, self._group.size)[1]
+        """What a gradient, after its own factor, is multiplied with to become part of the result.
+
+        0.0 where nothing can be added to it: the result is no sum, or gradients are on a device.
+        """
+        op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
+        return scale if op == ReduceOp.SUM and not self.on_device else 0.0
 
     def units(self) -> list[float]:
         """By bucket: what a number that a codec keeps is multiplied with to become part of the result."""

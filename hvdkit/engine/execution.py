@@ -123,6 +123,13 @@ def _draw(group: Group, codec: Codec) -> tuple[int, int]:
     return (0, 0) if group.layout is None or _everywhere(codec) else group.layout.draw()
 
 
+def _memory(submission: Submission, elements: int) -> Memory:
+    """For one operation, from which nothing is kept."""
+    memory = Memory(elements)
+    memory.turn, memory.tally = submission.turn, submission.tally
+    return memory
+
+
 def _everywhere(codec: Codec) -> bool:
     return isinstance(codec, PayloadCodec) and codec.everywhere
 
@@ -138,8 +145,7 @@ def _reduce_whole(
     source: Array | None = None,
 ) -> Steps[None]:
     """By way of nodes, if some ranks share one. A codec keeps nothing."""
-    codec, memory = submission.codec, Memory(flat.size)
-    memory.turn, memory.tally = submission.turn, submission.tally
+    codec, memory = submission.codec, _memory(submission, flat.size)
     if group.layout is not None and not _everywhere(codec):
         yield from layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
         return
@@ -263,9 +269,8 @@ def _reducescatter(group: Group, submission: Submission, tag: int) -> Steps[list
         width = prod(array.shape[1:])
         bounds = [((end - count) * width, end * width) for end, count in zip(accumulate(rows), rows, strict=True)]
         if isinstance(submission.codec, PayloadCodec) and (submission.codec.everywhere or nodes_of(group) > 1):
-            summed = yield from compressed_reduce_scatter(
-                group, flat, bounds, scale, submission.codec, tag, submission.turn
-            )
+            memory = _memory(submission, flat.size)
+            summed = yield from compressed_reduce_scatter(group, flat, bounds, scale, submission.codec, tag, memory)
             own = flat[slice(*bounds[group.rank])]
             kernels.convert_into(own, summed)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +154,14 @@ class Lane:
         home = self.home
         home.memories.restore(state, home.place(self._pieces), home.units(), home.contribution())
 
-    def owe(self, slot: int, kept: Mapping[str, Any], unit: float) -> None:
-        """Take over what was kept of a tensor elsewhere; ``unit`` was there what made it part of a result."""
-        self.home.memories.owe(slot, kept, unit, self.home.units(), self.home.contribution())
+    def owe(self, slot: int, state: State, old_slot: int) -> None:
+        """Take over what was kept elsewhere of one tensor, between two steps."""
+        memories, units, contribution = self.home.memories, self.home.units(), self.home.contribution()
+        memories.start_at(state.turn)
+        memories.owe(slot, state.slots[old_slot], state.units[old_slot], units, contribution)
+        owed = state.owed[old_slot]
+        if owed is not None:
+            memories.owe_gradient(slot, owed, state.contribution, units, contribution)
 
     def abandon(self) -> None:
         """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used."""

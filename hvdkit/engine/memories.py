@@ -33,14 +33,9 @@ class State:
     units: list[float]  # by slot
     owed: list[Array | None]  # by slot
     contribution: float
+    turn: int  # how often elements were reduced
     numbers: dict[tuple[int, ...], dict[Place, float]]  # by the slots of a bucket
     vectors: dict[tuple[int, ...], dict[Place, Array]]
-
-    @property
-    def turn(self) -> int:
-        """How often any element was reduced."""
-        turns = (number for ours in self.numbers.values() for (name, _, _), number in ours.items() if name == TURN)
-        return int(max(turns, default=0))
 
 
 class Memories:
@@ -89,10 +84,13 @@ class Memories:
         """What the operation on a piece cost and saved; its tensors' totals get their parts, by elements."""
         tally = self._tallies.pop((piece.bucket, piece.begin))
         bucket = self._buckets[piece.bucket]
-        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
-            inside = min(piece.end, offset + self._slots[slot].elements) - max(piece.begin, offset)
-            if inside > 0:
-                self._totals[slot].add(tally, inside / (piece.end - piece.begin))
+        inside = [
+            max(0, min(piece.end, offset + self._slots[slot].elements) - max(piece.begin, offset))
+            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
+        ]
+        for slot, elements in zip(bucket.slots, inside, strict=True):
+            if elements:
+                self._totals[slot].add(tally, elements / sum(inside))
         return tally
 
     def residual_norm(self, piece: Piece) -> float:
@@ -146,7 +144,7 @@ class Memories:
     def shares(self, piece: Piece, layout: Layout, ranks: int) -> list[tuple[int, int]]:
         """The elements of a piece that each of a node's ranks carries between nodes."""
         bucket, codec = self._buckets[piece.bucket], self.codec(piece.bucket)
-        if isinstance(codec, LossyCodec) and codec.whole_tensors:
+        if isinstance(codec, LossyCodec) and codec.whole_tensors and self._over_nodes:
             begins = [offset - piece.begin for offset in bucket.offsets]
             return whole_shares(begins, piece.end - piece.begin, layout, ranks)
         return node_shares(piece.end - piece.begin, bucket.dtype.itemsize, layout, ranks)
@@ -155,8 +153,6 @@ class Memories:
 
     def prepare(self, piece: Piece, buffer: Array) -> None:
         """Add what is owed to this rank's gradients in ``buffer``, a piece; zero what lies between them."""
-        if not isinstance(self.codec(piece.bucket), LossyCodec):
-            return
         owed = self._owed[piece.bucket]
         if owed is not None:
             part = owed[piece.begin : piece.end]
@@ -164,6 +160,8 @@ class Memories:
             part[...] = 0
             if not owed.any():
                 self._owed[piece.bucket] = None
+        if not isinstance(self.codec(piece.bucket), LossyCodec):
+            return
         # What was decoded into a gap would be encoded again, and some codecs make something of zeros.
         bucket, kept = self._buckets[piece.bucket], self._memories[piece.bucket].part(piece.begin, piece.end).arrays
         ends = [*bucket.offsets[1:], bucket.elements]
@@ -184,7 +182,8 @@ class Memories:
     @property
     def keeps_anything(self) -> bool:
         """Whether some codec keeps something."""
-        return any(memory.arrays for memory in self._memories) or any(owed is not None for owed in self._owed)
+        kept = any(memory.arrays or memory.shared.numbers or memory.shared.vectors for memory in self._memories)
+        return kept or any(owed is not None for owed in self._owed)
 
     def reset(self) -> None:
         """Forget what was not sent, and all that codecs remember of earlier steps."""
@@ -212,14 +211,16 @@ class Memories:
         vectors = {
             slots: {where: vector.copy() for where, vector in one.vectors.items()} for slots, one in shared.items()
         }
-        return State(place, slots, of_slots, all_owed, contribution, numbers, vectors)
+        turns = [number for ours in numbers.values() for (name, _, _), number in ours.items() if name == TURN]
+        turn = int(max([one.turn for one in shared.values()] + turns, default=0))
+        return State(place, slots, of_slots, all_owed, contribution, turn, numbers, vectors)
 
     def restore(self, state: State, place: str, units: Sequence[float], contribution: float) -> None:
         """Go on from a state, whose slots are those of this lane; see ``owe``."""
         self.start_at(state.turn)
         for slot, owed in enumerate(state.owed):
             if owed is not None:
-                self.owe(slot, {RESIDUAL: owed}, state.contribution, units, contribution)
+                self.owe_gradient(slot, owed, state.contribution, units, contribution)
         if state.place != place:
             for slot, (kept, unit) in enumerate(zip(state.slots, state.units, strict=True)):
                 self.owe(slot, kept, unit, units, contribution)
@@ -247,15 +248,33 @@ class Memories:
         gradient, since it may be of elements that another rank sends here. ``units`` and ``contribution`` are what a
         number in an array, and in a gradient, is multiplied with here to become part of the result.
         """
-        bucket, begin, end = self._where(slot)
-        codec = self.codec(bucket)
-        if self._encodes_its_own(codec):
-            for name, array in self.of_slot(slot).items():
+        bucket, _, _ = self._where(slot)
+        mine = self.of_slot(slot)
+        if self._encodes_its_own(self.codec(bucket)) and RESIDUAL in mine:
+            for name, array in mine.items():
                 if name in kept and units[bucket] != 0.0:
                     array += kept[name] * np.float32(unit / units[bucket])
-        elif RESIDUAL in kept and contribution != 0.0:
-            owed = self._owed[bucket]
-            if owed is None:
-                owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, self._buckets[bucket].dtype)
-            gain = codec.gain if isinstance(codec, LossyCodec) else 1.0
-            owed[begin:end] += (kept[RESIDUAL] * np.float32(unit / contribution / gain)).astype(owed.dtype)
+        elif RESIDUAL in kept:
+            self._add_owed(slot, kept[RESIDUAL], unit / self._gain(bucket), contribution)
+
+    def owe_gradient(self, slot: int, owed: Array, unit: float, units: Sequence[float], contribution: float) -> None:
+        """Take over what was owed to a tensor elsewhere, and had not been added to a gradient yet."""
+        bucket, _, _ = self._where(slot)
+        residual = self.of_slot(slot).get(RESIDUAL)
+        if self._encodes_its_own(self.codec(bucket)) and residual is not None and units[bucket] != 0.0:
+            residual += owed * np.float32(unit * self._gain(bucket) / units[bucket])
+        else:
+            self._add_owed(slot, owed, unit, contribution)
+
+    def _gain(self, bucket: int) -> float:
+        codec = self.codec(bucket)
+        return codec.gain if isinstance(codec, LossyCodec) and self._keeps(self._buckets[bucket]) else 1.0
+
+    def _add_owed(self, slot: int, values: Array, unit: float, contribution: float) -> None:
+        if contribution == 0.0:
+            return
+        bucket, begin, end = self._where(slot)
+        owed = self._owed[bucket]
+        if owed is None:
+            owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, self._buckets[bucket].dtype)
+        owed[begin:end] += (values * np.float32(unit / contribution)).astype(owed.dtype)

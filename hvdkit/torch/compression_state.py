@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdkit.compression.memory import RESIDUAL, Place
+from hvdkit.compression.memory import Place
 from hvdkit.engine.lane import Lane
 from hvdkit.engine.memories import State
 
 KEY = "compression"
+
+LOST_ON_A_DEVICE = (
+    "The state_dict holds gradients that were compressed and not sent yet. They are lost, since gradients stay on the "
+    "device here.\nHINT: load it into an optimizer with a lossy compression, or call optimizer.reset_compression()."
+)
+IN_FLIGHT = (
+    "optimizer.state_dict() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
+    "while gradients are being compressed.\nHINT: call it after step()."
+)
 
 # By the place of a parameter in the optimizer: what is kept of its gradient.
 Saved = dict[str, Any]
@@ -25,6 +35,8 @@ def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
     """
     if not lane.home.memories.keeps_anything:
         return None
+    if lane.in_flight:
+        raise AssertionError(IN_FLIGHT)
     state = lane.kept()
     return {
         "rank": lane.group.rank,
@@ -35,6 +47,7 @@ def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
         "units": state.units,
         "owed": [None if owed is None else torch.from_numpy(owed) for owed in state.owed],
         "contribution": state.contribution,
+        "turn": state.turn,
         "numbers": _listed(state.numbers),
         "vectors": _listed(state.vectors),
     }
@@ -51,7 +64,7 @@ def _listed(by_bucket: Mapping[tuple[int, ...], Mapping[Place, Any]]) -> list[An
 def _by_place(listed: list[Any]) -> dict[tuple[int, ...], dict[Place, Any]]:
     return {
         tuple(slots): {
-            (name, begin, end): one.numpy() if isinstance(one, torch.Tensor) else one for name, begin, end, one in ours
+            (name, begin, end): _array(one) if isinstance(one, torch.Tensor) else one for name, begin, end, one in ours
         }
         for slots, ours in listed
     }
@@ -66,7 +79,10 @@ def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
     kept = [{name: _array(tensor) for name, tensor in arrays.items()} for arrays in saved["kept"]]
     owed = [None if one is None else _array(one) for one in saved["owed"]]
     numbers, vectors = _by_place(saved["numbers"]), _by_place(saved["vectors"])
-    state = State(saved["place"], kept, saved["units"], owed, saved["contribution"], numbers, vectors)
+    contribution, turn = saved["contribution"], saved["turn"]
+    state = State(saved["place"], kept, saved["units"], owed, contribution, turn, numbers, vectors)
+    if lane.on_device and any(kept):
+        warnings.warn(LOST_ON_A_DEVICE, stacklevel=2)
     if saved["parameters"] == list(places):
         lane.go_on_from(state)
     else:
@@ -76,13 +92,9 @@ def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
 
 def _hand_on(state: State, lane: Lane, slots: Mapping[int, int | None]) -> None:
     """Give a lane what was kept of its tensors in slots of another."""
-    lane.home.memories.start_at(state.turn)
     for slot, new in slots.items():
         if new is not None:
-            lane.owe(new, state.slots[slot], state.units[slot])
-            owed = state.owed[slot]
-            if owed is not None:
-                lane.owe(new, {RESIDUAL: owed}, state.contribution)
+            lane.owe(new, state, slot)
 
 
 def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[int, int]) -> None:
@@ -98,7 +110,8 @@ def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if not states:
         raise ValueError("merge_state_dicts: expected the state_dicts of all ranks, got none")
-    return {**states[0], KEY: [state[KEY] for state in states if KEY in state]}
+    kept = [state[KEY] for state in states if KEY in state]
+    return {**states[0], KEY: [one for ours in kept for one in ([ours] if isinstance(ours, Mapping) else ours)]}
 
 
 def choose(saved: Saved | Sequence[Saved], rank: int, size: int) -> Saved | None:
@@ -131,4 +144,4 @@ def _sum(one: Saved, other: Saved) -> Saved:
         ours if theirs is None else theirs * factor if ours is None else ours + theirs * factor
         for ours, theirs in zip(one["owed"], other["owed"], strict=True)
     ]
-    return {**one, "place": "", "kept": kept, "owed": owed}
+    return {**one, "place": "", "kept": kept, "owed": owed, "turn": max(one["turn"], other["turn"])}

@@ -102,15 +102,18 @@ class DDPHook:
         on_device = buffer.device.type == "cuda"
         ready = torch.cuda.current_stream(buffer.device).record_event() if on_device else None
         future: Future[Tensor] = Future(devices=[buffer.device] if on_device else None)
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
 
         def job() -> None:
-            with self._stream(buffer):
-                try:
+            try:
+                with self._stream(buffer):
                     self._reduce(opened, described, buffer, ready)
-                except BaseException as error:  # any: without a result the backward pass would wait for ever
-                    errors.append(self._failed(opened, described, error))
-                future.set_result(buffer)
+                    future.set_result(buffer)
+            except BaseException as error:  # any: without a result the backward pass would wait for ever
+                errors.append(error)
+                self._failed(opened, described, errors)
+                if not future.done():
+                    future.set_result(torch.empty(0))  # which nobody sees
 
         def result(done: Future[Tensor]) -> Tensor:
             # DDP waits in C++, where an error arrives that a callback raises, but none of Future.set_exception.
@@ -206,16 +209,17 @@ class DDPHook:
         if ready is not None:
             buffer.copy_(host, non_blocking=True)
 
-    def _failed(self, opened: _Opened, bucket: Bucket, error: BaseException) -> Exception:
-        """The error that names what failed. All later buckets fail too, and no rank waits for this one any more."""
+    def _failed(self, opened: _Opened, bucket: Bucket, errors: list[BaseException]) -> None:
+        """Name in the error what failed. All later buckets fail too, and no rank waits for this one any more."""
+        error = errors[0]
         told = f"{FUNCTION}: {bucket.told} on rank {opened.transport.rank} with codec {self._codec.told}: {error}"
         kind = ValueError if isinstance(error, ValueError) else HorovodInternalError
+        errors[0] = kind(told)
         if self._broken is None:
             self._broken = told
             self._errors.append(error)
             if not isinstance(error, MismatchError):  # which every rank finds by itself
                 opened.transport.break_connections()
-        return kind(told)
 
     def _stream(self, buffer: Tensor) -> contextlib.AbstractContextManager[Any]:
         """In it, work on the buffer's device has an order of its own; DDP's wait for the Future includes it."""

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError
 from hvdkit.transports.base import Bytes, Transfer, Transport
 
 logger = logging.getLogger("hvdkit")
@@ -45,7 +45,7 @@ class GroupTransfer:
         try:
             self._work.wait(timeout)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             if "imed out" in reason:
                 raise PeerLostError(
                     f"waited {timeout.total_seconds():g} s for rank {self.peer}.\n"
@@ -85,7 +85,7 @@ class GroupTransport(Transport):
             self._group = gloo(store, me, self.size, timeout)
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self.rank} could not connect to ranks {self.ranks}: {str(error).splitlines()[0]}\n"
+                f"rank {self.rank} could not connect to ranks {self.ranks}: {first_line(error)}\n"
                 "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
             ) from error
 
@@ -113,7 +113,7 @@ class GroupTransport(Transport):
         try:
             return GroupTransfer(call([torch.from_numpy(buffer)], self.ranks.index(peer), tag), buffer, peer)
         except RuntimeError as error:
-            raise PeerLostError(f"the connection to rank {peer} broke: {str(error).splitlines()[0]}", peer) from error
+            raise PeerLostError(f"the connection to rank {peer} broke: {first_line(error)}", peer) from error
 
     def send_control(self, peer: int, payload: bytes) -> NoReturn:
         raise NotImplementedError("nothing is negotiated here")
@@ -130,7 +130,7 @@ class GroupTransport(Transport):
             try:  # Gloo has no call for it, but it closes a connection on which a wait has timed out.
                 self._group.recv([nothing], place, UNUSED_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
-                logger.debug("closed the connection to rank %d: %s", rank, str(error).splitlines()[0])
+                logger.debug("closed the connection to rank %d: %s", rank, first_line(error))
 
     def close(self, graceful: bool) -> None:
         """Connections are closed with the last reference; what is in flight is not waited for."""
@@ -139,6 +139,11 @@ class GroupTransport(Transport):
 
     def abort(self, code: int) -> None:
         """There is no job-wide end to call for."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text; C++ puts a stack below."""
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def timeout_of(process_group: Any) -> timedelta:
@@ -163,6 +168,10 @@ def drive(steps: Steps[T], timeout: timedelta) -> T:
             transfer.wait(timeout)
 
 
+# What ranks compare is some hundred bytes for each parameter.
+MOST_FACTS_BYTES = 1 << 28
+
+
 class MismatchError(HorovodInternalError):
     """Ranks use a hook in different ways. All of them know."""
 
@@ -177,17 +186,30 @@ def agree(group: Group, facts: dict[str, Any]) -> Steps[None]:
     transfers = [group.irecv(told[peer : peer + 1], peer, AGREE_TAG) for peer in group.peers()]
     transfers += [group.isend(length, peer, AGREE_TAG) for peer in group.peers()]
     yield transfers
+    for peer in group.peers():
+        if not 0 < told[peer] <= MOST_FACTS_BYTES:
+            raise PayloadError(group.members[peer], f"it shall have {told[peer]} bytes")
     words = {peer: np.empty(int(told[peer]), dtype=np.uint8) for peer in group.peers()}
     transfers = [group.irecv(words[peer], peer, AGREE_TAG + 1) for peer in words]
     # A copy, since json's bytes cannot be written and torch warns of such memory.
     transfers += [group.isend(mine.copy(), peer, AGREE_TAG + 1) for peer in words]
     yield transfers
-    everyones = {peer: json.loads(word.tobytes()) for peer, word in words.items()}
+    everyones = {peer: _facts(group.members[peer], word) for peer, word in words.items()}
     everyones[group.rank] = json.loads(mine.tobytes())
     first = everyones[0]
     for peer in range(1, group.size):
         if everyones[peer] != first:
             raise MismatchError(_difference(group, first, peer, everyones[peer]))
+
+
+def _facts(rank: int, words: Bytes) -> dict[str, Any]:
+    try:
+        facts = json.loads(words.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(rank, str(error)) from error
+    if not isinstance(facts, dict):
+        raise PayloadError(rank, "it is no JSON object")
+    return facts
 
 
 def _difference(group: Group, first: dict[str, Any], peer: int, other: dict[str, Any]) -> str:

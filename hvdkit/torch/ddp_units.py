@@ -17,6 +17,7 @@ import torch
 from hvdkit.collectives.group import Array
 from hvdkit.compression import LossyCodec, Memory
 from hvdkit.compression.memory import TURN, Place
+from hvdkit.torch.arrays import as_array
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,16 @@ class Units:
             unit = Unit([Member(*member) for member in told["members"]], self.codec, self.turn)
             shared = unit.memory.shared
             if same_codec:
-                shared.vectors = _by_place((*place, vector.numpy().copy()) for *place, vector in told["vectors"])
+                shared.vectors = _by_place(
+                    (*place, as_array(vector.detach().cpu()).copy()) for *place, vector in told["vectors"]
+                )
             for state in summed:
                 theirs = state["units"][number]
                 for name, array in unit.memory.arrays.items():
                     if name in theirs["kept"] and own:
-                        array[...] = theirs["kept"][name].numpy()
+                        array[...] = as_array(theirs["kept"][name].detach().cpu())
                     elif name in theirs["kept"]:
-                        array += theirs["kept"][name].numpy() * np.float32(factor)
+                        array += as_array(theirs["kept"][name].detach().cpu()) * np.float32(factor)
                 if same_codec and own:
                     shared.numbers = _by_place(theirs["numbers"])
             for place in unit.places:

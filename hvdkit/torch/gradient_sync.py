@@ -74,7 +74,7 @@ class GradientSynchronizer:
         self._early: list[tuple[torch.Tensor, float]] = []  # complete before there were routes, and when (perf_counter)
         self._is_synchronized = False
         self._for_scaler = False
-        self._kept: compression_state.Saved | None = None  # by codecs, before there were routes
+        self._kept: Any = None  # what was loaded, or kept by codecs before, for when there are routes
         with suppress(NotInitializedError):  # unpickled before hvd.init(); the first step asks again
             self._bind()
 
@@ -116,8 +116,7 @@ class GradientSynchronizer:
         self._engine = engine
         interrupted = self._routes is not None and self._routes.in_flight
         if self._routes is not None:
-            if not interrupted:
-                self._kept = self.kept_by_codecs()
+            self._save_kept(self._routes)
             self._routes.move_out()
             self._routes = None
         process_set = self.settings.process_set
@@ -172,6 +171,7 @@ class GradientSynchronizer:
                 self._change_routes(self._routes, trainable)
         except HorovodInternalError:
             if self._routes is not None:
+                self._save_kept(self._routes)
                 self._routes.move_out()
             self._routes = None
             self._start_step()
@@ -186,10 +186,18 @@ class GradientSynchronizer:
         for parameter in trainable.values():
             self._hooks.attach(parameter)
         routes = Routes(self._engine, trainable, self.name_of, self.settings, self._class_name)
-        kept, self._kept = self._kept, None
-        if kept is not None and routes.planned is not None:
-            compression_state.load(routes.planned.lane, self._places(routes.planned), kept)
+        saved, self._kept = self._kept, None
+        process_set = self.settings.process_set
+        if saved is not None and routes.planned is not None:
+            kept = compression_state.choose(saved, process_set.rank(), process_set.size())
+            if kept is not None:
+                compression_state.load(routes.planned.lane, self._places(routes.planned), kept)
         return routes
+
+    def _save_kept(self, routes: Routes) -> None:
+        """Routes are given up between two steps: what codecs kept goes on with the next ones."""
+        if routes.planned is not None and routes.planned.lane.error is None and not routes.in_flight:
+            self._kept = self.kept_by_codecs()
 
     def _change_routes(self, old: Routes, trainable: dict[int, torch.Tensor]) -> None:
         """Parameters were frozen, unfrozen or added: this step ends on the old routes, the next goes on new ones."""
@@ -211,8 +219,8 @@ class GradientSynchronizer:
         place_of = {id(parameter): place for place, parameter in enumerate(everyone)}
         return [place_of.get(id(parameter)) for parameter in planned.parameters]
 
-    def kept_by_codecs(self) -> compression_state.Saved | None:
-        """What this rank's codecs keep; None if nothing."""
+    def kept_by_codecs(self) -> Any:
+        """What this rank's codecs keep, or what was loaded and could not be used yet; None if nothing."""
         if self._routes is None or self._routes.planned is None:
             return self._kept
         return compression_state.save(self._routes.planned.lane, self._places(self._routes.planned))
@@ -221,12 +229,12 @@ class GradientSynchronizer:
         """Let codecs go on from what this or other ranks kept; from nothing if ``saved`` is None."""
         self.reset_compression()
         process_set = self.settings.process_set
-        if saved is None or not self._distributed:
+        if saved is None or self._routes is None or self._routes.planned is None:
+            self._kept = saved
             return
-        self._kept = compression_state.choose(saved, process_set.rank(), process_set.size())
-        if self._kept is not None and self._routes is not None and self._routes.planned is not None:
-            compression_state.load(self._routes.planned.lane, self._places(self._routes.planned), self._kept)
-            self._kept = None
+        kept = compression_state.choose(saved, process_set.rank(), process_set.size())
+        if kept is not None:
+            compression_state.load(self._routes.planned.lane, self._places(self._routes.planned), kept)
 
     def reset_compression(self) -> None:
         """Forget what codecs keep."""

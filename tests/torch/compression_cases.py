@@ -135,7 +135,8 @@ def case_without_feedback_nothing_is_kept(hvd: Any) -> None:
         net, optimizer = make(hvd, replace(codec, feedback=False))
         take_steps(net, optimizer, 3)
         assert_identical(hvd, net)
-        assert "compression" not in optimizer.state_dict()
+        state = optimizer.state_dict().get("compression")  # its turns; a rank that encodes nothing has none
+        assert state is None or not any(state["kept"])
 
 
 def case_sums_and_factors(hvd: Any) -> None:

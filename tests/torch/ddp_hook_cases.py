@@ -29,6 +29,7 @@ from tests.ranks import Skip
 from tests.torch.optimizer_support import assert_close, digest, expect
 
 SMALL_BUCKETS = 0.004  # MB: a bucket for each of the larger parameters
+LATE_SECONDS = 5  # of a hook's time limit, in which ranks must meet all the same
 SHAPES = {"first": (50, 60), "bias": (60,), "wide": (3, 700), "odd": (41, 25), "scale": (25,)}
 
 
@@ -430,7 +431,6 @@ def case_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
     for_several_ranks()
     Failing.calls.clear()
     job = constant(hvd, Failing(feedback=False), find_unused_parameters=True)
-    started = time.monotonic()
     told = ["bucket", "('", "with codec failing(", f"on rank {dist.get_rank()}"]
     if dist.get_rank() == dist.get_world_size() - 1:
         told.append("on purpose")
@@ -438,7 +438,6 @@ def case_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
         told.append("the connection to rank")
     with expect(RuntimeError, *told):
         job.steps(4)
-    assert time.monotonic() - started < 20
     dist.barrier()  # the model's own process group is as it was
 
 
@@ -446,11 +445,10 @@ def case_a_rank_that_does_not_come(hvd: Any) -> None:
     for_several_ranks()
     model = DistributedDataParallel(Constant())
     if dist.get_rank() > 0:
-        started = time.monotonic()
         hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=1))
-        with expect(hvd.HorovodInternalError, "waited 1 s for ranks [0] to use a ddp_hook", "HINT"):
+        # Of several, one may have come later than the other waited for it.
+        with expect(hvd.HorovodInternalError, "waited 1 s for ranks [0", "to use a ddp_hook", "HINT"):
             hook.register(model)
-        assert time.monotonic() - started < 20
     dist.barrier()
     if dist.get_rank() == 0:  # so that all ranks have opened as many hooks
         with expect(hvd.HorovodInternalError, ""):
@@ -460,15 +458,17 @@ def case_a_rank_that_does_not_come(hvd: Any) -> None:
 
 def case_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
     for_several_ranks()
-    hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=1))
+    hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=LATE_SECONDS))
     job = Job(Constant(dist.get_rank()), hook).steps(2)
     if dist.get_rank() == 0:
-        time.sleep(3)
+        dist.barrier()  # when the others have given up
         told = "the connection to rank"
     else:
-        told = "waited 1 s for rank" if dist.get_world_size() == 2 else "rank"
+        told = f"waited {LATE_SECONDS} s for rank" if dist.get_world_size() == 2 else "rank"
     with expect(RuntimeError, told, "bucket 0", f"on rank {dist.get_rank()}"):
         job.step()
+    if dist.get_rank() > 0:
+        dist.barrier()
     dist.barrier()
 
 

@@ -25,7 +25,7 @@ from tests.torch.optimizer_support import expect
 MODULE = "tests.torch.ddp_hook_cases"
 RESULTS = RankedCases(MODULE, runner=MODULE)
 # What noticing may take on a machine that is busy with other tests.
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 240
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -37,11 +37,21 @@ def test_on_ranks(case: str, ranks: int) -> None:
 def loop(mode: str, ranks: int) -> list[subprocess.Popen[str]]:
     """Ranks that are under way."""
     processes = start_ranks([sys.executable, "-m", "tests.torch.ddp_hook_loop", mode], ranks, "torch")
-    for process in processes:
-        assert process.stdout is not None
-        while (line := process.stdout.readline()).strip() != "under way":
-            assert line, "a rank ended before it was under way"
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()).strip() != "under way":
+                assert line, "a rank ended before it was under way"
+    except BaseException:
+        end(processes)
+        raise
     return processes
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
@@ -51,9 +61,7 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
         outputs = [process.communicate(timeout=max(1.0, deadline - monotonic()))[0] for process in processes]
         return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
+        end([process for process in processes if process.poll() is None])
 
 
 def test_ranks_that_end_without_a_word_end_well() -> None:
