@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit.engine.plan import Bucket, Slot, first_order, lay_out, observed_order
-from hvdkit.engine.schedule import Network, Piece, Sizes, cut, send_order
+from hvdkit.engine.schedule import ENCODED_BUCKET, Network, Piece, Sizes, cut, send_order
 
 # When a slot was ready, where nobody saw it.
 UNSEEN = -1.0
@@ -48,7 +48,7 @@ def arrange(
     buckets = lay_out(slots, free, sizes.bucket, groups, sizes.first_bucket)
     largest = [sizes.bucket] * len(buckets)
     buckets += lay_out(slots, fixed, sizes.encoded_bucket, groups)
-    largest += [0 if whole[bucket.codec] else sizes.encoded_bucket for bucket in buckets[len(largest) :]]
+    largest += [0 if whole[bucket.codec] else ENCODED_BUCKET for bucket in buckets[len(largest) :]]
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
