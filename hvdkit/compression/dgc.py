@@ -14,7 +14,7 @@ from hvdkit import kernels
 from hvdkit.compression.checks import check_integer, check_number
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.memory import Memory
-from hvdkit.compression.sparse import TopK, room_for_pairs, write_all
+from hvdkit.compression.sparse import TopK, pairs_in
 
 VELOCITY = "velocity"
 # What is sent in each epoch of the warm-up but the last: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
@@ -86,15 +86,12 @@ class DGC(TopK):
 
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """As top-k does; what is sent leaves the velocity."""
-        residual, velocity = memory.residual, memory.arrays.get(VELOCITY)
-        capacity = self._capacity(values.size, memory)
-        if 2 * capacity >= values.size:
-            nbytes = write_all(payload, values, residual)
-            if velocity is not None:
-                velocity[np.isfinite(values)] = 0.0
-            return nbytes
-        nbytes = self._select(payload, values, residual, capacity, memory)
-        if velocity is not None:
-            places, picked = room_for_pairs(payload, int(payload[4:8].view(np.uint32)[0]))
+        velocity = memory.arrays.get(VELOCITY)
+        nbytes = super().encode_into(payload, values, memory)
+        pairs = pairs_in(payload)
+        if velocity is not None and pairs is None:
+            velocity[np.isfinite(values)] = 0.0
+        elif velocity is not None and pairs is not None:
+            places, picked = pairs
             velocity[places[np.isfinite(picked)]] = 0.0
         return nbytes

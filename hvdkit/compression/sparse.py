@@ -62,6 +62,12 @@ def room_for_pairs(payload: Bytes, capacity: int) -> tuple[Array, Array]:
     return payload[_HEAD:places].view(np.uint32), payload[places:values].view(np.float32)
 
 
+def pairs_in(payload: Bytes) -> tuple[Array, Array] | None:
+    """The places and values of a payload that was just written; None if it has all values."""
+    mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
+    return None if mode == _ALL else room_for_pairs(payload, count)
+
+
 def emit_odd(places: Array, picked: Array, values: Array, residual: Array | None, emitted: int) -> bool:
     """Whether a value that is not finite found no room; then the last that was emitted makes room for it."""
     last = int(places[emitted - 1])

@@ -95,8 +95,7 @@ class Memories:
 
     def residual_norm(self, piece: Piece) -> float:
         """The Euclidean norm of what this rank keeps of a piece."""
-        residual = self._memories[piece.bucket].part(piece.begin, piece.end).residual
-        return 0.0 if residual is None else float(np.linalg.norm(residual))
+        return _norm(self._memories[piece.bucket].part(piece.begin, piece.end).residual)
 
     def reports(self) -> list[tuple[Slot, str, Tally, float]]:
         """Each encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it."""
@@ -104,8 +103,7 @@ class Memories:
         for slot, total in enumerate(self._totals):
             codec = self._codecs[self._slots[slot].codec]
             if isinstance(codec, LossyCodec):
-                residual = self.of_slot(slot).get(RESIDUAL)
-                norm = 0.0 if residual is None else float(np.linalg.norm(residual))
+                norm = _norm(self.of_slot(slot).get(RESIDUAL))
                 found.append((self._slots[slot], codec.told, total, norm))
         return found
 
@@ -278,3 +276,7 @@ class Memories:
         if owed is None:
             owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, self._buckets[bucket].dtype)
         owed[begin:end] += (values * np.float32(unit / contribution)).astype(owed.dtype)
+
+
+def _norm(array: Array | None) -> float:
+    return 0.0 if array is None else float(np.linalg.norm(array))
