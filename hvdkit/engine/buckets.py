@@ -16,7 +16,7 @@ from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, early_scale, layout_allreduce
 from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.engine.execution import effective
-from hvdkit.engine.memories import Memories
+from hvdkit.engine.memories import Memories, State
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
@@ -40,6 +40,7 @@ class Buckets(ABC):
     told: str  # how and why, for the timeline
     layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
     memories: Memories  # what codecs keep
+    pieces: Sequence[Piece] = ()  # how the lane cuts its buckets
     _group: Group
     _reduction: Reduction
     _buckets: list[Bucket]
@@ -92,14 +93,31 @@ class Buckets(ABC):
             units.append(early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale)
         return units
 
-    def place(self, pieces: Sequence[Piece]) -> str:
+    def kept(self) -> State:
+        """A copy of what codecs keep, between two steps."""
+        return self.memories.state(self.place(), self.units(), self.contribution())
+
+    def go_on_from(self, state: State) -> None:
+        """Take over what codecs kept of the same slots, between two steps."""
+        self.memories.restore(state, self.place(), self.units(), self.contribution())
+
+    def owe(self, slot: int, state: State, old_slot: int) -> None:
+        """Take over what was kept elsewhere of one tensor, between two steps."""
+        units, contribution = self.units(), self.contribution()
+        self.memories.start_at(state.turn)
+        self.memories.owe(slot, state.slots[old_slot], state.units[old_slot], units, contribution)
+        owed = state.owed[old_slot]
+        if owed is not None:
+            self.memories.owe_gradient(slot, owed, state.contribution, units, contribution)
+
+    def place(self) -> str:
         """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
         group, layout = self._group, self.layout
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
         encoded = [
             (
                 bucket.slots, bucket.offsets, str(bucket.dtype), codec.told, unit,
-                sorted((piece.begin, piece.end) for piece in pieces if piece.bucket == number),
+                sorted((piece.begin, piece.end) for piece in self.pieces if piece.bucket == number),
             )
             for number, (bucket, unit) in enumerate(zip(self._buckets, self.units(), strict=True))
             if isinstance(codec := self.memories.codec(number), LossyCodec)

@@ -17,7 +17,6 @@ from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.engine.arrangement import UNSEEN, arrange
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.compression_report import told
-from hvdkit.engine.memories import State
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
 from hvdkit.errors import HorovodInternalError
@@ -144,24 +143,6 @@ class Lane:
             raise self.error
         with self._lock:
             self._end_step()
-
-    def kept(self) -> State:
-        """A copy of what codecs keep, between two steps."""
-        return self.home.memories.state(self.home.place(self._pieces), self.home.units(), self.home.contribution())
-
-    def go_on_from(self, state: State) -> None:
-        """Take over what codecs kept of the same slots, between two steps."""
-        home = self.home
-        home.memories.restore(state, home.place(self._pieces), home.units(), home.contribution())
-
-    def owe(self, slot: int, state: State, old_slot: int) -> None:
-        """Take over what was kept elsewhere of one tensor, between two steps."""
-        memories, units, contribution = self.home.memories, self.home.units(), self.home.contribution()
-        memories.start_at(state.turn)
-        memories.owe(slot, state.slots[old_slot], state.units[old_slot], units, contribution)
-        owed = state.owed[old_slot]
-        if owed is not None:
-            memories.owe_gradient(slot, owed, state.contribution, units, contribution)
 
     def abandon(self) -> None:
         """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used."""
@@ -302,6 +283,7 @@ class Lane:
         self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
         self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
         self.home.lay_out(self._buckets)
+        self.home.pieces = self._pieces
         if not self.closed:
             self._views = {}
             for bucket, buffer in zip(self._buckets, self.home.buffers(), strict=True):

@@ -37,7 +37,7 @@ def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
         return None
     if lane.in_flight:
         raise AssertionError(IN_FLIGHT)
-    state = lane.kept()
+    state = lane.home.kept()
     return {
         "rank": lane.group.rank,
         "size": lane.group.size,
@@ -84,7 +84,7 @@ def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
     if lane.on_device and any(kept):
         warnings.warn(LOST_ON_A_DEVICE, stacklevel=2)
     if saved["parameters"] == list(places):
-        lane.go_on_from(state)
+        lane.home.go_on_from(state)
     else:
         slot_of = {place: slot for slot, place in enumerate(places)}
         _hand_on(state, lane, {slot: slot_of.get(place) for slot, place in enumerate(saved["parameters"])})
@@ -94,12 +94,12 @@ def _hand_on(state: State, lane: Lane, slots: Mapping[int, int | None]) -> None:
     """Give a lane what was kept of its tensors in slots of another."""
     for slot, new in slots.items():
         if new is not None:
-            lane.owe(new, state, slot)
+            lane.home.owe(new, state, slot)
 
 
 def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[int, int]) -> None:
     """Parameters were frozen, unfrozen or added: what was kept of those that stay goes on. Slots are given by id."""
-    _hand_on(old.kept(), new, {slot: new_slots.get(key) for key, slot in old_slots.items()})
+    _hand_on(old.home.kept(), new, {slot: new_slots.get(key) for key, slot in old_slots.items()})
 
 
 def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
