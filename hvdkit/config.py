@@ -31,6 +31,7 @@ _ALLREDUCES = (
     "round_robin",
     "master_worker",
 )
+_COMPRESSIONS = ("auto", "always")
 _TRANSPORTS = ("auto", "mpi", "torch", "solo")
 
 
@@ -90,6 +91,12 @@ def _bytes_or_auto(text: str) -> int | None:
 def _allreduce(text: str) -> str:
     if text not in _ALLREDUCES:
         raise ValueError(f"expected one of {', '.join(_ALLREDUCES)}")
+    return text
+
+
+def _compression(text: str) -> str:
+    if text not in _COMPRESSIONS:
+        raise ValueError(f"expected one of {', '.join(_COMPRESSIONS)}")
     return text
 
 
@@ -182,6 +189,14 @@ class Settings:
         ", ".join(_ALLREDUCES),
         "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order. ring, "
         "tree and butterfly round half precision at each hop",
+    )
+    compression: str = _setting(
+        "auto",
+        _compression,
+        "HVDKIT_COMPRESSION",
+        ", ".join(_COMPRESSIONS),
+        "`auto` switches an optimizer's codec off for gradients that it was measured to slow down in the first steps; "
+        "`always` compresses what was asked for, with the same bits in every run",
     )
     cache_capacity: int = _setting(
         1024,

@@ -39,6 +39,7 @@ CASES = {
     "max_bytes_in_flight": Case("HVDKIT_MAX_BYTES_IN_FLIGHT", None, ("0", 0), ("4096", 4096), ("-1", "1.5", "many")),
     "allreduce": Case("HVDKIT_ALLREDUCE", "auto", ("ring", "ring"), ("tree", "tree"), ("star", "RING")),
     "node_memory": Case("HVDKIT_NODE_MEMORY", True, ("0", False), ("1", True), ("2", "maybe")),
+    "compression": Case("HVDKIT_COMPRESSION", "auto", ("always", "always"), ("auto", "auto"), ("never", "ALWAYS")),
     "cache_capacity": Case("HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY", 1024, ("0", 0), ("9", 9), ("-1", "x")),
     "stall_check_disable": Case("HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE", **SWITCH),
     "stall_check_seconds": Case(

@@ -41,6 +41,7 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     all_tensors: ClassVar[bool] = True
+    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,12 @@ class Buckets(ABC):
         if owed is not None:
             self.memories.owe_gradient(slot, owed, state.contribution, units, contribution)
 
+    def switch_off(self, reasons: Mapping[int, str]) -> None:
+        """Encode these buckets no more, between two steps."""
+        units, contribution = self.units(), self.contribution()
+        for bucket, reason in reasons.items():
+            self.memories.switch_off(bucket, reason, units, contribution)
+
     def place(self) -> str:
         """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
         group, layout = self._group, self.layout
@@ -120,7 +126,7 @@ class Buckets(ABC):
                 sorted((piece.begin, piece.end) for piece in self.pieces if piece.bucket == number),
             )
             for number, (bucket, unit) in enumerate(zip(self._buckets, self.units(), strict=True))
-            if isinstance(codec := self.memories.codec(number), LossyCodec)
+            if isinstance(codec := self.memories.asked_codec(number), LossyCodec)
         ]  # fmt: skip
         return hashlib.sha256(repr((group.rank, group.size, nodes, encoded)).encode()).hexdigest()
 

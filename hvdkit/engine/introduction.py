@@ -24,7 +24,7 @@ from hvdkit.transports import Transport
 
 STARTUP_TAG = 0
 # Buckets are laid out and algorithms chosen by these, so ranks that differed would wait for each other for ever.
-SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce")
+SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "compression")
 
 
 def introduce(

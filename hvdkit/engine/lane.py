@@ -19,6 +19,8 @@ from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.compression_report import told
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
+from hvdkit.engine.schedule import Piece
+from hvdkit.engine.weighing import Weighing
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
 
@@ -65,7 +67,6 @@ class Lane:
         self.slots = list(slots)
         self.group = group
         self.generation = 0
-        self.first_step = True
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
         self.closed = False
@@ -76,7 +77,9 @@ class Lane:
         self._encoded = [isinstance(codec, LossyCodec) for codec in codecs]
         self._whole = [isinstance(codec, LossyCodec) and codec.whole_tensors for codec in codecs]
         self._groups = [list(members) for members in groups]
+        self._weighing = Weighing(engine, group, home)
         self._lock = threading.Lock()
+        self._step = 0  # steps that are over
         self._started = 0  # operations of this step
         self._completed = 0
         self._observed: dict[int, float] = {}  # when each slot was ready in the first step, in seconds
@@ -103,7 +106,7 @@ class Lane:
             if slot in self._ready:
                 raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
             self._ready.add(slot)
-            if self.first_step:
+            if self._step == 0:
                 self._observed[slot] = perf_counter() if since is None else since
             bucket = self._bucket_of[slot]
             if mark is not None:
@@ -178,7 +181,7 @@ class Lane:
         return self._finishing and self._may_observe()
 
     def _may_observe(self) -> bool:
-        """The exchange of observations comes after all pieces."""
+        """An exchange of what was observed or measured comes after all pieces."""
         return self._started < self._planned() and self._completed == len(self._pieces)
 
     def _room(self) -> bool:
@@ -215,8 +218,9 @@ class Lane:
             what = self._told(place)
         else:
             self._in_flight[sequence] = 0
-            steps = self._exchange_observations(tag, joined)
-            what = f"the gradient order of {self.name}"
+            first = self._step == 0
+            steps = self._exchange_observations(tag, joined) if first else self._weighing.exchange(self._buckets, tag)
+            what = f"{'the gradient order' if first else 'what codecs cost'} of {self.name}"
 
         def completed(_: Any) -> None:
             del self._in_flight[sequence]
@@ -251,7 +255,7 @@ class Lane:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _planned(self) -> int:
-        return len(self._pieces) + self.first_step
+        return len(self._pieces) + (self._step == 0 or self._weighs)
 
     def _row(self, bucket: int) -> str:
         return f"{self.name}/bucket{bucket}"
@@ -293,8 +297,10 @@ class Lane:
 
     def _end_step(self) -> None:
         """Ready for the next step; after the first one in the order that rank 0 observed, values carried over."""
-        if self.first_step:
-            self.first_step = False
+        if self._weighs:
+            self._weighing.act(self.name, self.slots, self._buckets)
+        self._step += 1
+        if self._step == 1:
             self.generation += 1
             # The new buckets may lie in the same memory.
             old = {slot: view.clone() if self.on_device else view.copy() for slot, view in self._views.items()}
@@ -304,6 +310,7 @@ class Lane:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        self._weighs = self._weighing.due(self._step, len(self._buckets))
         self._finishing = False
         self._ready: set[int] = set()
         self._left = [len(bucket.slots) for bucket in self._buckets]
@@ -320,16 +327,30 @@ class Lane:
         order = f"{place + 1} of {len(self._pieces)}: {self._reasons[place]}"
         codec = self.home.memories.codec(piece.bucket).told
         engine.timeline_begin(
-            row, "ALLREDUCE", bytes=nbytes, codec=codec, algorithm=self.home.told, order=order, size=engine.sizes.reason
+            row,
+            "ALLREDUCE",
+            bytes=nbytes,
+            codec=codec,
+            algorithm=self.home.told,
+            order=order,
+            size=engine.sizes.reason,
+            **self._weighing.told(piece.bucket),
         )
         yield from steps
-        tally = self.home.memories.finished(piece) if self._encoded[self._buckets[piece.bucket].codec] else None
-        timeline = engine.timeline
-        if tally is not None and timeline is not None:
-            norm = self.home.memories.residual_norm(piece)
-            timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
+        if self._encoded[self._buckets[piece.bucket].codec]:
+            self._encoding_ended(piece, row, started)
         engine.timeline_end(row)
         engine.statistics.reduced(nbytes, perf_counter() - started)
+
+    def _encoding_ended(self, piece: Piece, row: str, started: float) -> None:
+        """Count what a piece of a bucket of a lossy codec took, and show it."""
+        tally, timeline = self.home.memories.finished(piece), self._engine.timeline
+        if not self.home.memories.encodes(piece.bucket):
+            return
+        self._weighing.count(self._step, self._buckets[piece.bucket], piece, tally)
+        if timeline is not None:
+            norm = self.home.memories.residual_norm(piece)
+            timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
 
     def _exchange_observations(self, tag: int, joined: bool) -> Steps[None]:
         """Tell all ranks when rank 0 saw its slots become ready, in microseconds since the first one."""

@@ -10,7 +10,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.group import Array
 from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
-from hvdkit.compression import Codec, LossyCodec, Memory
+from hvdkit.compression import CASTS, Codec, LossyCodec, Memory
 from hvdkit.compression.memory import RESIDUAL, TURN, Place, Tally
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
@@ -52,6 +52,7 @@ class Memories:
         self._owed: list[Array | None] = []  # by bucket: what is added to this rank's next gradients
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
         self._totals = [Tally() for _ in slots]
+        self._off: dict[tuple[int, ...], str] = {}  # by the slots of a bucket: why its codec is switched off
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """From now on the lane has these buckets."""
@@ -70,8 +71,33 @@ class Memories:
                 array[...] = arrays[name]
 
     def codec(self, bucket: int) -> Codec:
-        """What encodes a bucket."""
+        """What encodes a bucket now."""
+        return CASTS["none"] if self.switched_off(bucket) else self.asked_codec(bucket)
+
+    def asked_codec(self, bucket: int) -> Codec:
+        """What the plan has for a bucket."""
         return self._codecs[self._buckets[bucket].codec]
+
+    def encodes(self, bucket: int) -> bool:
+        """Whether payloads of a bucket travel."""
+        codec = self.codec(bucket)
+        return isinstance(codec, LossyCodec) and (self.encodes_its_own(codec) or bool(self._over_nodes))
+
+    def switched_off(self, bucket: int) -> str:
+        """Why the codec of a bucket is switched off; nothing where it is not."""
+        return self._off.get(self._buckets[bucket].slots, "")
+
+    def switch_off(self, number: int, reason: str, units: Sequence[float], contribution: float) -> None:
+        """Encode a bucket no more, between two steps; what was not sent is added to the next gradients, as ``owe``."""
+        bucket = self._buckets[number]
+        kept = {slot: self.of_slot(slot) for slot in bucket.slots}
+        shared = self._memories[number].shared
+        self._off[bucket.slots] = reason
+        self._memories[number] = Memory(bucket.elements)
+        self._memories[number].shared = shared
+        for slot, arrays in kept.items():
+            if any(array.any() for array in arrays.values()):
+                self.owe(slot, arrays, units[number], units, contribution)
 
     def of_piece(self, piece: Piece) -> Memory:
         """The memory of a piece of a bucket, for one operation."""
@@ -97,14 +123,18 @@ class Memories:
         """The Euclidean norm of what this rank keeps of a piece."""
         return _norm(self._memories[piece.bucket].part(piece.begin, piece.end).residual)
 
-    def reports(self) -> list[tuple[Slot, str, Tally, float]]:
-        """Each encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it."""
+    def reports(self) -> list[tuple[Slot, str, Tally, float, str]]:
+        """Each encoded tensor, its codec, what that cost and saved, the norm of what this rank keeps, why it is off.
+
+        The last is nothing where it is not.
+        """
         found = []
+        off = {slot: reason for slots, reason in self._off.items() for slot in slots}
         for slot, total in enumerate(self._totals):
             codec = self._codecs[self._slots[slot].codec]
             if isinstance(codec, LossyCodec):
                 norm = _norm(self.of_slot(slot).get(RESIDUAL))
-                found.append((self._slots[slot], codec.told, total, norm))
+                found.append((self._slots[slot], codec.told, total, norm, off.get(slot, "")))
         return found
 
     def of_slot(self, slot: int) -> Kept:
@@ -119,15 +149,15 @@ class Memories:
                 return number, begin, begin + self._slots[slot].elements
         raise AssertionError(f"slot {slot} is in no bucket")
 
-    def _encodes_its_own(self, codec: Codec) -> bool:
+    def encodes_its_own(self, codec: Codec) -> bool:
         """Whether a rank encodes its own gradients, not a share of its node's sum."""
         return isinstance(codec, LossyCodec) and (codec.everywhere or self._over_nodes is None)
 
     def _keeps(self, bucket: Bucket) -> tuple[str, ...]:
         codec = self._codecs[bucket.codec]
-        if not isinstance(codec, LossyCodec):
+        if not isinstance(codec, LossyCodec) or bucket.slots in self._off:
             return ()
-        return codec.keeps if self._encodes_its_own(codec) or self._over_nodes else ()
+        return codec.keeps if self.encodes_its_own(codec) or self._over_nodes else ()
 
     def _matrices(self, bucket: Bucket) -> list[tuple[int, int, int]]:
         """Where the tensors are that have elements, as matrices: rows are the first dimension."""
@@ -224,8 +254,12 @@ class Memories:
                 self.owe(slot, kept, unit, units, contribution)
             return
         for slot, kept in enumerate(state.slots):
-            for name, array in self.of_slot(slot).items():
-                array += kept.get(name, np.float32(0))
+            mine = self.of_slot(slot)
+            if mine:
+                for name, array in mine.items():
+                    array += kept.get(name, np.float32(0))
+            else:  # nothing was kept there, or the codec has been switched off since
+                self.owe(slot, kept, state.units[slot], units, contribution)
         for bucket, memory in zip(self._buckets, self._memories, strict=True):
             memory.shared.numbers = dict(state.numbers.get(bucket.slots, {}))
             memory.shared.vectors = {
@@ -248,7 +282,7 @@ class Memories:
         """
         bucket, _, _ = self._where(slot)
         mine = self.of_slot(slot)
-        if self._encodes_its_own(self.codec(bucket)) and RESIDUAL in mine:
+        if self.encodes_its_own(self.codec(bucket)) and RESIDUAL in mine:
             for name, array in mine.items():
                 if name in kept and units[bucket] != 0.0:
                     array += kept[name] * np.float32(unit / units[bucket])
@@ -259,7 +293,7 @@ class Memories:
         """Take over what was owed to a tensor elsewhere, and had not been added to a gradient yet."""
         bucket, _, _ = self._where(slot)
         residual = self.of_slot(slot).get(RESIDUAL)
-        if self._encodes_its_own(self.codec(bucket)) and residual is not None and units[bucket] != 0.0:
+        if self.encodes_its_own(self.codec(bucket)) and residual is not None and units[bucket] != 0.0:
             residual += owed * np.float32(unit * self._gain(bucket) / units[bucket])
         else:
             self._add_owed(slot, owed, unit, contribution)

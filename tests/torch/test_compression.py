@@ -7,10 +7,13 @@ import pytest
 from tests.ranks import RankedCases
 
 MODULE = "tests.torch.compression_cases"
-EVERYWHERE = RankedCases(MODULE)
-WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0")
-BETWEEN = {per_node: RankedCases(MODULE, per_node=per_node) for per_node in (1, 2)}
-SMALL_BUCKETS = RankedCases(MODULE, HOROVOD_FUSION_THRESHOLD="64")
+# What is measured shall not decide what is tested.
+ALWAYS = {"HVDKIT_COMPRESSION": "always"}
+EVERYWHERE = RankedCases(MODULE, **ALWAYS)
+WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0", **ALWAYS)
+BETWEEN = {per_node: RankedCases(MODULE, per_node=per_node, **ALWAYS) for per_node in (1, 2)}
+SMALL_BUCKETS = RankedCases(MODULE, HOROVOD_FUSION_THRESHOLD="64", **ALWAYS)
+SWITCH_OFF = {per_node: RankedCases("tests.torch.switch_off_cases", per_node=per_node) for per_node in (None, 1, 2)}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -33,3 +36,9 @@ def test_without_shared_memory(case: str, transport: str) -> None:
 @pytest.mark.parametrize("case", EVERYWHERE.names)
 def test_with_a_bucket_for_each_gradient(case: str, transport: str) -> None:
     SMALL_BUCKETS.check(case, 2, transport)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (2, 1), (3, 2)])
+@pytest.mark.parametrize("case", SWITCH_OFF[None].names)
+def test_switched_off(case: str, ranks: int, per_node: int | None, transport: str) -> None:
+    SWITCH_OFF[per_node].check(case, ranks, transport)
