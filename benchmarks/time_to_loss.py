@@ -46,14 +46,6 @@ DENSE_DDP = (DDP, f"{DDP} SGD")
 DENSE = (*DENSE_DDP, OWN_DENSE, f"{OWN_DENSE} SGD")
 FP32, BEST_HOOK = "DDP fp32", "best hook"
 GOALS = ("dense", "common")
-# By the end of a contestant's name: the attribute of hvd.Compression, and its parameters.
-CODECS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ("none", "fp16", "bf16", "int8", "int4", "onebit")},
-    "topk": ("topk", {"ratio": 0.01}),
-    "randomk": ("randomk", {"ratio": 0.01}),
-    "powersgd": ("powersgd", {"rank": training.POWERSGD_RANK}),
-    "dgc": ("dgc", {"ratio": 0.001, "momentum": 0.9, "warmup_epochs": 4}),
-}
 ONE_BUCKET_MB = 1 << 14
 SMOOTHED = 3
 # The targets: at a rate in Gb/s how many times sooner than DDP and than its best hook; how far in % from dense at most.
@@ -102,16 +94,13 @@ _WORKER_FLAGS = (
 
 def contestants(transport: str) -> list[Peer]:
     """DDP with and without its hooks, and hvdkit with the codecs that it has."""
-    import hvdkit.torch as hvd
-
     sgd = ("--optimizer", "sgd")
     launcher = {"mpi": "mpi", "torch": "gloo"}[transport]
     found = [Peer(DDP, "ddp", "plain")]
     found += [Peer(f"{DDP} {hook}", "ddp", "plain", flags) for hook, flags in HOOKS.items()]
-    for name, (attribute, _) in CODECS.items():
-        if hasattr(hvd.Compression, attribute):
-            flags = ("--compression", name, *(sgd if name == "dgc" else ()))
-            found.append(Peer(f"hvdkit {name}", "hvdkit", launcher, flags))
+    for name in training.CODECS:
+        flags = ("--compression", name, *(sgd if name == "dgc" else ()))
+        found.append(Peer(f"hvdkit {name}", "hvdkit", launcher, flags))
     return [*found, Peer(f"{DDP} SGD", "ddp", "plain", sgd), Peer(f"{OWN_DENSE} SGD", "hvdkit", launcher, sgd)]
 
 
@@ -133,7 +122,7 @@ def _optimizer(args: argparse.Namespace, model: Any) -> Any:
     import torch
 
     if args.optimizer == "sgd":
-        momentum = 0.0 if args.compression == "dgc" else CODECS["dgc"][1]["momentum"]
+        momentum = 0.0 if args.compression == "dgc" else training.CODECS["dgc"][1]["momentum"]
         return torch.optim.SGD(model.parameters(), lr=args.sgd_lr, momentum=momentum)
     return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -142,14 +131,12 @@ def open_hvdkit(args: argparse.Namespace, model: Any) -> Trainer:
     import hvdkit.torch as hvd
 
     hvd.init()
-    attribute, parameters = CODECS[args.compression]
-    compression = getattr(hvd.Compression, attribute)
-    if args.compression == "dgc":  # it warms up in a fifth of the steps
-        parameters = {**parameters, "clip": args.clip, "steps_per_epoch": max(1, args.steps // 20)}
+    # DGC warms up in a fifth of the steps.
+    more = {"clip": args.clip, "steps_per_epoch": max(1, args.steps // 20)} if args.compression == "dgc" else {}
     optimizer = hvd.DistributedOptimizer(
         _optimizer(args, model),
         named_parameters=model.named_parameters(),
-        compression=compression(**parameters) if parameters else compression,
+        compression=training.codec(hvd, args.compression, **more),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

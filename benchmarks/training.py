@@ -18,11 +18,22 @@ MODELS = {"transformer": "a transformer", "convolution": "a convolutional networ
 ALONE, DDP = "alone", "DDP"
 PHASES = ("forward", "backward", "optimizer")
 POWERSGD_RANK = 4
+# hvdkit's codecs by the names that they have here: the attribute of hvd.Compression, and its parameters.
+CODECS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("none", "fp16", "bf16", "int8", "int4", "onebit")},
+    "topk": ("topk", {"ratio": 0.01}),
+    "randomk": ("randomk", {"ratio": 0.01}),
+    "powersgd": ("powersgd", {"rank": POWERSGD_RANK}),
+    "dgc": ("dgc", {"ratio": 0.001, "momentum": 0.9, "warmup_epochs": 4}),
+}
 _WORKER_FLAGS = ("steps", "warmup_steps", "batch_size", "context", "layers", "width", "images", "pixels")
 
 
-def contestants() -> list[Peer]:
-    """Compute alone, DDP with and without its hooks, hvdkit and Horovod with fp32 and fp16 on the wire."""
+def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
+    """Compute alone, DDP with and without its hooks, hvdkit and Horovod with fp32 and fp16 on the wire.
+
+    ``codecs``: more of hvdkit's, by their names in CODECS.
+    """
     return [
         Peer(ALONE, "alone", "plain"),
         Peer(DDP, "ddp", "plain"),
@@ -30,6 +41,12 @@ def contestants() -> list[Peer]:
         Peer(f"{DDP} PowerSGD", "ddp", "plain", ("--compression", "powersgd")),
         *jobs.horovods(),
         *jobs.horovods(" fp16", "--compression", "fp16"),
+        *(
+            peer
+            for name in codecs
+            for peer in jobs.horovods(f" {name}", "--compression", name)
+            if peer.worker == "hvdkit"
+        ),
     ]
 
 
@@ -43,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--width", type=int, default=512, help="transformer: width of the model")
     parser.add_argument("--images", type=int, default=8, help="convolution: images per rank and step")
     parser.add_argument("--pixels", type=int, default=64, help="convolution: height and width of an image")
-    parser.add_argument("--compression", choices=["none", "fp16", "powersgd"], default="none", help=argparse.SUPPRESS)
+    parser.add_argument("--compression", choices=CODECS, default="none", help=argparse.SUPPRESS)
 
 
 def worker_flags(args: argparse.Namespace, model: str) -> list[Any]:
@@ -70,7 +87,7 @@ def work(args: argparse.Namespace) -> None:
         optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
-            compression=getattr(hvd.Compression, args.compression),
+            compression=codec(hvd, args.compression),
         )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -101,6 +118,13 @@ def work(args: argparse.Namespace) -> None:
     jobs.report(args.report, rank, {"seconds": seconds, "weights": weights, "parameters": parameters})
     del trained  # DDP must let go of its process group before that is destroyed, or the exit may hang
     close()
+
+
+def codec(hvd: Any, name: str, **more: Any) -> Any:
+    """One of CODECS, with more parameters. Of Horovod, which has ``none`` and ``fp16``, too."""
+    attribute, parameters = CODECS[name]
+    found, parameters = getattr(hvd.Compression, attribute), parameters | more
+    return found(**parameters) if parameters else found
 
 
 def data_parallel(model: Any, compression: str, **options: Any) -> Any:

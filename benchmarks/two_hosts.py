@@ -2,6 +2,7 @@
 
     sudo python benchmarks/two_hosts.py
     sudo python benchmarks/two_hosts.py --gigabits 1 --rounds 1 --steps 3         # a quick look
+    sudo python benchmarks/two_hosts.py --gigabits 1 --parts step --batch-size 1 --steps 20 --codecs int8 topk powersgd
 
 The hosts are Linux namespaces on this machine (see namespaces.py), made anew for each job, with one rank each. "wire"
 is what a plain TCP connection carries in both directions at once; at high rates that alone takes a good part of the
@@ -51,6 +52,10 @@ def parse_arguments() -> argparse.Namespace:
         "--megabytes", type=float, default=100, help="fp32 numbers summed by an allreduce, in 10^6 bytes"
     )
     parser.add_argument("--calls", type=int, default=5, help="timed allreduces per round")
+    parser.add_argument(
+        "--codecs", nargs="+", choices=sorted(set(training.CODECS) - {"none", "fp16"}), default=[],
+        help="the step with these codecs as well; the results are then named two_hosts_codecs",
+    )  # fmt: skip
     parser.add_argument("--model", choices=list(training.MODELS), default="transformer", help="what is trained")
     parser.add_argument("--mpi-args", default="", help="more words for mpirun, e.g. '--mca btl_tcp_links 2'")
     training.add_flags(parser, steps=6)
@@ -128,13 +133,13 @@ def wire_milliseconds(count: float, wire: dict[str, float]) -> float:
     return 1e3 * count * 2 * (HOSTS - 1) / HOSTS / wire["bytes_per_second"]
 
 
-def contestants(parts: list[str], names: list[str] | None) -> dict[str, list[Peer]]:
-    """Who takes part in each part that has anyone; all that ``names`` holds, or all."""
+def contestants(parts: list[str], names: list[str] | None, codecs: list[str]) -> dict[str, list[Peer]]:
+    """Who takes part in each part that has anyone; all that ``names`` holds, or all. ``codecs``: more for the step."""
     names_of_mpi = ("mpi4py", allreduce.TWO_LINKS) if jobs.has_mpi() else ()
     mpi4py = [Peer(name, name, "mpi", ("--inplace",)) for name in names_of_mpi]
     found = {
         "allreduce": [*jobs.horovods("", "--inplace"), Peer("Gloo", "gloo", "plain"), *mpi4py],
-        "step": training.contestants(),
+        "step": training.contestants(codecs),
     }
     common.chosen([peer for part in parts for peer in found[part]], names)  # says which are unknown
     for peer in found["allreduce"]:
@@ -200,10 +205,11 @@ def measure_step(args: argparse.Namespace, link: Link, peers: list[Peer]) -> dic
 
 
 def bound_of(peer: str) -> str:
-    """Which bound holds for a peer: PowerSGD's bytes are too few to count, it has the one of compute alone."""
-    if peer.endswith(" PowerSGD") or peer == training.ALONE:
-        return training.ALONE
-    return "bound fp16" if peer.endswith(" fp16") else "bound"
+    """Which bound holds for a peer: of compute alone for codecs whose bytes are too few to count."""
+    if peer.endswith((" fp16", " bf16")):
+        return "bound fp16"
+    dense = peer in {training.DDP, *(one.name for one in jobs.horovods())} or peer.endswith(" none")
+    return "bound" if dense else training.ALONE
 
 
 def step_bounds(alone: dict[str, Any], wire: dict[str, float]) -> dict[str, float]:
@@ -250,7 +256,7 @@ def compare(args: argparse.Namespace) -> None:
     if reason := namespaces.missing():
         raise SystemExit(f"cannot make two hosts: {reason}")
     measures = {"allreduce": measure_allreduce, "step": measure_step}
-    peers = contestants(args.parts, args.peers)
+    peers = contestants(args.parts, args.peers, args.codecs)
     results, errors = {}, {}
     for gigabits in args.gigabits:
         link = Link(args, gigabits)
@@ -259,7 +265,7 @@ def compare(args: argparse.Namespace) -> None:
         for part, measured in results[gigabits].items():
             errors.update({f"{name}, {part}, {gigabits:g} Gb/s": error for name, error in measured["errors"].items()})
     rates = [{"gigabits": gigabits, **result} for gigabits, result in results.items()]
-    common.save("two_hosts", args, {"rates": rates}, draw(args, results))
+    common.save("two_hosts_codecs" if args.codecs else "two_hosts", args, {"rates": rates}, draw(args, results))
     common.finish(errors)
 
 
