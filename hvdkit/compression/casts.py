@@ -16,6 +16,10 @@ from hvdkit.kernels import BFLOAT16, ReduceOp
 class Cast(Codec):
     """Encodes chunks as arrays of one dtype; sums happen after decoding, in fp32 for half precision."""
 
+    def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
+        """The bytes of an element of ``dtype`` on the wire."""
+        return dtype.itemsize
+
     @abstractmethod
     def encode(self, chunk: Array) -> Array:
         """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length."""
@@ -43,6 +47,9 @@ class HalfCast(Cast):
 
     lossy = True
     dtype: ClassVar[np.dtype[Any]]
+
+    def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
+        return self.dtype.itemsize if dtype in (np.float32, np.float64) else dtype.itemsize
 
     def encode(self, chunk: Array) -> Array:
         if chunk.dtype not in (np.float32, np.float64):

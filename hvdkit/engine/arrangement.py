@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvdkit.compression import CASTS, Cast, Codec, LossyCodec
 from hvdkit.engine.plan import Bucket, Slot, first_order, lay_out, observed_order
 from hvdkit.engine.schedule import ENCODED_BUCKET, Network, Piece, Sizes, cut, send_order
 
@@ -14,12 +15,16 @@ UNSEEN = -1.0
 
 @dataclass(frozen=True)
 class Arrangement:
-    """``pieces`` stand in the order in which they travel, each with its reason; ``nbytes`` is the size of each."""
+    """``pieces`` stand in the order in which they travel, each with its reason; ``nbytes`` is the size of each.
+
+    ``loads``: the bytes as which each counts among those that are on their way.
+    """
 
     buckets: list[Bucket]
     pieces: list[Piece]
     reasons: list[str]
     nbytes: list[int]
+    loads: list[int]
     bucket_of: dict[int, int]  # by slot
 
 
@@ -31,16 +36,16 @@ def arrange(
     network: Network,
     sent_share: float,
     cuts: bool = True,
-    encoded: Sequence[bool] = (False,),
-    whole: Sequence[bool] = (False,),
+    codecs: Sequence[Codec] = (CASTS["none"],),
 ) -> Arrangement:
     """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
     The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
-    two phases. ``cuts``: whether large tensors are cut. ``encoded``: for each of the plan's codecs, whether
-    it is lossy; what these encode lies together in the order of registration, whenever it is ready. ``whole``: for
-    each codec, whether it must not be given a part of a tensor.
+    two phases. ``cuts``: whether large tensors are cut. ``codecs``: the plan's; what lossy ones encode
+    lies together in the order of registration, whenever it is ready.
     """
+    encoded = [isinstance(codec, LossyCodec) for codec in codecs]
+    whole = [isinstance(codec, LossyCodec) and codec.whole_tensors for codec in codecs]
     seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
     order = observed_order([slot for _, slot in seen], len(slots))
     free = [slot for slot in order if not encoded[slots[slot].codec]]
@@ -52,6 +57,7 @@ def arrange(
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
+    loads = [_load(size, buckets[piece.bucket], codecs, sizes) for size, piece in zip(nbytes, pieces, strict=True)]
     sent = [int(size * sent_share) for size in nbytes]
     needed = [min(bucket.slots) for bucket in buckets]
     turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
@@ -60,8 +66,17 @@ def arrange(
         [pieces[turn] for turn in turns],
         reasons,
         [nbytes[turn] for turn in turns],
+        [loads[turn] for turn in turns],
         {slot: place for place, bucket in enumerate(buckets) for slot in bucket.slots},
     )
+
+
+def _load(nbytes: int, bucket: Bucket, codecs: Sequence[Codec], sizes: Sizes) -> int:
+    """As how many bytes in flight a piece counts: about what is on the wire and in memory for it."""
+    codec = codecs[bucket.codec]
+    if isinstance(codec, Cast):
+        return nbytes * codec.wire_itemsize(bucket.dtype) // bucket.dtype.itemsize
+    return max(1, min(nbytes, sizes.bucket))
 
 
 def _ready(buckets: Sequence[Bucket], ready_at: Sequence[float], seen: Sequence[tuple[float, int]]) -> list[float]:

@@ -74,8 +74,7 @@ class Lane:
         self.home = home
         self._views: dict[int, Any] = {}
         self._engine = engine
-        self._encoded = [isinstance(codec, LossyCodec) for codec in codecs]
-        self._whole = [isinstance(codec, LossyCodec) and codec.whole_tensors for codec in codecs]
+        self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
         self._weighing = Weighing(engine, group, home)
         self._lock = threading.Lock()
@@ -188,7 +187,7 @@ class Lane:
         """Whether what is on its way leaves room for the next operation."""
         if not self._in_flight:
             return True
-        nbytes = self._piece_bytes[self._started] if self._started < len(self._pieces) else 0
+        nbytes = self._loads[self._started] if self._started < len(self._pieces) else 0
         near = self.sequence - min(self._in_flight) < SPAN
         return near and sum(self._in_flight.values()) + nbytes <= self._engine.sizes.in_flight
 
@@ -212,7 +211,7 @@ class Lane:
         self._started, self.sequence = place + 1, sequence + 1
         tag = lane_tag(self.lane_id, sequence)
         if place < len(self._pieces):
-            self._in_flight[sequence] = self._piece_bytes[place]
+            self._in_flight[sequence] = self._loads[place]
             marks = [self.home.mark()] if joined else self._marks[self._pieces[place].bucket]
             steps = self._traced(place, joined, self.home.reduce(self._pieces[place], joined, marks, sequence, tag))
             what = self._told(place)
@@ -281,11 +280,10 @@ class Lane:
             engine.network,
             share,
             not self.on_device,
-            self._encoded,
-            self._whole,
+            self._codecs,
         )
         self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
-        self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
+        self._piece_bytes, self._loads, self._bucket_of = plan.nbytes, plan.loads, plan.bucket_of
         self.home.lay_out(self._buckets)
         self.home.pieces = self._pieces
         if not self.closed:
@@ -337,7 +335,7 @@ class Lane:
             **self._weighing.told(piece.bucket),
         )
         yield from steps
-        if self._encoded[self._buckets[piece.bucket].codec]:
+        if isinstance(self.home.memories.asked_codec(piece.bucket), LossyCodec):
             self._encoding_ended(piece, row, started)
         engine.timeline_end(row)
         engine.statistics.reduced(nbytes, perf_counter() - started)
