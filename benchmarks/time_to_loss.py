@@ -9,13 +9,12 @@ not trained on is taken; neither its seconds nor its bytes count. Bytes are thos
 headers. A loss is smoothed over the last three of them. "dense" is what fp32 ends with, and a little more
 (--tolerance); "common" is what all reach that do not diverge. dgc has a momentum of its own, so it trains with SGD and
 not with AdamW: next to it stand DDP and hvdkit with SGD and that momentum, and it is compared with these. DDP's
-PowerSGD hook over Gloo may hang or abort with several buckets, so it also runs with a single one.
+PowerSGD hook over Gloo may hang or abort with several buckets, so it runs with a single one.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import sys
 import time
@@ -24,33 +23,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import arrival
 import common
 import jobs
 import namespaces
 import numpy as np
 import training
 import two_hosts
+from arrival import COMPARED, DDP, GOALS, OWN_DENSE
 from jobs import Peer
 
 SCRIPT = Path(__file__).name
-DDP, OWN_DENSE = training.DDP, "hvdkit none"
-# By the end of a contestant's name; with several buckets PowerSGD's sums may meet others' and end the job.
+# By the end of a contestant's name; with several buckets PowerSGD's sums may meet others', and the job hangs or aborts.
 HOOKS = {
     "fp16": ("--compression", "fp16"),
     "bf16": ("--compression", "bf16"),
-    "PowerSGD": ("--compression", "powersgd"),
-    "PowerSGD 1 bucket": ("--compression", "powersgd", "--one-bucket"),
+    "PowerSGD": ("--compression", "powersgd", "--one-bucket"),
 }
-# Who sends all gradients in fp32, by the optimizer's turn; and what others are measured by.
-DENSE_DDP = (DDP, f"{DDP} SGD")
-DENSE = (*DENSE_DDP, OWN_DENSE, f"{OWN_DENSE} SGD")
-FP32, BEST_HOOK = "DDP fp32", "best hook"
-GOALS = ("dense", "common")
 ONE_BUCKET_MB = 1 << 14
 SMOOTHED = 3
-# The targets: at a rate in Gb/s how many times sooner than DDP and than its best hook; how far in % from dense at most.
-SOONER = {1.0: {FP32: 2.0, BEST_HOOK: 1.4}, 0.2: {FP32: 6.0, BEST_HOOK: 3.0}}
-FARTHEST = {**dict.fromkeys(("int8", "fp16", "bf16"), 0.5), **dict.fromkeys(("topk", "dgc", "powersgd"), 2.0)}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -268,110 +259,6 @@ def _numbers(values: Any) -> list[float | None]:
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
-def final(run: dict[str, Any]) -> float:
-    """The last loss of a run; NaN if it diverged."""
-    return math.nan if run["diverged"] else run["curve"]["loss"][-1]
-
-
-def seconds_to(run: dict[str, Any], loss: float | None) -> float | None:
-    """When a run first has the loss, on a line between its evaluations; None if it never does."""
-    curve = [pair for pair in zip(run["curve"]["seconds"], run["curve"]["loss"], strict=True) if pair[1] is not None]
-    if loss is None or run["diverged"]:
-        return None
-    for (before, higher), (after, lower) in itertools.pairwise(curve):
-        if lower <= loss < higher:
-            return float(after - (after - before) * (loss - lower) / (higher - lower))
-    return None
-
-
-def groups(peers: Sequence[Peer]) -> list[list[str]]:
-    """The names of those that train with AdamW and with SGD: only losses of one optimizer can be compared."""
-    found = [[peer.name for peer in peers if ("sgd" in peer.flags) == sgd] for sgd in (False, True)]
-    return [names for names in found if names]
-
-
-def first(names: Sequence[str], wanted: Sequence[str]) -> str | None:
-    """The first of the wanted that is there."""
-    return next((name for name in wanted if name in names), None)
-
-
-def goals(one: dict[str, Any], names: Sequence[str], tolerance: float) -> dict[str, float | None]:
-    """The losses that the contestants of a group are to reach in a round."""
-    dense, finals = first(names, DENSE), [final(one[name]) for name in names if not one[name]["diverged"]]
-    aim = None if dense is None or one[dense]["diverged"] else final(one[dense]) * (1 + tolerance / 100)
-    return {"dense": aim, "common": max(finals, default=None)}
-
-
-def arrivals(one: dict[str, Any], names: Sequence[str], loss: float | None) -> dict[str, float]:
-    """Seconds to a loss, of those in a round that reach it; and of what others are measured by: DDP, its best hook."""
-    found = {name: seconds for name in names if (seconds := seconds_to(one[name], loss)) is not None}
-    hooks = [found[name] for hook in HOOKS if (name := f"{DDP} {hook}") in found]
-    plain = first(list(found), DENSE_DDP)
-    return found | ({FP32: found[plain]} if plain else {}) | ({BEST_HOOK: min(hooks)} if hooks else {})
-
-
-def summarise(args: argparse.Namespace, names: Sequence[str], rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per contestant of a group: its loss, seconds to each goal, and DDP's as multiples of these."""
-    dense = first(names, DENSE)
-    losses = [goals(one, names, args.tolerance) for one in rounds]
-    reached = {
-        goal: [arrivals(one, names, loss[goal]) for one, loss in zip(rounds, losses, strict=True)] for goal in GOALS
-    }
-    summary = []
-    for name in names:
-        runs = [one[name] for one in rounds]
-        far = [100 * (final(one[name]) / final(one[dense]) - 1) for one in rounds] if dense else []
-        seconds = {goal: [one[name] for one in reached[goal] if name in one] for goal in GOALS}
-        summary.append(
-            {
-                "peer": name,
-                "diverged": any(run["diverged"] for run in runs),
-                "loss": _median([final(run) for run in runs]),
-                "percent_from_dense": _median(far),
-                "milliseconds": common.spread(value for run in runs for value in run["milliseconds"]),
-                "wire_bytes": _median([float(np.mean(run["wire_bytes"])) for run in runs]),
-                # Only of what is reached in all rounds.
-                "seconds_to": {
-                    goal: _median(some) if len(some) == len(runs) else None for goal, some in seconds.items()
-                },
-                "times_sooner_than": {
-                    goal: {other: common.paired_ratio(reached[goal], other, name) for other in (FP32, BEST_HOOK)}
-                    for goal in GOALS
-                },
-            }
-        )
-    return summary
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return float(np.median(values)) if values and all(map(math.isfinite, values)) else None
-
-
-def verdicts(gigabits: float, summary: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was aimed at and what came of it: None where it was not measured."""
-    found = []
-    for other, aim in SOONER.get(gigabits, {}).items():
-        ratios = {
-            one["peer"]: ratio["median"]
-            for one in summary
-            if one["peer"].startswith("hvdkit ") and (ratio := one["times_sooner_than"]["dense"][other]) is not None
-        }
-        best = max(ratios, key=lambda name: ratios[name], default=None)
-        what = f"{gigabits:g} Gb/s: loss of dense {aim:g} times sooner than {other}"
-        value = ratios[best] if best else None
-        said = f"{best}, {value:.2f} times" if best else "no contestant to compare"
-        found.append({"target": what, "value": value, "said": said, "met": None if value is None else value >= aim})
-    for name, most in FARTHEST.items():
-        for one in summary:
-            if one["peer"] == f"hvdkit {name}":
-                far = one["percent_from_dense"]
-                said = "diverged" if one["diverged"] else "no dense one" if far is None else f"{far:+.2f}%"
-                what = f"{gigabits:g} Gb/s: {one['peer']} ends within {most:g}% of dense"
-                met = not one["diverged"] and (None if far is None else far <= most)
-                found.append({"target": what, "value": far, "said": said, "met": met})
-    return found
-
-
 def measure(args: argparse.Namespace, gigabits: float, peers: list[Peer]) -> dict[str, Any]:
     link = two_hosts.Link(args, gigabits)
     flags = [word for name in _WORKER_FLAGS for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
@@ -380,9 +267,9 @@ def measure(args: argparse.Namespace, gigabits: float, peers: list[Peer]) -> dic
         return digest(args, peer, link.run(SCRIPT, peer, flags))
 
     rounds, errors = common.run_rounds(peers, args.rounds, job)
-    able = groups([peer for peer in peers if peer.name not in errors])
-    summary = [entry for names in able for entry in summarise(args, names, rounds)]
-    found = {"summary": summary, "verdicts": verdicts(gigabits, summary), "rounds": rounds, "errors": errors}
+    able = arrival.groups([peer for peer in peers if peer.name not in errors])
+    summary = [entry for names in able for entry in arrival.summarise(names, rounds, args.tolerance)]
+    found = {"summary": summary, "verdicts": arrival.verdicts(gigabits, summary), "rounds": rounds, "errors": errors}
     return {"gigabits": gigabits, **found}
 
 
@@ -403,11 +290,11 @@ def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
                 f"{one['milliseconds']['median']:.0f}",
                 number(one["wire_bytes"] / 1e6, ".3f"),
                 *(number(seconds[goal], ".1f") for goal in GOALS),
-                *(common.show_ratio(sooner[goal][other]) for goal in GOALS for other in (FP32, BEST_HOOK)),
+                *(common.show_ratio(sooner[goal][other]) for goal in GOALS for other in COMPARED),
             ]
         )
     headers = ["peer", "loss", "% from dense", "ms/step", "MB/step", *(f"s to {goal}" for goal in GOALS)]
-    headers += [f"{goal}: {other} / peer" for goal in GOALS for other in (FP32, BEST_HOOK)]
+    headers += [f"{goal}: {other} / peer" for goal in GOALS for other in COMPARED]
     print(
         f"\n{args.steps} steps over a wire of {result['gigabits']:g} Gb/s; dense: {args.tolerance:g}% above the last "
         f"loss of fp32; ratios of seconds: median [smallest, largest] of {args.rounds} rounds"

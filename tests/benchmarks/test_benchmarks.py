@@ -20,6 +20,7 @@ import pytest
 from tests.ranks import ROOT, rank_environment
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import arrival
 import jobs
 import namespaces
 import time_to_loss
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "idle": (["--seconds", "0.2", "--slow-seconds", "0.2"], ["torch", "hvdkit mpi"]),
     "memory": ([*SMALL_MODEL, "--steps", "1"], ["plain", "DDP", "hvdkit torch wrapped"]),
     "compression": (["--elements", "20000", "--rounds", "2", "--settle", "2"], []),
+    "accuracy": (["--epochs", "1"], ["none", "int8", "dgc"]),
     "overhead": (["--seconds", "0.5", "--block", "0.01", "--models", "small"], []),
 }
 
@@ -129,19 +131,19 @@ def test_the_time_to_a_loss_lies_on_the_line_between_two_smoothed_evaluations() 
     run = _trained(6.0, 6.0, 6.0, 3.0, 3.0)
     assert run["curve"]["loss"] == [6.0, 6.0, 6.0, 5.0, 4.0]
     assert run["curve"]["bytes"] == [0, 10, 20, 30, 40]
-    assert time_to_loss.seconds_to(run, 5.5) == 2.5
-    assert time_to_loss.seconds_to(run, 4.0) == 4.0
-    assert time_to_loss.seconds_to(run, 3.9) is None
+    assert arrival.seconds_to(run, 5.5) == 2.5
+    assert arrival.seconds_to(run, 4.0) == 4.0
+    assert arrival.seconds_to(run, 3.9) is None
 
 
 @pytest.mark.parametrize("losses", [(6.0, math.nan, math.nan), (6.0, 5.0, math.inf), (6.0, 7.0, 8.0)])
 def test_a_run_that_diverged_is_told_and_reaches_no_loss(losses: tuple[float, ...]) -> None:
-    args, names = argparse.Namespace(tolerance=0.5), ["DDP", "hvdkit int8"]
+    names = ["DDP", "hvdkit int8"]
     rounds = [{"DDP": _trained(6.0, 5.0, 4.0), "hvdkit int8": _trained(*losses)}]
-    dense, own = time_to_loss.summarise(args, names, rounds)
+    dense, own = arrival.summarise(names, rounds, 0.5)
     assert not dense["diverged"]
     assert own["diverged"]
     assert own["seconds_to"] == {"dense": None, "common": None}
-    (verdict,) = [one for one in time_to_loss.verdicts(1, [dense, own]) if "hvdkit int8" in one["target"]]
+    (verdict,) = [one for one in arrival.verdicts(1, [dense, own]) if "hvdkit int8" in one["target"]]
     assert (verdict["said"], verdict["met"]) == ("diverged", False)
     json.dumps(rounds, allow_nan=False)
