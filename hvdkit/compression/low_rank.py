@@ -31,6 +31,7 @@ class PowerSGD(LossyCodec):
     seed: int = 0
 
     name: ClassVar[str] = "powersgd"
+    on_device: ClassVar[bool] = True
     whole_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class _Quantised(PayloadCodec):
     seed: int = 0
 
     bits: ClassVar[int]
+    on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +91,7 @@ class OneBit(PayloadCodec):
     block: int = 1024
 
     name: ClassVar[str] = "onebit"
+    on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -142,6 +142,7 @@ class TopK(_Sparse):
     seed: int = 0
 
     name: ClassVar[str] = "topk"
+    on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,11 +16,11 @@ from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, early_scale, layout_allreduce
 from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.engine.execution import effective
-from hvdkit.engine.memories import Memories, State
+from hvdkit.engine.memories import Memories, Report, State
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
-from hvdkit.transports.base import DeviceCollectives, aligned_empty
+from hvdkit.transports.base import aligned_empty
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,18 @@ class Buckets(ABC):
             dense_first = over_nodes and not (isinstance(codec, LossyCodec) and codec.everywhere)
             units.append(early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale)
         return units
+
+    def reports(self) -> list[Report]:
+        """What encoding did, by tensor."""
+        return self.memories.reports()
+
+    def residual_norm(self, piece: Piece) -> float | None:
+        """The Euclidean norm of what this rank keeps of a piece, where that is at hand."""
+        return self.memories.residual_norm(piece)
+
+    def reset(self) -> None:
+        """Forget what codecs keep, between two steps."""
+        self.memories.reset()
 
     def kept(self) -> State:
         """A copy of what codecs keep, between two steps."""
@@ -190,52 +202,3 @@ class HostBuckets(Buckets):
 
     def close(self) -> None:
         self._buffers = []
-
-
-class DeviceBuckets(Buckets):
-    """Tensors of a device, reduced by the device's own collectives."""
-
-    on_device = True
-
-    def __init__(
-        self, group: Group, reduction: Reduction, collectives: DeviceCollectives, slots: Sequence[Slot]
-    ) -> None:
-        self._group = group
-        self.memories = Memories(slots, reduction.codecs, over_nodes=False)
-        self._reduction = reduction
-        self._collectives = collectives
-        self._buckets: list[Bucket] = []
-        self._buffers: list[Any] = []
-        self.told = "the device's collectives"
-
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets, self._buffers = list(buckets), []
-        self.memories.lay_out(buckets)
-
-    def _allocate(self, bucket: Bucket) -> Any:
-        return self._collectives.allocate(bucket.elements, str(bucket.dtype))
-
-    def buffers(self) -> list[Any]:
-        if not self._buffers:
-            self._buffers = [self._allocate(bucket) for bucket in self._buckets]
-        return self._buffers
-
-    def mark(self) -> Any:
-        return self._collectives.mark()
-
-    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
-        buffer = self._allocate(self._buckets[piece.bucket]) if joined else self._buffers[piece.bucket]
-        return self._steps(buffer, self.memories.codec(piece.bucket).name, marks)
-
-    def _steps(self, buffer: Any, codec: str, marks: Sequence[Any]) -> Steps[None]:
-        reduction, size = self._reduction, self._group.size
-        op, scale = effective(reduction.op, reduction.postscale, size)
-        transfer = self._collectives.allreduce([buffer], op, reduction.prescale, scale, codec, marks)
-        self._group.bytes_sent += 2 * buffer.nbytes * (size - 1) // size  # as a ring sends, whatever the library does
-        yield [transfer]
-
-    def forget(self, quiet: bool) -> None:
-        self._buffers = []
-
-    def close(self) -> None:
-        self._collectives.close()

@@ -56,7 +56,7 @@ def compression_statistics(engine: Engine) -> CompressionStatistics:
     by_parameter: dict[str, CodecStatistics] = {}
     totals: dict[str, tuple[Tally, float]] = {}
     for lane in list(engine.lanes.values()):
-        for slot, codec, tally, norm, off in lane.home.memories.reports():
+        for slot, codec, tally, norm, off in lane.home.reports():
             name = slot.name if slot.name not in by_parameter else f"{slot.name} ({lane.name})"
             by_parameter[name] = _statistics(codec, tally, norm, off)
             _count(totals, codec, tally, norm)
@@ -69,16 +69,16 @@ def compression_statistics(engine: Engine) -> CompressionStatistics:
     return CompressionStatistics(by_codec, by_parameter)
 
 
-def told(tally: Tally, norm: float) -> dict[str, Any]:
+def told(tally: Tally, norm: float | None) -> dict[str, Any]:
     """For the timeline."""
+    kept = {} if norm is None else {"residual_norm": norm}
     return {
         "bytes_before": int(tally.bytes_before),
         "bytes_after": int(tally.bytes_after),
         "ratio": round(tally.bytes_before / tally.bytes_after, 2) if tally.bytes_after else 1.0,
         "encode_us": round(tally.encode_seconds * 1e6),
         "decode_us": round(tally.decode_seconds * 1e6),
-        "residual_norm": norm,
-    }
+    } | kept
 
 
 def _count(totals: dict[str, tuple[Tally, float]], codec: str, tally: Tally, norm: float) -> None:

@@ -347,7 +347,7 @@ class Lane:
             return
         self._weighing.count(self._step, self._buckets[piece.bucket], piece, tally)
         if timeline is not None:
-            norm = self.home.memories.residual_norm(piece)
+            norm = self.home.residual_norm(piece)
             timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
 
     def _exchange_observations(self, tag: int, joined: bool) -> Steps[None]:

@@ -17,6 +17,9 @@ from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
 
 Kept = dict[str, Array]  # by name: flat arrays of one tensor
+# An encoded tensor, its codec, what that cost and saved, the norm of what this rank keeps of it, and why it is off, if
+# it is.
+Report = tuple[Slot, str, Tally, float, str]
 
 
 @dataclass
@@ -99,6 +102,20 @@ class Memories:
             if any(array.any() for array in arrays.values()):
                 self.owe(slot, arrays, units[number], units, contribution)
 
+    def of_bucket(self, bucket: int) -> Memory:
+        """The memory of a bucket."""
+        return self._memories[bucket]
+
+    def gaps(self, number: int) -> list[tuple[int, int]]:
+        """The elements of a bucket that belong to none of its tensors."""
+        bucket = self._buckets[number]
+        ends = [*bucket.offsets[1:], bucket.elements]
+        runs = [
+            (offset + self._slots[slot].elements, end)
+            for slot, offset, end in zip(bucket.slots, bucket.offsets, ends, strict=True)
+        ]
+        return [(begin, end) for begin, end in runs if begin < end]
+
     def of_piece(self, piece: Piece) -> Memory:
         """The memory of a piece of a bucket, for one operation."""
         part = self._memories[piece.bucket].part(piece.begin, piece.end)
@@ -123,11 +140,8 @@ class Memories:
         """The Euclidean norm of what this rank keeps of a piece."""
         return _norm(self._memories[piece.bucket].part(piece.begin, piece.end).residual)
 
-    def reports(self) -> list[tuple[Slot, str, Tally, float, str]]:
-        """Each encoded tensor, its codec, what that cost and saved, the norm of what this rank keeps, why it is off.
-
-        The last is nothing where it is not.
-        """
+    def reports(self) -> list[Report]:
+        """What encoding did, by tensor."""
         found = []
         off = {slot: reason for slots, reason in self._off.items() for slot in slots}
         for slot, total in enumerate(self._totals):
@@ -191,12 +205,10 @@ class Memories:
         if not isinstance(self.codec(piece.bucket), LossyCodec):
             return
         # What was decoded into a gap would be encoded again, and some codecs make something of zeros.
-        bucket, kept = self._buckets[piece.bucket], self._memories[piece.bucket].part(piece.begin, piece.end).arrays
-        ends = [*bucket.offsets[1:], bucket.elements]
-        for slot, offset, end in zip(bucket.slots, bucket.offsets, ends, strict=True):
-            gap = slice(max(0, offset + self._slots[slot].elements - piece.begin), max(0, end - piece.begin))
+        kept = self._memories[piece.bucket].part(piece.begin, piece.end).arrays
+        for begin, end in self.gaps(piece.bucket):
             for array in (buffer, *kept.values()):
-                array[gap] = 0
+                array[max(0, begin - piece.begin) : max(0, end - piece.begin)] = 0
 
     def forget(self) -> None:
         """The lane was closed: keep no arrays of gradients' size, but go on at the same turn, for those who do not."""

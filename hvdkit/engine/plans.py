@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdkit.engine.buckets import Buckets, DeviceBuckets, HostBuckets, Reduction
+from hvdkit.engine.buckets import Buckets, HostBuckets, Reduction
+from hvdkit.engine.device_buckets import DeviceBuckets, stays_on_device
 from hvdkit.engine.lane import Lane
 from hvdkit.engine.places import shared_buckets
 from hvdkit.engine.plan import Slot
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
+# In memory of the host, wherever gradients are.
+HOST = "host"
 # How many closed plans are remembered, for zeros while this rank has joined and others go on.
 CLOSED_LANES = 64
 # How many of them keep their communicator of a device, which takes the device's memory.
@@ -28,7 +31,7 @@ CLOSED_DEVICE_LANES = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What an optimizer asks for. ``place`` is the device on which its slots shall live."""
+    """What an optimizer asks for. ``place`` is the device on which its slots shall live, or HOST."""
 
     name: str
     slots: Sequence[Slot]
@@ -41,7 +44,10 @@ class Plan:
 def register(engine: Engine, plan: Plan) -> Lane:
     """Agree on a plan with all ranks of its process set. Blocks; raises HorovodInternalError where they differ."""
     transport, reduction = engine.transport, plan.reduction
-    device = plan.place.partition(":")[0]
+    group = engine.groups.group(plan.process_set_id)
+    nodes = engine.topology.nodes
+    place = plan.place if stays_on_device(reduction.codecs, nodes, group.members) else HOST
+    device = place.partition(":")[0]
     signature = {
         "slots": [
             [slot.name, list(slot.shape), str(slot.dtype), reduction.codecs[slot.codec].told] for slot in plan.slots
@@ -53,13 +59,12 @@ def register(engine: Engine, plan: Plan) -> Lane:
         "device": device if device in transport.device_types else "cpu",
     }
     lane_id = engine.submit_plan(plan.name, signature, plan.process_set_id).wait()
-    group = engine.groups.group(plan.process_set_id)
     collectives = None
-    if signature["device"] != "cpu" or "cpu" in transport.device_types:
-        collectives = transport.collectives_for(plan.place, group.members, f"lane{lane_id}")
+    if device in transport.device_types:
+        collectives = transport.collectives_for(place, group.members, f"lane{lane_id}")
     home: Buckets
     if collectives is not None:
-        home = DeviceBuckets(group, reduction, collectives, plan.slots)
+        home = DeviceBuckets(group, reduction, collectives, plan.slots, nodes)
     else:
         home = _host_buckets(engine, plan, lane_id)
     return Lane(engine, lane_id, plan.name, plan.slots, group, home, reduction.codecs, plan.groups)

@@ -64,7 +64,8 @@ class Weighing:
     def due(self, step: int, buckets: int) -> bool:
         """Whether ranks decide at the end of this step; the same on all of them."""
         asked = step == WEIGHED_STEP and self._engine.settings.compression == "auto" and self._group.size > 1
-        return asked and any(map(self._judged, range(buckets)))
+        # What codecs take on a device is not measured.
+        return asked and not self._home.on_device and any(map(self._judged, range(buckets)))
 
     def _judged(self, bucket: int) -> bool:
         codec = self._home.memories.codec(bucket)

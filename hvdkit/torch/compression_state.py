@@ -81,7 +81,7 @@ def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
     numbers, vectors = _by_place(saved["numbers"]), _by_place(saved["vectors"])
     contribution, turn = saved["contribution"], saved["turn"]
     state = State(saved["place"], kept, saved["units"], owed, contribution, turn, numbers, vectors)
-    if lane.on_device and any(kept):
+    if lane.on_device and not lane.home.memories.keeps_anything and any(kept):
         warnings.warn(LOST_ON_A_DEVICE, stacklevel=2)
     if saved["parameters"] == list(places):
         lane.home.go_on_from(state)

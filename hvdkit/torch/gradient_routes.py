@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdkit.compression import DGC, LossyCodec
+from hvdkit.compression import DGC
+from hvdkit.engine.plans import HOST
 from hvdkit.torch.gradient_named import NamedGradients
 from hvdkit.torch.gradient_planned import PlannedGradients, can_be_planned, slot_of
 from hvdkit.torch.gradient_settings import Settings
@@ -85,8 +86,6 @@ class Routes:
         # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
         devices = {parameter.device for parameter in parameters}
         codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
-        # Payload codecs work in host memory.
-        on_host = len(devices) > 1 or any(isinstance(codec, LossyCodec) for codec in codecs)
         lane = engine.register_plan(
             title,
             [
@@ -98,7 +97,7 @@ class Routes:
             postscale=postscale,
             codecs=codecs,
             process_set_id=settings.process_set.process_set_id,
-            place="cpu" if on_host else str(devices.pop()),
+            place=HOST if len(devices) > 1 else str(devices.pop()),
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
         idle = any(isinstance(codec, DGC) for codec in codecs) and not lane.home.memories.keeps_anything

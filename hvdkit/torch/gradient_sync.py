@@ -240,7 +240,7 @@ class GradientSynchronizer:
         """Forget what codecs keep."""
         self._kept = None
         if self._routes is not None and self._routes.planned is not None:
-            self._routes.planned.lane.home.memories.reset()
+            self._routes.planned.lane.home.reset()
 
     def synchronize_for_scaler(self) -> None:
         """A GradScaler is about to read the gradients for step(), which need not synchronise again."""

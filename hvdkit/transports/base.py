@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.compression import LossyCodec
 from hvdkit.kernels import ReduceOp
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,6 +54,33 @@ class DeviceCollectives(ABC):
         self, buffers: Sequence[Any], op: ReduceOp, prescale: float, scale: float, codec: str, after: Sequence[Any]
     ) -> Transfer:
         """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``."""
+
+    @abstractmethod
+    def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> Any:
+        """What a codec keeps on the device of a flat buffer: arrays of these names, zeros at first.
+
+        ``gaps`` are the elements that belong to no tensor. It can ``pull`` what it keeps into a Memory of the host, and
+        ``push`` what is there to the device.
+        """
+
+    @abstractmethod
+    def allreduce_encoded(
+        self,
+        buffer: Any,
+        prescale: float,
+        scale: float,
+        codec: LossyCodec,
+        way: str,
+        memory: Any,
+        matrices: Sequence[tuple[int, int, int]],
+        turn: int,
+        after: Sequence[Any],
+    ) -> Transfer:
+        """Replace a flat buffer by ``scale * prescale`` times its sum, as far as the codec lets it through.
+
+        ``way`` (two_phase, gather), ``matrices`` (where tensors begin, their rows and columns) and ``turn`` (how often
+        the buffer was reduced before) are the same on all ranks.
+        """
 
     @abstractmethod
     def broadcast(self, buffers: Sequence[Any], root: int, after: Sequence[Any]) -> Transfer:

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvdkit.compression import LossyCodec
 from hvdkit.errors import PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives, Transfer
+from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
 
 Wait = Callable[[Any], None]
 _OPS: dict[ReduceOp, Any] = {
@@ -150,7 +152,7 @@ class TorchDeviceCollectives(DeviceCollectives):
 
     def __init__(self, group: Any, device: torch.device, stream: Stream) -> None:
         self._group = group
-        self._size = int(group.size())
+        self._rank, self._size = int(group.rank()), int(group.size())
         self._device = device
         self._stream = stream
 
@@ -177,6 +179,29 @@ class TorchDeviceCollectives(DeviceCollectives):
                         flat.copy_(part)
 
         return self._launch(after, list(buffers), work)
+
+    def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> DeviceMemory:
+        return DeviceMemory(elements, names, gaps, self._device)
+
+    def allreduce_encoded(
+        self,
+        buffer: Tensor,
+        prescale: float,
+        scale: float,
+        codec: LossyCodec,
+        way: str,
+        memory: DeviceMemory,
+        matrices: Sequence[tuple[int, int, int]],
+        turn: int,
+        after: Sequence[Any],
+    ) -> Transfer:
+        def work(wait: Wait) -> None:
+            if prescale != 1.0:
+                buffer.mul_(prescale)
+            place = Exchange(self._group, self._rank, self._size, scale, codec, way, turn, matrices, wait)
+            reduce_encoded(place, buffer, memory)
+
+        return self._launch(after, [buffer, *memory.tensors()], work)
 
     def broadcast(self, buffers: Sequence[Tensor], root: int, after: Sequence[Any]) -> Transfer:
         def work(wait: Wait) -> None:

@@ -38,6 +38,7 @@ BENCHMARKS = {
     "memory": ([*SMALL_MODEL, "--steps", "1"], ["plain", "DDP", "hvdkit torch wrapped"]),
     "compression": (["--elements", "20000", "--rounds", "2", "--settle", "2"], []),
     "accuracy": (["--epochs", "1"], ["none", "int8", "dgc"]),
+    "device_compression": (["--device", "cpu", "--elements", "50000", "--rounds", "2"], []),
     "overhead": (["--seconds", "0.5", "--block", "0.01", "--models", "small"], []),
 }
 

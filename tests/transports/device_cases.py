@@ -76,6 +76,28 @@ def case_a_lanes_gradients_live_on_the_device_and_are_averaged(hvd):
         del model, optimizer, lane
 
 
+def case_lossy_codecs_work_on_the_device_where_they_can(hvd):
+    compression = hvd.Compression
+    for codec, on_device in (
+        (compression.int8(compress="everywhere"), True),
+        (compression.powersgd(2, compress="everywhere"), True),
+        (compression.threshold(0.1, compress="everywhere"), False),
+        (compression.threshold(0.1), True),  # nothing is encoded on one node
+    ):
+        model, optimizer = model_and_optimizer(hvd, compression=codec)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 5) * (1 + hvd.rank())).square().sum().backward()
+            optimizer.step()
+        lane = list(runtime.engine().lanes.values())[-1]
+        assert lane.on_device == on_device, codec
+        encoded = [one for one in lane.home.reports() if one[2].bytes_after]
+        assert bool(encoded) == codec.everywhere
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        assert len(set(hvd.allgather_object(weights.numpy().tobytes()))) == 1
+        del model, optimizer, lane
+
+
 def case_all_ranks_hold_the_same_bits_after_fp16(hvd):
     model, optimizer = model_and_optimizer(hvd, compression=hvd.Compression.fp16)
     for _ in range(2):

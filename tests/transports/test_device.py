@@ -13,6 +13,7 @@ RUNNER = "tests.transports.pretend_device"
 CASES = RankedCases("tests.transports.device_cases", RUNNER)
 OPERATIONS = RankedCases("tests.torch.ops_cases", RUNNER)
 OPTIMIZER = RankedCases("tests.torch.optimizer_cases", RUNNER)
+COMPRESSION = RankedCases("tests.torch.compression_cases", RUNNER, HVDKIT_COMPRESSION="always")
 # It looks for the addresses of numpy arrays.
 HOST_ONLY = {"case_gradients_live_in_the_fusion_buffer"}
 
@@ -32,6 +33,12 @@ def test_operations_give_the_same_on_a_device(case, ranks):
 @pytest.mark.parametrize("case", [name for name in OPTIMIZER.names if name not in HOST_ONLY])
 def test_optimizers_do_the_same_on_a_device(case):
     OPTIMIZER.check(case, 2, "torch")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", COMPRESSION.names)
+def test_nothing_is_lost_that_is_encoded_on_a_device(case, ranks):
+    COMPRESSION.check(case, ranks, "torch")
 
 
 def test_ranks_that_share_a_gpu_are_found():

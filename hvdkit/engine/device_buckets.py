@@ -1,0 +1,176 @@
+"""The buckets of a lane in the memory of a device, reduced and encoded by the device's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvdkit.collectives.compressed import choose_way
+from hvdkit.collectives.group import Group, Steps
+from hvdkit.compression import Codec, LossyCodec, Memory, PayloadCodec, PowerSGD, RandomK, TopK
+from hvdkit.compression.memory import TURN
+from hvdkit.engine.buckets import Buckets, Reduction
+from hvdkit.engine.execution import effective
+from hvdkit.engine.memories import Memories, Report, State
+from hvdkit.engine.plan import Bucket, Slot
+from hvdkit.engine.schedule import Piece
+from hvdkit.kernels import ReduceOp
+from hvdkit.transports.base import DeviceCollectives
+
+
+def stays_on_device(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], members: Sequence[int]) -> bool:
+    """Whether all codecs of a plan of these ranks can do their work on the device: the same on all of them.
+
+    On one node nothing is encoded, unless it was asked for everywhere; between nodes it is encoded on the device where
+    each has one rank. Sums of nodes with several ranks are encoded in host memory.
+    """
+    ours = _by_node(nodes, members)
+    return all(
+        codec.on_device and (codec.everywhere or len(ours) == len(members))
+        for codec in codecs
+        if isinstance(codec, LossyCodec) and (codec.everywhere or len(ours) > 1)
+    )
+
+
+def _by_node(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> list[set[int]]:
+    return [found for node in nodes if (found := set(node) & set(members))]
+
+
+def sent_bytes(codec: LossyCodec, way: str, elements: int, ranks: int, memory: Memory) -> float:
+    """About what a rank sends of a bucket; sums count as those of a ring."""
+    ring = 2 * (ranks - 1) / ranks
+    if isinstance(codec, PowerSGD):
+        return 4 * sum(codec.sent_elements(memory.matrices())) * ring
+    if isinstance(codec, RandomK):
+        return 4 * codec.places(elements, 0, 0).size * ring
+    if isinstance(codec, TopK):
+        pairs = 8 * max(1, round(elements * codec.ratio_at(memory)))
+        return float((ranks - 1 if way == "gather" else ring) * pairs)
+    assert isinstance(codec, PayloadCodec), codec
+    return codec.told_bytes(elements) * ring
+
+
+class DeviceBuckets(Buckets):
+    """Tensors of a device, reduced by the device's own collectives."""
+
+    on_device = True
+
+    def __init__(
+        self,
+        group: Group,
+        reduction: Reduction,
+        collectives: DeviceCollectives,
+        slots: Sequence[Slot],
+        nodes: Sequence[Sequence[int]],
+    ) -> None:
+        self._group = group
+        one_node = len(_by_node(nodes, group.members)) == 1
+        self.memories = Memories(slots, reduction.codecs, over_nodes=False if one_node else None)
+        self._kept: list[Any] = []  # by bucket: what its codec keeps on the device
+        self._reduction = reduction
+        self._collectives = collectives
+        self._buckets: list[Bucket] = []
+        self._buffers: list[Any] = []
+        self.told = "the device's collectives"
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        self._pull(range(len(self._kept)))
+        self._buckets, self._buffers = list(buckets), []
+        self.memories.lay_out(buckets)
+        self._remember()
+        self._push(range(len(self._kept)))
+
+    def _remember(self) -> None:
+        self._kept = [
+            self._collectives.memory(
+                bucket.elements, list(self.memories.of_bucket(number).arrays), self.memories.gaps(number)
+            )
+            for number, bucket in enumerate(self._buckets)
+        ]
+
+    # Between two steps the memories of the host hold what the device keeps, where somebody reads or changes it.
+
+    def _pull(self, buckets: Iterable[int]) -> None:
+        for bucket in buckets:
+            self._kept[bucket].pull(self.memories.of_bucket(bucket))
+
+    def _push(self, buckets: Iterable[int]) -> None:
+        for bucket in buckets:
+            self._kept[bucket].push(self.memories.of_bucket(bucket))
+
+    def reports(self) -> list[Report]:
+        self._pull(range(len(self._kept)))
+        return super().reports()
+
+    def residual_norm(self, piece: Piece) -> float | None:
+        return None  # to read it, the host would have to wait for the device
+
+    def reset(self) -> None:
+        super().reset()
+        self._push(range(len(self._kept)))
+
+    def kept(self) -> State:
+        self._pull(range(len(self._kept)))
+        return super().kept()
+
+    def go_on_from(self, state: State) -> None:
+        self._pull(range(len(self._kept)))
+        super().go_on_from(state)
+        self._push(range(len(self._kept)))
+
+    def owe(self, slot: int, state: State, old_slot: int) -> None:
+        buckets = [number for number, bucket in enumerate(self._buckets) if slot in bucket.slots]
+        self._pull(buckets)
+        super().owe(slot, state, old_slot)
+        self._push(buckets)
+
+    def _allocate(self, bucket: Bucket) -> Any:
+        return self._collectives.allocate(bucket.elements, str(bucket.dtype))
+
+    def buffers(self) -> list[Any]:
+        if not self._buffers:
+            self._buffers = [self._allocate(bucket) for bucket in self._buckets]
+        return self._buffers
+
+    def mark(self) -> Any:
+        return self._collectives.mark()
+
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        buffer = self._allocate(self._buckets[piece.bucket]) if joined else self._buffers[piece.bucket]
+        if self.memories.encodes(piece.bucket):
+            return self._encoded_steps(piece.bucket, buffer, self.memories.of_piece(piece), marks)
+        codec = self.memories.codec(piece.bucket)
+        self.memories.of_piece(piece)
+        return self._steps(buffer, "none" if isinstance(codec, LossyCodec) else codec.name, marks)
+
+    def _encoded_steps(self, bucket: int, buffer: Any, memory: Memory, marks: Sequence[Any]) -> Steps[None]:
+        reduction, size, codec = self._reduction, self._group.size, self.memories.codec(bucket)
+        assert isinstance(codec, LossyCodec), codec
+        op, scale = effective(reduction.op, reduction.postscale, size)
+        assert op == ReduceOp.SUM, op
+        memory.turn = int(memory.recall(TURN) or memory.turn)
+        way = choose_way(memory.elements, size, codec)[0] if isinstance(codec, PayloadCodec) else "sums"
+        sent = sent_bytes(codec, way, memory.elements, size, memory)
+        memory.tally.bytes_before += 2 * buffer.nbytes * (size - 1) // size
+        memory.tally.bytes_after += sent
+        transfer = self._collectives.allreduce_encoded(
+            buffer, reduction.prescale, scale, codec, way, self._kept[bucket], memory.matrices(), memory.turn, marks
+        )
+        memory.keep(TURN, memory.turn + 1)
+        self._group.bytes_sent += int(sent)
+        yield [transfer]
+
+    def _steps(self, buffer: Any, codec: str, marks: Sequence[Any]) -> Steps[None]:
+        reduction, size = self._reduction, self._group.size
+        op, scale = effective(reduction.op, reduction.postscale, size)
+        transfer = self._collectives.allreduce([buffer], op, reduction.prescale, scale, codec, marks)
+        self._group.bytes_sent += 2 * buffer.nbytes * (size - 1) // size  # as a ring sends, whatever the library does
+        yield [transfer]
+
+    def forget(self, quiet: bool) -> None:
+        self._buffers = []
+        self.memories.forget()
+        self._remember()
+
+    def close(self) -> None:
+        self._collectives.close()

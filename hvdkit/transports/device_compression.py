@@ -1,0 +1,377 @@
+"""Lossy codecs on tensors of a device: arithmetic by torch's own operations, launched without waiting for any result.
+
+Payloads have a size that all ranks know beforehand, so nothing of the device is read by the host. Error feedback is
+that of hvdkit.collectives.compressed: of what a rank did not send to an element's owner, and on the owner, of what it
+did not hand on. Where a value is not finite, something near it is decoded as not finite, and what is kept stays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, RandomK, TopK
+from hvdkit.compression.dgc import VELOCITY
+from hvdkit.compression.memory import RESIDUAL, Place
+
+Wait = Callable[[Any], None]
+
+
+class DeviceMemory:
+    """What a codec keeps of a bucket on the device, and where the bucket's tensors are.
+
+    ``gaps``: the elements that belong to no tensor. Arrays are made by the first operation, on its stream.
+    """
+
+    def __init__(
+        self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]], device: torch.device
+    ) -> None:
+        self.elements = elements
+        self._device = device
+        self.arrays: dict[str, Tensor | None] = dict.fromkeys(names)
+        self.vectors: dict[Place, Tensor] = {}  # of PowerSGD: [rank, columns]
+        self._gaps: Any = [place for begin, end in gaps for place in range(begin, end)]
+
+    def array(self, name: str) -> Tensor | None:
+        """A kept array, zeros at first; None if the codec keeps none of that name."""
+        if name not in self.arrays:
+            return None
+        array = self.arrays[name]
+        if array is None:
+            array = self.arrays[name] = torch.zeros(self.elements, device=self._device)
+        return array
+
+    def clear_gaps(self, flat: Tensor) -> None:
+        """Zero what lies between tensors: what was decoded there would be encoded again."""
+        if isinstance(self._gaps, list):
+            self._gaps = torch.tensor(self._gaps, dtype=torch.int64, device=flat.device)
+        if self._gaps.numel():
+            for tensor in (flat, *(array for array in self.arrays.values() if array is not None)):
+                tensor.index_fill_(0, self._gaps, 0.0)
+
+    def tensors(self) -> list[Tensor]:
+        """All that lies on the device."""
+        return [*(array for array in self.arrays.values() if array is not None), *self.vectors.values()]
+
+    def pull(self, memory: Memory) -> None:
+        """Copy what is kept into a memory of the host. Waits for the device."""
+        for name, array in self.arrays.items():
+            if array is not None:
+                memory.arrays[name][...] = array.cpu().numpy()
+        memory.shared.vectors = {place: one.reshape(-1).cpu().numpy().copy() for place, one in self.vectors.items()}
+
+    def push(self, memory: Memory) -> None:
+        """Take over what a memory of the host holds."""
+        self.arrays = {
+            name: torch.from_numpy(array.copy()).to(self._device) if array.any() else None
+            for name, array in memory.arrays.items()
+        }
+        self.vectors = {
+            place: torch.from_numpy(one.copy()).to(self._device) for place, one in memory.shared.vectors.items()
+        }
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An operation on a bucket: its ranks, and what is the same on all of them. ``way`` is that of ``choose_way``."""
+
+    group: Any  # a torch process group
+    rank: int
+    size: int
+    scale: float
+    codec: LossyCodec
+    way: str
+    turn: int  # how often these elements were reduced before
+    matrices: Sequence[tuple[int, int, int]]  # where each tensor begins, its rows and its columns
+    wait: Wait
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Everyone's payload: [ranks, bytes]."""
+        everyones = own.new_empty(self.size * own.numel())
+        self.wait(self.group._allgather_base(everyones, own.contiguous()))
+        return everyones.view(self.size, -1)
+
+    def swap(self, payloads: Tensor) -> Tensor:
+        """From each rank its payload for this one; both [ranks, bytes]."""
+        incoming = torch.empty_like(payloads)
+        self.wait(self.group.alltoall_base(incoming, payloads.contiguous(), [], []))
+        return incoming
+
+    def sum(self, flat: Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        self.wait(self.group.allreduce([flat], options))
+
+
+class _Coder(ABC):
+    """Payloads of rows of float32 values, each row in bytes of its own: [rows, elements] to [rows, bytes] and back."""
+
+    step = 1  # rows have a multiple of so many elements
+
+    @abstractmethod
+    def encode(self, wanted: Tensor, valid: int) -> Tensor:
+        """``valid``: how many elements are there; what follows them in the last rows is zeros."""
+
+    @abstractmethod
+    def decode(self, payloads: Tensor, elements: int) -> Tensor:
+        """The values of ``elements`` elements in each row."""
+
+
+class _QuantisedCoder(_Coder):
+    def __init__(self, codec: Int8 | Int4, exchange: Exchange) -> None:
+        self._codec, self._bits, self._largest = codec, codec.bits, 127 if codec.bits == 8 else 7
+        self.step = codec.block
+        self._words = codec.seed + exchange.turn * 0x85EBCA6B + exchange.rank * 0xC2B2AE35
+
+    def encode(self, wanted: Tensor, valid: int) -> Tensor:
+        blocks = wanted.view(len(wanted), -1, self._codec.block)
+        scales = blocks.abs().amax(dim=2) / self._largest
+        multiples = blocks / torch.where(scales == 0, 1.0, scales)[:, :, None]
+        if self._codec.stochastic:
+            generator = torch.Generator(wanted.device)
+            generator.manual_seed((self._words + len(wanted)) % 2**63)  # another one for the second phase
+            multiples = torch.floor(multiples + torch.rand(multiples.shape, generator=generator, device=wanted.device))
+        else:
+            multiples = torch.round(multiples)
+        codes = torch.nan_to_num(multiples).clamp(-self._largest, self._largest).to(torch.int8).view(len(wanted), -1)
+        if self._bits == 4:
+            nibbles = (codes + 8).view(torch.uint8)
+            codes = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=1)
+
+    def decode(self, payloads: Tensor, elements: int) -> Tensor:
+        blocks = elements // self._codec.block
+        scales = payloads[:, : 4 * blocks].contiguous().view(torch.float32)
+        codes = payloads[:, 4 * blocks :]
+        if self._bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=2).view(len(payloads), -1).view(torch.int8) - 8
+        else:
+            codes = codes.contiguous().view(torch.int8)
+        values = codes.to(torch.float32).view(len(payloads), blocks, -1) * scales[:, :, None]
+        return values.view(len(payloads), elements)
+
+
+class _SignCoder(_Coder):
+    def __init__(self, codec: OneBit) -> None:
+        self.step = codec.block
+
+    def encode(self, wanted: Tensor, valid: int) -> Tensor:
+        blocks = wanted.view(len(wanted), -1, self.step)
+        begins = torch.arange(wanted.numel() // self.step, device=wanted.device) * self.step
+        counts = (valid - begins).clamp(1, self.step).view(blocks.shape[:2])
+        scales = blocks.abs().sum(dim=2) / counts
+        bits = (wanted >= 0).view(len(wanted), -1, 8).to(torch.uint8)
+        packed = (bits << _places(wanted.device)).sum(dim=2, dtype=torch.uint8)
+        return torch.cat([scales.view(torch.uint8), packed], dim=1)
+
+    def decode(self, payloads: Tensor, elements: int) -> Tensor:
+        blocks = elements // self.step
+        scales = payloads[:, : 4 * blocks].contiguous().view(torch.float32)
+        bits = (payloads[:, 4 * blocks :, None] >> _places(payloads.device)) & 1
+        signs = bits.to(torch.float32).view(len(payloads), blocks, -1) * 2 - 1
+        return (signs * scales[:, :, None]).view(len(payloads), elements)
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+class _TopKCoder(_Coder):
+    """Exactly as many as are wanted of each row, so that all ranks know the size of a payload."""
+
+    def __init__(self, codec: TopK, exchange: Exchange) -> None:
+        memory = Memory(0)
+        memory.turn = exchange.turn
+        self._ratio = codec.ratio_at(memory)
+
+    def _count(self, elements: int) -> int:
+        return min(elements, max(1, round(elements * self._ratio)))
+
+    def encode(self, wanted: Tensor, valid: int) -> Tensor:
+        # NaN is the largest of all.
+        places = torch.topk(wanted.abs(), self._count(wanted.shape[1]), dim=1, sorted=False).indices
+        values = torch.gather(wanted, 1, places)
+        return torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)], dim=1)
+
+    def pairs(self, payloads: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+        """Places and values, both [rows, count]."""
+        count = self._count(elements)
+        values = payloads[:, : 4 * count].contiguous().view(torch.float32)
+        return payloads[:, 4 * count :].contiguous().view(torch.int32).long(), values
+
+    def decode(self, payloads: Tensor, elements: int) -> Tensor:
+        places, values = self.pairs(payloads, elements)
+        return values.new_zeros((len(payloads), elements)).scatter_(1, places, values)
+
+
+def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> None:
+    """Launch what replaces a flat tensor by ``scale`` times its sum over all ranks, as the codec lets it through."""
+    flat = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
+    memory.clear_gaps(flat)
+    codec, residual = exchange.codec, memory.array(RESIDUAL)
+    if isinstance(codec, DGC):
+        _add_to_velocity(codec, flat, memory, exchange.size)
+    if isinstance(codec, PowerSGD):
+        _low_rank(exchange, codec, flat, residual, memory)
+    elif isinstance(codec, RandomK):
+        _random_places(exchange, codec, flat, residual)
+    else:
+        coder = _coder(exchange)
+        gather = exchange.way == "gather"
+        sent = (_gather if gather else _two_phase)(exchange, coder, flat, residual)
+        velocity = memory.array(VELOCITY)
+        if velocity is not None:
+            velocity.masked_fill_(sent, 0.0)
+    if flat is not buffer:
+        buffer.copy_(flat)
+
+
+def _coder(exchange: Exchange) -> _Coder:
+    codec = exchange.codec
+    if isinstance(codec, (Int8, Int4)):
+        return _QuantisedCoder(codec, exchange)
+    if isinstance(codec, OneBit):
+        return _SignCoder(codec)
+    assert isinstance(codec, TopK), codec
+    return _TopKCoder(codec, exchange)
+
+
+def _encode(coder: _Coder, rows: Tensor, kept: Tensor | None, valid: int) -> tuple[Tensor, Tensor | None]:
+    """The payloads of some rows plus what was kept of them, and what is kept from now on."""
+    wanted = rows if kept is None else rows + kept
+    payloads = coder.encode(wanted, valid)
+    if kept is None:
+        return payloads, None
+    lost = wanted - coder.decode(payloads, rows.shape[1])
+    return payloads, torch.where(torch.isfinite(lost), lost, kept)
+
+
+def _gather(exchange: Exchange, coder: _Coder, flat: Tensor, residual: Tensor | None) -> Tensor:
+    """Everyone's payload of all elements to everyone. Returns which elements were sent, of those that were finite."""
+    count = flat.numel()
+    kept = None if residual is None else residual[None]
+    payload, now_kept = _encode(coder, flat[None], kept, count)
+    everyones = exchange.gather(payload[0])
+    total = coder.decode(everyones[:1], count)[0]
+    for rank in range(1, exchange.size):
+        total = total + coder.decode(everyones[rank : rank + 1], count)[0]
+    flat.copy_(total * exchange.scale)
+    if residual is not None and now_kept is not None:
+        residual.copy_(now_kept[0])
+    own = coder.decode(payload, count)[0]
+    return torch.isfinite(own) & (own != 0)
+
+
+def _two_phase(exchange: Exchange, coder: _Coder, flat: Tensor, residual: Tensor | None) -> Tensor:
+    """Chunk p of everyone to rank p, which sums, encodes the sum and hands it to all. Returns as ``_gather`` does."""
+    count, size, me = flat.numel(), exchange.size, exchange.rank
+    chunk = -(-count // (size * coder.step)) * coder.step
+    rows = pad(flat, (0, size * chunk - count)).view(size, chunk)
+    kept = None if residual is None else pad(residual, (0, size * chunk - count)).view(size, chunk)
+    payloads, now_kept = _encode(coder, rows, kept, count)
+    incoming = coder.decode(exchange.swap(payloads), chunk)
+    own = rows[me : me + 1].clone()
+    for peer in range(size):
+        if peer != me:
+            own += incoming[peer]
+    own_kept = None if kept is None else kept[me : me + 1]
+    payload, own_now_kept = _encode(coder, own, own_kept, count - me * chunk)
+    everyones = exchange.gather(payload[0])
+    flat.copy_(coder.decode(everyones, chunk).view(-1)[:count] * exchange.scale)
+    sent = coder.decode(payloads, chunk)
+    sent[me] = coder.decode(payload, chunk)[0]
+    if residual is not None and now_kept is not None and own_now_kept is not None:
+        now_kept[me] = own_now_kept[0]
+        residual.copy_(now_kept.view(-1)[:count])
+    sent = sent.view(-1)[:count]
+    return torch.isfinite(sent) & (sent != 0)
+
+
+def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int) -> None:
+    """Add the gradient to the velocity and that to what is kept; of the gradient stays what is not finite."""
+    velocity, residual = memory.array(VELOCITY), memory.array(RESIDUAL)
+    if velocity is None or residual is None:  # of a rank that has closed its plan and gives zeros
+        return
+    if codec.clip is not None:
+        norm, most = torch.linalg.vector_norm(flat), codec.clip / ranks**0.5
+        flat.mul_(torch.where(torch.isfinite(norm) & (norm > most), most / norm, 1.0))
+    finite = torch.isfinite(flat)
+    velocity.copy_(torch.where(finite, codec.momentum * velocity + flat, velocity))
+    residual.add_(torch.where(finite, velocity, 0.0))
+    flat.masked_fill_(finite, 0.0)
+
+
+def _random_places(exchange: Exchange, codec: RandomK, flat: Tensor, residual: Tensor | None) -> None:
+    """A plain sum of the values at this turn's places. If any value is not finite, all of these become NaN."""
+    places = torch.from_numpy(codec.places(flat.numel(), exchange.turn, 0)).to(flat.device)
+    wanted = flat if residual is None else flat + residual
+    finite = torch.isfinite(wanted).all()
+    picked = torch.where(finite, wanted[places], torch.nan)
+    if residual is not None:
+        left = wanted.clone()
+        left[places] = 0.0
+        residual.copy_(torch.where(finite, left, residual))
+    exchange.sum(picked)
+    flat.zero_()
+    flat[places] = picked * exchange.scale
+
+
+def _low_rank(exchange: Exchange, codec: PowerSGD, flat: Tensor, residual: Tensor | None, memory: DeviceMemory) -> None:
+    """Two plain sums: of what each matrix is on the vectors of the step before, then on these, made orthonormal."""
+    host = Memory(flat.numel())
+    host.turn = exchange.turn
+    products = [one for one in exchange.matrices if codec.vectors(*one[1:])]
+    plain = [one for one in exchange.matrices if not codec.vectors(*one[1:])]
+    gradients = {begin: _matrix(flat, begin, rows, cols) for begin, rows, cols in products}
+    if residual is not None:
+        gradients = {at: one + _matrix(residual, at, *one.shape) for at, one in gradients.items()}
+    rights = {}
+    for begin, rows, cols in products:
+        place = codec.place(host, begin, rows, cols)
+        if place not in memory.vectors:
+            start = torch.from_numpy(codec.start(host, begin, rows, cols))
+            memory.vectors[place] = start.view(-1, cols).to(flat.device)
+        rights[begin] = memory.vectors[place].view(-1, cols)
+    # Tensors that are too small to be products go with the first sum.
+    lefts = [(gradients[begin] @ rights[begin].T).view(-1) for begin, _, _ in products]
+    first = torch.cat([*lefts, *(flat[begin : begin + rows * cols] for begin, rows, cols in plain)])
+    exchange.sum(first)
+    summed = dict(
+        zip([one[0] for one in (*products, *plain)], torch.split(first, _sizes(codec, products, plain)), strict=True)
+    )
+    bases = {begin: torch.linalg.qr(summed[begin].view(rows, -1)).Q for begin, rows, _ in products}
+    own = {begin: bases[begin].T @ gradients[begin] for begin, _, _ in products}
+    if products:
+        second = torch.cat([one.reshape(-1) for one in own.values()])
+        exchange.sum(second)
+        sums = dict(zip(own, torch.split(second, [one.numel() for one in own.values()]), strict=True))
+    for begin, rows, cols in products:
+        right = sums[begin].view(-1, cols)
+        finite = torch.isfinite(right).all() & torch.isfinite(summed[begin]).all()
+        place = codec.place(host, begin, rows, cols)
+        memory.vectors[place] = torch.where(finite, right, rights[begin])
+        if residual is not None:
+            target = _matrix(residual, begin, rows, cols)
+            target.copy_(torch.where(finite, gradients[begin] - bases[begin] @ own[begin], target))
+        result = torch.where(finite, bases[begin] @ right * exchange.scale, torch.nan)
+        _matrix(flat, begin, rows, cols).copy_(result)
+    for begin, rows, cols in plain:
+        flat[begin : begin + rows * cols] = summed[begin] * exchange.scale
+
+
+def _matrix(flat: Tensor, begin: int, rows: int, cols: int) -> Tensor:
+    return flat[begin : begin + rows * cols].view(rows, cols)
+
+
+def _sizes(
+    codec: PowerSGD, products: Sequence[tuple[int, int, int]], plain: Sequence[tuple[int, int, int]]
+) -> list[int]:
+    return [codec.vectors(rows, cols) * rows for _, rows, cols in products] + [rows * cols for _, rows, cols in plain]

@@ -1,0 +1,173 @@
+"""What codecs make of tensors of a device, next to what they make of arrays on the host; the device is the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, RandomK, TopK
+from hvdkit.compression.memory import RESIDUAL
+from hvdkit.compression.sparse import Threshold
+from hvdkit.engine.device_buckets import stays_on_device
+from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
+
+EXACT = {"int8": Int8(block=32), "int4": Int4(block=32), "onebit": OneBit(block=512)}
+
+
+class Alone:
+    """A process group of one rank that plays all of ``size`` ranks, whose gradients are the same."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def _allgather_base(self, everyones: torch.Tensor, own: torch.Tensor) -> None:
+        everyones.view(self.size, -1).copy_(own.view(1, -1).expand(self.size, -1))
+
+    def alltoall_base(self, incoming: torch.Tensor, payloads: torch.Tensor, *_: object) -> None:
+        incoming.copy_(payloads[:1].expand_as(incoming))
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> None:
+        tensors[0].mul_(self.size)
+
+
+def exchange(
+    codec: LossyCodec, size: int = 1, way: str = "", turn: int = 0, matrices: Sequence[tuple[int, int, int]] = ()
+) -> Exchange:
+    way = way or ("gather" if isinstance(codec, TopK) else "two_phase")
+    return Exchange(Alone(size), 0, size, 1.0, codec, way, turn, matrices, lambda work: None)
+
+
+def memory_of(codec: LossyCodec, elements: int, gaps: list[tuple[int, int]] | None = None) -> DeviceMemory:
+    return DeviceMemory(elements, codec.keeps, gaps or [], torch.device("cpu"))
+
+
+def on_host(codec: LossyCodec, values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What is decoded of an array, and what is kept of it and of what was kept."""
+    memory = Memory(values.size, codec.keeps)
+    memory.residual[...] = kept
+    payload = np.zeros(codec.most_bytes(values.size) + 64, dtype=np.uint8)
+    start = -payload.ctypes.data % 64
+    payload = payload[start : start + codec.most_bytes(values.size)]
+    nbytes = codec.encode_into(payload, values.copy(), memory)
+    out = np.zeros_like(values)
+    codec.decode_into(payload[:nbytes], out, 1.0, False)
+    return out, memory.residual
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 700), st.floats(1e-6, 1e6))
+@settings(deadline=None, max_examples=40)
+def test_a_payload_stands_for_what_it_stands_for_on_the_host(name: str, seed: int, count: int, size: float) -> None:
+    codec, draw = EXACT[name], np.random.default_rng(seed)
+    values, kept = (draw.normal(size=count).astype(np.float32) * np.float32(size) for _ in range(2))
+    expected, expected_kept = on_host(codec, values, kept)
+    memory, flat = memory_of(codec, count), torch.from_numpy(values.copy())
+    memory.array(RESIDUAL).copy_(torch.from_numpy(kept))
+    reduce_encoded(exchange(codec), flat, memory)
+    np.testing.assert_allclose(flat.numpy(), expected, rtol=1e-5, atol=1e-6 * size)
+    np.testing.assert_allclose(memory.array(RESIDUAL).numpy(), expected_kept, rtol=1e-4, atol=2e-6 * size)
+
+
+ALL = {
+    **EXACT,
+    "int8 stochastic": Int8(block=32, stochastic=True),
+    "topk": TopK(ratio=0.1),
+    "dgc": DGC(ratio=0.1, momentum=0.0),
+    "randomk": RandomK(ratio=0.2),
+    "powersgd": PowerSGD(rank=2),
+}
+MATRICES = [(0, 20, 30), (640, 5, 3), (656, 40, 10)]
+ELEMENTS = 1056
+GAPS = [(600, 640), (655, 656)]
+
+
+def gradient(seed: int) -> torch.Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed)).index_fill_(
+        0, torch.tensor([*range(600, 640), 655]), 0.0
+    )
+
+
+# One rank cannot play several that get chunks of their own.
+WAYS = [
+    *((name, 1, "two_phase") for name in ALL),
+    *((name, size, "gather") for name in ("topk", "dgc") for size in (1, 3)),
+    *((name, 3, "sums") for name in ("randomk", "powersgd")),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "way"), WAYS)
+def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name: str, size: int, way: str) -> None:
+    codec = ALL[name]
+    memory, came, went = memory_of(codec, ELEMENTS, GAPS), torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    for step in range(6):
+        flat = gradient(step)
+        came += size * flat
+        flat[600] = 7.0  # in a gap, as an earlier result may have left it
+        reduce_encoded(exchange(codec, size, way, step, matrices=MATRICES), flat, memory)
+        flat.index_fill_(0, torch.tensor([*range(600, 640), 655]), 0.0)
+        went += flat
+    assert went.abs().sum() > 0
+    kept = memory.array(RESIDUAL).clone().index_fill_(0, torch.tensor([*range(600, 640), 655]), 0.0)
+    torch.testing.assert_close(went + size * kept, came, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_not_finite_is_told_and_not_kept(name: str, value: float) -> None:
+    codec = ALL[name]
+    memory = memory_of(codec, ELEMENTS, GAPS)
+    reduce_encoded(exchange(codec, matrices=MATRICES), gradient(0), memory)
+    flat = gradient(1)
+    flat[70] = value
+    reduce_encoded(exchange(codec, turn=1, matrices=MATRICES), flat, memory)
+    assert not torch.isfinite(flat).all()
+    assert all(torch.isfinite(kept).all() for kept in memory.tensors())
+
+
+def test_topk_sends_exactly_the_largest() -> None:
+    flat = gradient(3)
+    largest = flat.abs().sort(descending=True).values[105]
+    expected = torch.where(flat.abs() > largest, flat, 0.0)
+    reduce_encoded(exchange(TopK(ratio=105 / ELEMENTS)), flat, memory_of(TopK(), ELEMENTS))
+    assert torch.equal(flat, expected)
+
+
+def test_dgc_adds_momentum_and_masks_what_was_sent() -> None:
+    codec = DGC(ratio=1 / 64, momentum=0.5)
+    memory = memory_of(codec, 64)
+    flat = torch.ones(64)
+    flat[5] = 10.0
+    reduce_encoded(exchange(codec), flat, memory)
+    assert flat.nonzero().flatten().tolist() == [5]
+    velocity = memory.array("velocity")
+    assert velocity[5] == 0
+    assert velocity[6] == 1
+    flat = torch.ones(64)
+    reduce_encoded(exchange(codec, turn=1), flat, memory)
+    assert memory.array(RESIDUAL).max() == 2.5  # 1, and 0.5 + 1
+    assert memory.array(RESIDUAL)[5] == 1
+
+
+def test_a_rank_of_a_matrix_is_found_in_two_steps() -> None:
+    codec, low = PowerSGD(rank=2, feedback=False), torch.randn(20, 2) @ torch.randn(2, 30)
+    memory = memory_of(codec, 600)
+    for turn in range(2):
+        flat = low.reshape(-1).clone()
+        reduce_encoded(exchange(codec, turn=turn, matrices=[(0, 20, 30)]), flat, memory)
+    torch.testing.assert_close(flat.view(20, 30), low, rtol=1e-3, atol=1e-3)
+
+
+def test_who_encodes_on_the_device() -> None:
+    one, two, pairs = [[0, 1]], [[0], [1]], [[0, 1], [2, 3]]
+    assert stays_on_device([Int8()], one, [0, 1])  # where nothing is encoded
+    assert stays_on_device([Threshold()], one, [0, 1])
+    assert stays_on_device([Int8()], two, [0, 1])
+    assert not stays_on_device([Int8(), Threshold()], two, [0, 1])
+    assert not stays_on_device([Int8()], pairs, [0, 1, 2, 3])
+    assert stays_on_device([Int8()], pairs, [0, 2])
+    assert stays_on_device([Int8(compress="everywhere")], pairs, [0, 1, 2, 3])
