@@ -52,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gigabits", type=float, nargs="+", default=[1, 0.2], help="rates of the wire, in Gb/s")
     own = ["mpi", "torch"] if jobs.has_mpi() else ["torch"]
     parser.add_argument("--transport", choices=own, default=own[0], help="hvdkit's")
+    parser.add_argument("--name", default="time_to_loss", help="what the results are named")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two losses")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and step")
@@ -337,7 +338,7 @@ def compare(args: argparse.Namespace) -> None:
     for gigabits in args.gigabits:
         results.append(measure(args, gigabits, peers))
         show(args, results[-1])
-    common.save("time_to_loss", args, {"rates": results}, draw(results))
+    common.save(args.name, args, {"rates": results}, draw(results))
     common.finish(
         {f"{name}, {one['gigabits']:g} Gb/s": error for one in results for name, error in one["errors"].items()}
     )

@@ -2,7 +2,7 @@
 
     python examples/pytorch_text.py --steps 50                       # alone
     hvdkitrun -np 2 python examples/pytorch_text.py                  # on two processes
-    hvdkitrun -np 2 python examples/pytorch_text.py --compression fp16    # half the bytes on the wire
+    hvdkitrun -np 2 python examples/pytorch_text.py --compression int8    # a quarter of the bytes between hosts
 
 Nothing is downloaded: every Python has its standard library. At the defaults the model has 20.7 million parameters.
 Every few steps rank 0 reports the throughput of all ranks, the loss, the bytes that a rank sent and how long it waited
@@ -39,7 +39,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-4, help="highest learning rate, reached after the warm-up")
     parser.add_argument("--warmup-steps", type=int, default=20, help="steps over which the learning rate grows")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the averaged gradient")
-    parser.add_argument("--compression", choices=["none", "fp16"], default="none", help="gradients on the wire")
+    codecs = ["none", "fp16", "bf16", "int8", "onebit", "topk", "powersgd"]
+    parser.add_argument("--compression", choices=codecs, default="none", help="gradients on the wire, between hosts")
     parser.add_argument("--max-bytes", type=int, default=8_000_000, help="read no more source code than this")
     parser.add_argument("--report-every", type=int, default=10, help="steps between two reports")
     parser.add_argument("--seed", type=int, default=42, help="seed of the weights and of the choice of sequences")
@@ -177,7 +178,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=hvd.Compression.fp16 if args.compression == "fp16" else hvd.Compression.none,
+        compression=getattr(hvd.Compression, args.compression),
     )
     # hvd: everyone starts from rank 0's weights.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

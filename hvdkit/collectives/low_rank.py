@@ -18,14 +18,19 @@ from hvdkit.kernels import ReduceOp
 class _Matrix:
     """A tensor under way. ``left`` and ``right`` are runs of what travels; without vectors ``left`` is all of it."""
 
-    values: Array  # this rank's gradient, from the projection on with what was kept of earlier ones; then the result
-    residual: Array | None
+    values: Array  # this rank's gradient, then the result
+    residual: Array | None  # under way with the gradient in it, if that is finite
     rows: int
     cols: int
     left: Array
     right: Array
     finite: bool  # whether this rank's gradient is
     begin: int
+
+    @property
+    def matrix(self) -> Array:
+        """What the vectors are to stand for: the gradient and what was kept of earlier ones."""
+        return self.values if self.residual is None else self.residual
 
     @property
     def is_product(self) -> bool:
@@ -39,7 +44,7 @@ def low_rank_allreduce(
 
     ``values`` is flat float32; ``memory`` says where its tensors are. Uses ``tag`` up to ``tag + 3``. Of each tensor
     what the result lacks is kept: what this rank's matrix is beyond the vectors that all agreed on. Where any rank's
-    gradient is not finite, the tensor becomes NaN on all ranks, and all keep what they kept before.
+    gradient is not finite, the tensor becomes NaN on all ranks, and all keep what they kept before, but for rounding.
     """
     started = perf_counter()
     first, second = (np.empty(count, dtype=np.float32) for count in codec.sent_elements(memory.matrices()))
@@ -53,7 +58,7 @@ def low_rank_allreduce(
     for one, good in zip(matrices, finite, strict=True):
         if one.is_product and good:
             kernels.orthonormalise(one.left, one.rows)
-            kernels.project_back_into(one.right, one.values, one.left, one.rows, one.cols)
+            kernels.project_back_into(one.right, one.matrix, one.left, one.rows, one.cols)
         else:
             one.right[...] = 0.0
     own = [one.right.copy() for one in matrices]
@@ -78,9 +83,15 @@ def _matrices(values: Array, codec: PowerSGD, memory: Memory, first: Array, seco
         mine = values[place]
         residual = None if memory.residual is None else memory.residual[place]
         ends = first[left : left + lefts], second[right : right + rights]
-        matrices.append(_Matrix(mine, residual, rows, cols, *ends, bool(np.isfinite(mine).all()), begin))
+        matrices.append(_Matrix(mine, residual, rows, cols, *ends, _is_finite(mine), begin))
         left, right = left + lefts, right + rights
     return matrices
+
+
+def _is_finite(values: Array) -> bool:
+    """Whether all are; looked at one by one only where their sum is not, which may also be too large."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
 def _project(one: _Matrix, codec: PowerSGD, memory: Memory) -> None:
@@ -91,18 +102,19 @@ def _project(one: _Matrix, codec: PowerSGD, memory: Memory) -> None:
         one.left[...] = np.nan
     else:
         if one.residual is not None:
-            kernels.reduce_into(one.values, [one.values, one.residual], ReduceOp.SUM)
+            kernels.reduce_into(one.residual, [one.values, one.residual], ReduceOp.SUM)
         start = codec.start(memory, one.begin, one.rows, one.cols)
-        kernels.project_into(one.left, one.values, start, one.rows, one.cols)
+        kernels.project_into(one.left, one.matrix, start, one.rows, one.cols)
 
 
 def _reconstruct(one: _Matrix, good: bool, mine: Array, scale: float, codec: PowerSGD, memory: Memory) -> None:
     """The result, and what is kept; ``mine`` is this rank's part of ``one.right``."""
     if not good:
+        if one.residual is not None and one.finite:
+            one.residual -= one.values
         one.values[...] = np.nan
         return
     if one.residual is not None:
-        kernels.reconstruct_into(None, one.values, one.left, mine, one.rows, one.cols)
-        one.residual[...] = one.values
+        kernels.reconstruct_into(None, one.residual, one.left, mine, one.rows, one.cols)
     kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, scale)
     memory.shared.vectors[codec.place(memory, one.begin, one.rows, one.cols)] = one.right.copy()

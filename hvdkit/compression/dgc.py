@@ -43,6 +43,11 @@ class DGC(TopK):
     all_tensors: ClassVar[bool] = True
     trains: ClassVar[bool] = True
 
+    @property
+    def on_device(self) -> bool:
+        """Not while it warms up: ranks that took over different turns would send different numbers of values."""
+        return type(self) is DGC and self.warmup_epochs == 0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.feedback:

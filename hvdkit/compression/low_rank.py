@@ -31,8 +31,12 @@ class PowerSGD(LossyCodec):
     seed: int = 0
 
     name: ClassVar[str] = "powersgd"
-    on_device: ClassVar[bool] = True
     whole_tensors: ClassVar[bool] = True
+
+    @property
+    def on_device(self) -> bool:
+        """See LossyCodec."""
+        return type(self) is PowerSGD
 
     def __post_init__(self) -> None:
         super().__post_init__()

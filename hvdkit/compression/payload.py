@@ -33,8 +33,12 @@ class LossyCodec(Codec):
     lossy: ClassVar[bool] = True
     whole_tensors: ClassVar[bool] = False  # whether it must see a tensor as a whole, not a part of it
     all_tensors: ClassVar[bool] = False  # whether it is for small tensors too, unless the user says otherwise
-    on_device: ClassVar[bool] = False  # whether gradients on a device can be encoded there
     trains: ClassVar[bool] = False  # whether it is part of how a model is trained, and so never switched off for speed
+
+    @property
+    def on_device(self) -> bool:
+        """Whether gradients on a device can be encoded there. False for a subclass, which may do anything."""
+        return False
 
     @property
     def gain(self) -> float:

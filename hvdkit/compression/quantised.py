@@ -35,7 +35,6 @@ class _Quantised(PayloadCodec):
     seed: int = 0
 
     bits: ClassVar[int]
-    on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +71,11 @@ class Int8(_Quantised):
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
 
+    @property
+    def on_device(self) -> bool:
+        """See LossyCodec."""
+        return type(self) is Int8
+
 
 @dataclass(frozen=True)
 class Int4(_Quantised):
@@ -79,6 +83,11 @@ class Int4(_Quantised):
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
+
+    @property
+    def on_device(self) -> bool:
+        """See LossyCodec."""
+        return type(self) is Int4
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,11 @@ class OneBit(PayloadCodec):
     block: int = 1024
 
     name: ClassVar[str] = "onebit"
-    on_device: ClassVar[bool] = True
+
+    @property
+    def on_device(self) -> bool:
+        """See LossyCodec."""
+        return type(self) is OneBit
 
     def __post_init__(self) -> None:
         super().__post_init__()

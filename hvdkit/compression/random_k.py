@@ -25,7 +25,6 @@ class RandomK(PayloadCodec):
     seed: int = 0
 
     name: ClassVar[str] = "randomk"
-    on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,8 +39,7 @@ class RandomK(PayloadCodec):
         count = self._count(elements)
         return np.asarray(np.arange(count + 1, dtype=np.int64) * elements // max(1, count))
 
-    def places(self, elements: int, turn: int, begin: int) -> Array:
-        """Which of ``elements`` elements, the first of which is number ``begin``, are sent at a turn; ascending."""
+    def _places(self, elements: int, turn: int, begin: int) -> Array:
         starts = self._starts(elements)
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[turn, begin, 0, 0]))
         drawn = generator.random(starts.size - 1)
@@ -54,7 +52,7 @@ class RandomK(PayloadCodec):
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """The values at this turn's places; NaN for a run in which a value, sent or not, is not finite."""
         payload[:16].view(np.int64)[...] = memory.turn, memory.begin
-        places = self.places(values.size, memory.turn, memory.begin)
+        places = self._places(values.size, memory.turn, memory.begin)
         picked, residual = payload[16:].view(np.float32), memory.residual
         with np.errstate(all="ignore"):
             wanted = values if residual is None else values + residual
@@ -79,7 +77,7 @@ class RandomK(PayloadCodec):
         turn, begin = (int(number) for number in payload[:16].view(np.int64))
         if turn < 0 or begin < 0:
             raise ValueError(f"expected a turn and a place, got {turn} and {begin}")
-        places = self.places(out.size, turn, begin)
+        places = self._places(out.size, turn, begin)
         with np.errstate(all="ignore"):
             scaled = payload[16:].view(np.float32) * np.float32(scale)
             if add:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from hvdkit.compression import CASTS, Cast, Codec, LossyCodec
 from hvdkit.engine.plan import Bucket, Slot, first_order, lay_out, observed_order
-from hvdkit.engine.schedule import ENCODED_BUCKET, Network, Piece, Sizes, cut, send_order
+from hvdkit.engine.schedule import ENCODED_BUCKET, MEBIBYTE, Network, Piece, Sizes, cut, send_order
 
 # When a slot was ready, where nobody saw it.
 UNSEEN = -1.0
@@ -15,16 +18,12 @@ UNSEEN = -1.0
 
 @dataclass(frozen=True)
 class Arrangement:
-    """``pieces`` stand in the order in which they travel, each with its reason; ``nbytes`` is the size of each.
-
-    ``loads``: the bytes as which each counts among those that are on their way.
-    """
+    """``pieces`` stand in the order in which they travel, each with its reason; ``nbytes`` is the size of each."""
 
     buckets: list[Bucket]
     pieces: list[Piece]
     reasons: list[str]
     nbytes: list[int]
-    loads: list[int]
     bucket_of: dict[int, int]  # by slot
 
 
@@ -57,7 +56,6 @@ def arrange(
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
-    loads = [_load(size, buckets[piece.bucket], codecs, sizes) for size, piece in zip(nbytes, pieces, strict=True)]
     sent = [int(size * sent_share) for size in nbytes]
     needed = [min(bucket.slots) for bucket in buckets]
     turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
@@ -66,17 +64,18 @@ def arrange(
         [pieces[turn] for turn in turns],
         reasons,
         [nbytes[turn] for turn in turns],
-        [loads[turn] for turn in turns],
         {slot: place for place, bucket in enumerate(buckets) for slot in bucket.slots},
     )
 
 
-def _load(nbytes: int, bucket: Bucket, codecs: Sequence[Codec], sizes: Sizes) -> int:
-    """As how many bytes in flight a piece counts: about what is on the wire and in memory for it."""
-    codec = codecs[bucket.codec]
+def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:
+    """As how many bytes in flight a piece of ``nbytes`` bytes counts.
+
+    As those on the wire; what is made smaller than that, as a bucket, since little is on the wire of many of them.
+    """
     if isinstance(codec, Cast):
-        return nbytes * codec.wire_itemsize(bucket.dtype) // bucket.dtype.itemsize
-    return max(1, min(nbytes, sizes.bucket))
+        return nbytes * codec.wire_itemsize(dtype) // dtype.itemsize
+    return min(nbytes, max(sizes.bucket, MEBIBYTE))
 
 
 def _ready(buckets: Sequence[Bucket], ready_at: Sequence[float], seen: Sequence[tuple[float, int]]) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdkit.collectives.compressed import choose_way
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.compression import Codec, LossyCodec, Memory, PayloadCodec, PowerSGD, RandomK, TopK
+from hvdkit.compression import Codec, LossyCodec, Memory, PayloadCodec, PowerSGD, TopK
 from hvdkit.compression.memory import TURN
 from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.execution import effective
@@ -41,8 +41,6 @@ def sent_bytes(codec: LossyCodec, way: str, elements: int, ranks: int, memory: M
     ring = 2 * (ranks - 1) / ranks
     if isinstance(codec, PowerSGD):
         return 4 * sum(codec.sent_elements(memory.matrices())) * ring
-    if isinstance(codec, RandomK):
-        return 4 * codec.places(elements, 0, 0).size * ring
     if isinstance(codec, TopK):
         pairs = 8 * max(1, round(elements * codec.ratio_at(memory)))
         return float((ranks - 1 if way == "gather" else ring) * pairs)
@@ -67,6 +65,8 @@ class DeviceBuckets(Buckets):
         one_node = len(_by_node(nodes, group.members)) == 1
         self.memories = Memories(slots, reduction.codecs, over_nodes=False if one_node else None)
         self._kept: list[Any] = []  # by bucket: what its codec keeps on the device
+        self._pulled: set[int] = set()  # buckets of which the host holds the same
+        self._changed: set[int] = set()  # of which the host holds what the device shall keep
         self._reduction = reduction
         self._collectives = collectives
         self._buckets: list[Bucket] = []
@@ -81,6 +81,7 @@ class DeviceBuckets(Buckets):
         self._push(range(len(self._kept)))
 
     def _remember(self) -> None:
+        self._pulled, self._changed = set(range(len(self._buckets))), set()
         self._kept = [
             self._collectives.memory(
                 bucket.elements, list(self.memories.of_bucket(number).arrays), self.memories.gaps(number)
@@ -88,15 +89,17 @@ class DeviceBuckets(Buckets):
             for number, bucket in enumerate(self._buckets)
         ]
 
-    # Between two steps the memories of the host hold what the device keeps, where somebody reads or changes it.
+    # Between two steps the memories of the host hold what the device keeps, once somebody reads or changes it. What was
+    # changed goes to the device with the next gradient.
 
     def _pull(self, buckets: Iterable[int]) -> None:
-        for bucket in buckets:
+        for bucket in set(buckets) - self._pulled:
             self._kept[bucket].pull(self.memories.of_bucket(bucket))
+            self._pulled.add(bucket)
 
     def _push(self, buckets: Iterable[int]) -> None:
-        for bucket in buckets:
-            self._kept[bucket].push(self.memories.of_bucket(bucket))
+        self._pulled.update(buckets)
+        self._changed.update(buckets)
 
     def reports(self) -> list[Report]:
         self._pull(range(len(self._kept)))
@@ -133,10 +136,15 @@ class DeviceBuckets(Buckets):
         return self._buffers
 
     def mark(self) -> Any:
+        while self._changed:
+            bucket = self._changed.pop()
+            self._kept[bucket].push(self.memories.of_bucket(bucket))
         return self._collectives.mark()
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
         buffer = self._allocate(self._buckets[piece.bucket]) if joined else self._buffers[piece.bucket]
+        if joined:  # these zeros are written now
+            marks = [*marks, self.mark()]
         if self.memories.encodes(piece.bucket):
             return self._encoded_steps(piece.bucket, buffer, self.memories.of_piece(piece), marks)
         codec = self.memories.codec(piece.bucket)
@@ -148,6 +156,7 @@ class DeviceBuckets(Buckets):
         assert isinstance(codec, LossyCodec), codec
         op, scale = effective(reduction.op, reduction.postscale, size)
         assert op == ReduceOp.SUM, op
+        self._pulled.discard(bucket)
         memory.turn = int(memory.recall(TURN) or memory.turn)
         way = choose_way(memory.elements, size, codec)[0] if isinstance(codec, PayloadCodec) else "sums"
         sent = sent_bytes(codec, way, memory.elements, size, memory)

@@ -14,7 +14,7 @@ from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.compression import CASTS, Codec, LossyCodec
-from hvdkit.engine.arrangement import UNSEEN, arrange
+from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.compression_report import told
 from hvdkit.engine.operation import Operation
@@ -187,7 +187,7 @@ class Lane:
         """Whether what is on its way leaves room for the next operation."""
         if not self._in_flight:
             return True
-        nbytes = self._loads[self._started] if self._started < len(self._pieces) else 0
+        nbytes = self._load(self._started) if self._started < len(self._pieces) else 0
         near = self.sequence - min(self._in_flight) < SPAN
         return near and sum(self._in_flight.values()) + nbytes <= self._engine.sizes.in_flight
 
@@ -211,7 +211,7 @@ class Lane:
         self._started, self.sequence = place + 1, sequence + 1
         tag = lane_tag(self.lane_id, sequence)
         if place < len(self._pieces):
-            self._in_flight[sequence] = self._loads[place]
+            self._in_flight[sequence] = self._load(place)
             marks = [self.home.mark()] if joined else self._marks[self._pieces[place].bucket]
             steps = self._traced(place, joined, self.home.reduce(self._pieces[place], joined, marks, sequence, tag))
             what = self._told(place)
@@ -256,6 +256,11 @@ class Lane:
     def _planned(self) -> int:
         return len(self._pieces) + (self._step == 0 or self._weighs)
 
+    def _load(self, place: int) -> int:
+        bucket = self._pieces[place].bucket
+        codec = self.home.memories.codec(bucket)
+        return load(self._piece_bytes[place], self._buckets[bucket].dtype, codec, self._engine.sizes)
+
     def _row(self, bucket: int) -> str:
         return f"{self.name}/bucket{bucket}"
 
@@ -283,7 +288,7 @@ class Lane:
             self._codecs,
         )
         self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
-        self._piece_bytes, self._loads, self._bucket_of = plan.nbytes, plan.loads, plan.bucket_of
+        self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
         self.home.lay_out(self._buckets)
         self.home.pieces = self._pieces
         if not self.closed:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdkit import kernels
 from hvdkit.collectives.group import Array
 from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
 from hvdkit.compression import CASTS, Codec, LossyCodec, Memory
 from hvdkit.compression.memory import RESIDUAL, TURN, Place, Tally
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
-from hvdkit.kernels import ReduceOp
 
 Kept = dict[str, Array]  # by name: flat arrays of one tensor
 # An encoded tensor, its codec, what that cost and saved, the norm of what this rank keeps of it, and why it is off, if
@@ -197,9 +195,7 @@ class Memories:
         """Add what is owed to this rank's gradients in ``buffer``, a piece; zero what lies between them."""
         owed = self._owed[piece.bucket]
         if owed is not None:
-            part = owed[piece.begin : piece.end]
-            kernels.reduce_into(buffer, [buffer, part], ReduceOp.SUM)
-            part[...] = 0
+            _pay(owed[piece.begin : piece.end], buffer)
             if not owed.any():
                 self._owed[piece.bucket] = None
         if not isinstance(self.codec(piece.bucket), LossyCodec):
@@ -320,8 +316,20 @@ class Memories:
         bucket, begin, end = self._where(slot)
         owed = self._owed[bucket]
         if owed is None:
-            owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, self._buckets[bucket].dtype)
-        owed[begin:end] += (values * np.float32(unit / contribution)).astype(owed.dtype)
+            dtype = np.float64 if self._buckets[bucket].dtype == np.float64 else np.float32
+            owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, dtype)
+        owed[begin:end] += values * np.float32(unit / contribution)
+
+
+def _pay(owed: Array, gradient: Array) -> None:
+    """Add what is owed to a gradient; what does not fit in there, and all if that is not finite, is owed further on."""
+    with np.errstate(all="ignore"):
+        if not np.isfinite(gradient).all():
+            return
+        total = (gradient.astype(owed.dtype) + owed).astype(gradient.dtype)
+        fits = np.isfinite(total)
+        np.copyto(gradient, total, where=fits)
+        owed[fits] = 0
 
 
 def _norm(array: Array | None) -> float:

@@ -16,8 +16,9 @@ from hvdkit.engine.memories import State
 KEY = "compression"
 
 LOST_ON_A_DEVICE = (
-    "The state_dict holds gradients that were compressed and not sent yet. They are lost, since gradients stay on the "
-    "device here.\nHINT: load it into an optimizer with a lossy compression, or call optimizer.reset_compression()."
+    "The state_dict holds gradients that were compressed and not sent yet. Those of parameters that are not compressed "
+    "here are lost, since gradients stay on the device.\n"
+    "HINT: load it into an optimizer with the same compression, or call optimizer.reset_compression()."
 )
 IN_FLIGHT = (
     "optimizer.state_dict() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
@@ -81,13 +82,19 @@ def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
     numbers, vectors = _by_place(saved["numbers"]), _by_place(saved["vectors"])
     contribution, turn = saved["contribution"], saved["turn"]
     state = State(saved["place"], kept, saved["units"], owed, contribution, turn, numbers, vectors)
-    if lane.on_device and not lane.home.memories.keeps_anything and any(kept):
+    slot_of = {place: slot for slot, place in enumerate(places)}
+    slots = {slot: slot_of.get(place) for slot, place in enumerate(saved["parameters"])}
+    lost = [
+        slot
+        for slot, new in slots.items()
+        if new is not None and (kept[slot] or owed[slot] is not None) and not lane.home.memories.of_slot(new)
+    ]
+    if lane.on_device and lost:
         warnings.warn(LOST_ON_A_DEVICE, stacklevel=2)
     if saved["parameters"] == list(places):
         lane.home.go_on_from(state)
     else:
-        slot_of = {place: slot for slot, place in enumerate(places)}
-        _hand_on(state, lane, {slot: slot_of.get(place) for slot, place in enumerate(saved["parameters"])})
+        _hand_on(state, lane, slots)
 
 
 def _hand_on(state: State, lane: Lane, slots: Mapping[int, int | None]) -> None:

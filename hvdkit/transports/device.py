@@ -19,9 +19,8 @@ from hvdkit.compression import LossyCodec
 from hvdkit.errors import PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives, Transfer
-from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
+from hvdkit.transports.device_compression import DeviceMemory, Exchange, Wait, reduce_encoded
 
-Wait = Callable[[Any], None]
 _OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.MIN: dist.ReduceOp.MIN,
@@ -243,7 +242,8 @@ class TorchDeviceCollectives(DeviceCollectives):
         marks = [mark for mark in after if mark is not None]
         device = tensors[0].device if tensors else self._device
         try:
-            with torch.no_grad():
+            # Both are the launching thread's, which may be anyone's.
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 return DeviceTransfer(self._stream.launch(device, marks, tensors, work), tensors)
         except RuntimeError as error:
             raise _lost(error) from error

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, RandomK, TopK
+from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import RESIDUAL, Place
 
@@ -37,7 +37,7 @@ class DeviceMemory:
         self._device = device
         self.arrays: dict[str, Tensor | None] = dict.fromkeys(names)
         self.vectors: dict[Place, Tensor] = {}  # of PowerSGD: [rank, columns]
-        self._gaps: Any = [place for begin, end in gaps for place in range(begin, end)]
+        self._gaps = torch.tensor([place for begin, end in gaps for place in range(begin, end)], dtype=torch.int64)
 
     def array(self, name: str) -> Tensor | None:
         """A kept array, zeros at first; None if the codec keeps none of that name."""
@@ -45,13 +45,13 @@ class DeviceMemory:
             return None
         array = self.arrays[name]
         if array is None:
-            array = self.arrays[name] = torch.zeros(self.elements, device=self._device)
+            array = self.arrays[name] = torch.zeros(self.elements, dtype=torch.float32, device=self._device)
         return array
 
     def clear_gaps(self, flat: Tensor) -> None:
         """Zero what lies between tensors: what was decoded there would be encoded again."""
-        if isinstance(self._gaps, list):
-            self._gaps = torch.tensor(self._gaps, dtype=torch.int64, device=flat.device)
+        if self._gaps.device != flat.device:
+            self._gaps = _sent_to(self._gaps, flat.device)
         if self._gaps.numel():
             for tensor in (flat, *(array for array in self.arrays.values() if array is not None)):
                 tensor.index_fill_(0, self._gaps, 0.0)
@@ -65,7 +65,7 @@ class DeviceMemory:
         for name, array in self.arrays.items():
             if array is not None:
                 memory.arrays[name][...] = array.cpu().numpy()
-        memory.shared.vectors = {place: one.reshape(-1).cpu().numpy().copy() for place, one in self.vectors.items()}
+        memory.shared.vectors = {place: one.reshape(-1).cpu().numpy().copy() for place, one in [*self.vectors.items()]}
 
     def push(self, memory: Memory) -> None:
         """Take over what a memory of the host holds."""
@@ -117,8 +117,8 @@ class _Coder(ABC):
     step = 1  # rows have a multiple of so many elements
 
     @abstractmethod
-    def encode(self, wanted: Tensor, valid: int) -> Tensor:
-        """``valid``: how many elements are there; what follows them in the last rows is zeros."""
+    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
+        """``valid``: how many elements are there; what follows them in the last rows is zeros. ``phase``: 0 or 1."""
 
     @abstractmethod
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
@@ -129,16 +129,17 @@ class _QuantisedCoder(_Coder):
     def __init__(self, codec: Int8 | Int4, exchange: Exchange) -> None:
         self._codec, self._bits, self._largest = codec, codec.bits, 127 if codec.bits == 8 else 7
         self.step = codec.block
-        self._words = codec.seed + exchange.turn * 0x85EBCA6B + exchange.rank * 0xC2B2AE35
+        self._words = codec.seed + exchange.turn * 0x85EBCA6B + 2 * exchange.rank * 0xC2B2AE35
 
-    def encode(self, wanted: Tensor, valid: int) -> Tensor:
+    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
         blocks = wanted.view(len(wanted), -1, self._codec.block)
         scales = blocks.abs().amax(dim=2) / self._largest
         multiples = blocks / torch.where(scales == 0, 1.0, scales)[:, :, None]
         if self._codec.stochastic:
             generator = torch.Generator(wanted.device)
-            generator.manual_seed((self._words + len(wanted)) % 2**63)  # another one for the second phase
-            multiples = torch.floor(multiples + torch.rand(multiples.shape, generator=generator, device=wanted.device))
+            generator.manual_seed((self._words + phase * 0xC2B2AE35) % 2**63)
+            drawn = torch.rand(multiples.shape, generator=generator, dtype=torch.float32, device=wanted.device)
+            multiples = torch.floor(multiples + drawn)
         else:
             multiples = torch.round(multiples)
         codes = torch.nan_to_num(multiples).clamp(-self._largest, self._largest).to(torch.int8).view(len(wanted), -1)
@@ -163,7 +164,7 @@ class _SignCoder(_Coder):
     def __init__(self, codec: OneBit) -> None:
         self.step = codec.block
 
-    def encode(self, wanted: Tensor, valid: int) -> Tensor:
+    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
         blocks = wanted.view(len(wanted), -1, self.step)
         begins = torch.arange(wanted.numel() // self.step, device=wanted.device) * self.step
         counts = (valid - begins).clamp(1, self.step).view(blocks.shape[:2])
@@ -195,7 +196,7 @@ class _TopKCoder(_Coder):
     def _count(self, elements: int) -> int:
         return min(elements, max(1, round(elements * self._ratio)))
 
-    def encode(self, wanted: Tensor, valid: int) -> Tensor:
+    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
         # NaN is the largest of all.
         places = torch.topk(wanted.abs(), self._count(wanted.shape[1]), dim=1, sorted=False).indices
         values = torch.gather(wanted, 1, places)
@@ -214,6 +215,8 @@ class _TopKCoder(_Coder):
 
 def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> None:
     """Launch what replaces a flat tensor by ``scale`` times its sum over all ranks, as the codec lets it through."""
+    if not buffer.numel():
+        return
     flat = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
     memory.clear_gaps(flat)
     codec, residual = exchange.codec, memory.array(RESIDUAL)
@@ -221,15 +224,12 @@ def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> 
         _add_to_velocity(codec, flat, memory, exchange.size)
     if isinstance(codec, PowerSGD):
         _low_rank(exchange, codec, flat, residual, memory)
-    elif isinstance(codec, RandomK):
-        _random_places(exchange, codec, flat, residual)
     else:
-        coder = _coder(exchange)
-        gather = exchange.way == "gather"
-        sent = (_gather if gather else _two_phase)(exchange, coder, flat, residual)
+        way = "all" if isinstance(codec, TopK) and 2 * codec.ratio >= 1 else exchange.way
+        sent = _WAYS[way](exchange, flat, residual)
         velocity = memory.array(VELOCITY)
         if velocity is not None:
-            velocity.masked_fill_(sent, 0.0)
+            velocity.masked_fill_(torch.isfinite(sent) & (sent != 0), 0.0)
     if flat is not buffer:
         buffer.copy_(flat)
 
@@ -244,21 +244,38 @@ def _coder(exchange: Exchange) -> _Coder:
     return _TopKCoder(codec, exchange)
 
 
-def _encode(coder: _Coder, rows: Tensor, kept: Tensor | None, valid: int) -> tuple[Tensor, Tensor | None]:
-    """The payloads of some rows plus what was kept of them, and what is kept from now on."""
+def _encode(
+    coder: _Coder, rows: Tensor, kept: Tensor | None, valid: int, phase: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The payloads of some rows plus what was kept of them, what they stand for, and what is kept from now on."""
     wanted = rows if kept is None else rows + kept
-    payloads = coder.encode(wanted, valid)
-    if kept is None:
-        return payloads, None
-    lost = wanted - coder.decode(payloads, rows.shape[1])
-    return payloads, torch.where(torch.isfinite(lost), lost, kept)
+    payloads = coder.encode(wanted, valid, phase)
+    sent = coder.decode(payloads, rows.shape[1])
+    return payloads, sent, None if kept is None else _lacks(wanted, sent, kept)
 
 
-def _gather(exchange: Exchange, coder: _Coder, flat: Tensor, residual: Tensor | None) -> Tensor:
-    """Everyone's payload of all elements to everyone. Returns which elements were sent, of those that were finite."""
-    count = flat.numel()
+def _lacks(wanted: Tensor, sent: Tensor, kept: Tensor) -> Tensor:
+    """What ``sent`` lacks; where that is not finite, what was kept before."""
+    lost = wanted - sent
+    return torch.where(torch.isfinite(lost), lost, kept)
+
+
+def _all(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
+    """A plain sum, where as many values as elements would be sent. Returns what this rank sent."""
+    sent = flat.clone() if residual is None else flat + residual
+    if residual is not None:
+        residual.copy_(_lacks(sent, sent, residual))
+    flat.copy_(sent)
+    exchange.sum(flat)
+    flat.mul_(exchange.scale)
+    return sent
+
+
+def _gather(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
+    """Everyone's payload of all elements to everyone. Returns what this rank's stands for."""
+    coder, count = _coder(exchange), flat.numel()
     kept = None if residual is None else residual[None]
-    payload, now_kept = _encode(coder, flat[None], kept, count)
+    payload, sent, now_kept = _encode(coder, flat[None], kept, count, 0)
     everyones = exchange.gather(payload[0])
     total = coder.decode(everyones[:1], count)[0]
     for rank in range(1, exchange.size):
@@ -266,33 +283,33 @@ def _gather(exchange: Exchange, coder: _Coder, flat: Tensor, residual: Tensor | 
     flat.copy_(total * exchange.scale)
     if residual is not None and now_kept is not None:
         residual.copy_(now_kept[0])
-    own = coder.decode(payload, count)[0]
-    return torch.isfinite(own) & (own != 0)
+    return sent[0]
 
 
-def _two_phase(exchange: Exchange, coder: _Coder, flat: Tensor, residual: Tensor | None) -> Tensor:
+def _two_phase(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
     """Chunk p of everyone to rank p, which sums, encodes the sum and hands it to all. Returns as ``_gather`` does."""
-    count, size, me = flat.numel(), exchange.size, exchange.rank
+    coder, count, size, me = _coder(exchange), flat.numel(), exchange.size, exchange.rank
     chunk = -(-count // (size * coder.step)) * coder.step
     rows = pad(flat, (0, size * chunk - count)).view(size, chunk)
     kept = None if residual is None else pad(residual, (0, size * chunk - count)).view(size, chunk)
-    payloads, now_kept = _encode(coder, rows, kept, count)
+    payloads, sent, now_kept = _encode(coder, rows, kept, count, 0)
     incoming = coder.decode(exchange.swap(payloads), chunk)
-    own = rows[me : me + 1].clone()
+    own, valid = rows[me : me + 1].clone(), min(chunk, max(0, count - me * chunk))
     for peer in range(size):
         if peer != me:
             own += incoming[peer]
-    own_kept = None if kept is None else kept[me : me + 1]
-    payload, own_now_kept = _encode(coder, own, own_kept, count - me * chunk)
+    own[0, valid:] = 0.0  # signs, for one, stand for something there too
+    payload, own_sent, own_kept = _encode(coder, own, None if kept is None else kept[me : me + 1], valid, 1)
     everyones = exchange.gather(payload[0])
     flat.copy_(coder.decode(everyones, chunk).view(-1)[:count] * exchange.scale)
-    sent = coder.decode(payloads, chunk)
-    sent[me] = coder.decode(payload, chunk)[0]
-    if residual is not None and now_kept is not None and own_now_kept is not None:
-        now_kept[me] = own_now_kept[0]
+    sent[me] = own_sent[0]
+    if residual is not None and now_kept is not None and own_kept is not None:
+        now_kept[me] = own_kept[0]
         residual.copy_(now_kept.view(-1)[:count])
-    sent = sent.view(-1)[:count]
-    return torch.isfinite(sent) & (sent != 0)
+    return sent.view(-1)[:count]
+
+
+_WAYS = {"all": _all, "gather": _gather, "two_phase": _two_phase}
 
 
 def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int) -> None:
@@ -309,21 +326,6 @@ def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int)
     flat.masked_fill_(finite, 0.0)
 
 
-def _random_places(exchange: Exchange, codec: RandomK, flat: Tensor, residual: Tensor | None) -> None:
-    """A plain sum of the values at this turn's places. If any value is not finite, all of these become NaN."""
-    places = torch.from_numpy(codec.places(flat.numel(), exchange.turn, 0)).to(flat.device)
-    wanted = flat if residual is None else flat + residual
-    finite = torch.isfinite(wanted).all()
-    picked = torch.where(finite, wanted[places], torch.nan)
-    if residual is not None:
-        left = wanted.clone()
-        left[places] = 0.0
-        residual.copy_(torch.where(finite, left, residual))
-    exchange.sum(picked)
-    flat.zero_()
-    flat[places] = picked * exchange.scale
-
-
 def _low_rank(exchange: Exchange, codec: PowerSGD, flat: Tensor, residual: Tensor | None, memory: DeviceMemory) -> None:
     """Two plain sums: of what each matrix is on the vectors of the step before, then on these, made orthonormal."""
     host = Memory(flat.numel())
@@ -338,7 +340,7 @@ def _low_rank(exchange: Exchange, codec: PowerSGD, flat: Tensor, residual: Tenso
         place = codec.place(host, begin, rows, cols)
         if place not in memory.vectors:
             start = torch.from_numpy(codec.start(host, begin, rows, cols))
-            memory.vectors[place] = start.view(-1, cols).to(flat.device)
+            memory.vectors[place] = _sent_to(start.view(-1, cols), flat.device)
         rights[begin] = memory.vectors[place].view(-1, cols)
     # Tensors that are too small to be products go with the first sum.
     lefts = [(gradients[begin] @ rights[begin].T).view(-1) for begin, _, _ in products]
@@ -365,6 +367,11 @@ def _low_rank(exchange: Exchange, codec: PowerSGD, flat: Tensor, residual: Tenso
         _matrix(flat, begin, rows, cols).copy_(result)
     for begin, rows, cols in plain:
         flat[begin : begin + rows * cols] = summed[begin] * exchange.scale
+
+
+def _sent_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on a device; the host might wait for the stream if it were not page-locked."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _matrix(flat: Tensor, begin: int, rows: int, cols: int) -> Tensor:

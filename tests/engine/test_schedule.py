@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit.compression import CASTS, Int8, PowerSGD
+from hvdkit.engine.arrangement import load
 from hvdkit.engine.driver import spin_seconds
 from hvdkit.engine.plan import Slot, first_order, lay_out, total_bytes
 from hvdkit.engine.schedule import LARGEST_BUCKET, SMALLEST_BUCKET, Network, Piece, choose_sizes, cut, send_order
@@ -18,6 +20,17 @@ from tests.collectives.loopback import LoopbackTransport
 GIGABIT = Network(100e-6, 8e-9)
 TEN_GIGABITS = Network(50e-6, 0.8e-9)
 few = settings(max_examples=60, deadline=None)
+
+
+def test_what_is_in_flight_counts_as_what_is_on_the_wire():
+    sizes, floats, halves = choose_sizes(GIGABIT, 0, None), np.dtype(np.float32), np.dtype(np.float16)
+    assert load(8 << 20, floats, CASTS["none"], sizes) == 8 << 20
+    assert load(8 << 20, floats, CASTS["fp16"], sizes) == 4 << 20
+    assert load(8 << 20, halves, CASTS["fp16"], sizes) == 8 << 20
+    # As a bucket of the usual size, or of the smallest, where a fusion threshold of 0 makes one of each tensor.
+    assert load(8 << 20, floats, Int8(), sizes) == 1 << 20
+    assert load(8 << 20, floats, PowerSGD(), choose_sizes(GIGABIT, 2 << 20, None)) == 2 << 20
+    assert load(1000, floats, Int8(), sizes) == 1000
 
 
 @pytest.mark.parametrize("network", [GIGABIT, TEN_GIGABITS, Network(0.0, 0.0), Network(10.0, 1e-12), Network(0.0, 1.0)])

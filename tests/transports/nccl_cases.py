@@ -48,6 +48,30 @@ def case_a_model_on_cuda_trains_as_on_the_cpu(hvd):
     torch.testing.assert_close(results[3], results[1], rtol=1e-2, atol=1e-3)
 
 
+def case_lossy_codecs_encode_on_cuda(hvd):
+    torch.cuda.set_device(hvd.local_rank())
+    for name in ("int8", "int4", "onebit", "topk", "dgc", "powersgd"):
+        codec = getattr(hvd.Compression, name)(compress="everywhere")
+        torch.manual_seed(0)
+        model = torch.nn.Linear(300, 200).cuda()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=codec
+        )
+        for step in range(5):
+            batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(step * 100 + hvd.rank()))
+            optimizer.zero_grad()
+            model(batch.cuda()).square().mean().backward()
+            optimizer.step()
+        lane = list(runtime.engine().lanes.values())[-1]
+        assert lane.on_device
+        assert hvd.compression_stats().by_parameter["weight"].bytes_after
+        weights = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+        assert torch.isfinite(weights).all()
+        everyones = hvd.allgather(weights.view(1, -1))
+        assert torch.equal(everyones[0], everyones[-1])
+        del model, optimizer, lane
+
+
 def case_a_rank_that_joined_contributes_zeros(hvd):
     torch.cuda.set_device(hvd.local_rank())
     if hvd.rank() == 0:
