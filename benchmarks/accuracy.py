@@ -3,9 +3,9 @@
     python benchmarks/accuracy.py
     python benchmarks/accuracy.py --rounds 1 --epochs 5 --peers none int8         # a quick look
 
-Trains the network of examples/pytorch_digits.py. All ranks encode their own gradients ("everywhere"), also those of
-biases, so that every number that travels is encoded. A round is a seed of the weights and of the order of the images;
-a job trains all of a codec's. dgc has the momentum in the codec, the others in SGD.
+Trains the network of examples/pytorch_digits.py. All ranks encode their own gradients ("everywhere"), of the tensors
+that codecs are for unless one says otherwise: not of biases and small ones. A round is a seed of the weights and of the
+order of the images; a job trains all of a codec's. dgc has the momentum in the codec, the others in SGD.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def train(args: argparse.Namespace, hvd: Any, seed: int) -> dict[str, float]:
 
 
 def codec(name: str, hvd: Any, steps_per_epoch: int) -> Any:
-    """The codec for all tensors, on ranks of one node too."""
+    """The codec, on ranks of one node too."""
     if name in CASTS:
         return training.codec(hvd, name)
     more = {"compress": "everywhere"} | ({"steps_per_epoch": steps_per_epoch} if name == "dgc" else {})
-    return {"*": training.codec(hvd, name, **more)}
+    return training.codec(hvd, name, **more)
 
 
 def summarise(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ POWERSGD_RANK = 4
 CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("none", "fp16", "bf16", "int8", "int4", "onebit")},
     "topk": ("topk", {"ratio": 0.01}),
-    "randomk": ("randomk", {"ratio": 0.01}),
+    "randomk": ("randomk", {"ratio": 0.1}),
     "powersgd": ("powersgd", {"rank": POWERSGD_RANK}),
     "dgc": ("dgc", {"ratio": 0.001, "momentum": 0.9, "warmup_epochs": 4}),
 }

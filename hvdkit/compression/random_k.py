@@ -18,10 +18,11 @@ class RandomK(PayloadCodec):
     """One value out of each run of 1 / ``ratio`` values, at a place that changes from step to step.
 
     Stich et al., 2018, "Sparsified SGD with memory", with a place in each stratum. Values are sent as they are,
-    not multiplied by 1 / ``ratio``.
+    not multiplied by 1 / ``ratio``. What a value gathered in that many steps is sent at once, so that small ratios want
+    small learning rates.
     """
 
-    ratio: float = 0.01
+    ratio: float = 0.1
     seed: int = 0
 
     name: ClassVar[str] = "randomk"
