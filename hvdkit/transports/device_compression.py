@@ -1,4 +1,4 @@
-"""Lossy codecs on tensors of a device: arithmetic by torch's own operations, launched without waiting for any result.
+"""Encoded sums of tensors of a device, and what is kept of them: launched without waiting for any result.
 
 Payloads have a size that all ranks know beforehand, so nothing of the device is read by the host. Error feedback is
 that of hvdkit.collectives.compressed: of what a rank did not send to an element's owner, and on the owner, of what it
@@ -7,7 +7,6 @@ did not hand on. Where a value is not finite, something near it is decoded as no
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, TopK
+from hvdkit.compression import DGC, LossyCodec, Memory, PowerSGD, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import RESIDUAL, Place
+from hvdkit.transports.device_codecs import Coder, coder_of
 
 Wait = Callable[[Any], None]
 
@@ -111,108 +111,6 @@ class Exchange:
         self.wait(self.group.allreduce([flat], options))
 
 
-class _Coder(ABC):
-    """Payloads of rows of float32 values, each row in bytes of its own: [rows, elements] to [rows, bytes] and back."""
-
-    step = 1  # rows have a multiple of so many elements
-
-    @abstractmethod
-    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
-        """``valid``: how many elements are there; what follows them in the last rows is zeros. ``phase``: 0 or 1."""
-
-    @abstractmethod
-    def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        """The values of ``elements`` elements in each row."""
-
-
-class _QuantisedCoder(_Coder):
-    def __init__(self, codec: Int8 | Int4, exchange: Exchange) -> None:
-        self._codec, self._bits, self._largest = codec, codec.bits, 127 if codec.bits == 8 else 7
-        self.step = codec.block
-        self._words = codec.seed + exchange.turn * 0x85EBCA6B + 2 * exchange.rank * 0xC2B2AE35
-
-    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
-        blocks = wanted.view(len(wanted), -1, self._codec.block)
-        scales = blocks.abs().amax(dim=2) / self._largest
-        multiples = blocks / torch.where(scales == 0, 1.0, scales)[:, :, None]
-        if self._codec.stochastic:
-            generator = torch.Generator(wanted.device)
-            generator.manual_seed((self._words + phase * 0xC2B2AE35) % 2**63)
-            drawn = torch.rand(multiples.shape, generator=generator, dtype=torch.float32, device=wanted.device)
-            multiples = torch.floor(multiples + drawn)
-        else:
-            multiples = torch.round(multiples)
-        codes = torch.nan_to_num(multiples).clamp(-self._largest, self._largest).to(torch.int8).view(len(wanted), -1)
-        if self._bits == 4:
-            nibbles = (codes + 8).view(torch.uint8)
-            codes = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
-        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=1)
-
-    def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        blocks = elements // self._codec.block
-        scales = payloads[:, : 4 * blocks].contiguous().view(torch.float32)
-        codes = payloads[:, 4 * blocks :]
-        if self._bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=2).view(len(payloads), -1).view(torch.int8) - 8
-        else:
-            codes = codes.contiguous().view(torch.int8)
-        values = codes.to(torch.float32).view(len(payloads), blocks, -1) * scales[:, :, None]
-        return values.view(len(payloads), elements)
-
-
-class _SignCoder(_Coder):
-    def __init__(self, codec: OneBit) -> None:
-        self.step = codec.block
-
-    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
-        blocks = wanted.view(len(wanted), -1, self.step)
-        begins = torch.arange(wanted.numel() // self.step, device=wanted.device) * self.step
-        counts = (valid - begins).clamp(1, self.step).view(blocks.shape[:2])
-        scales = blocks.abs().sum(dim=2) / counts
-        bits = (wanted >= 0).view(len(wanted), -1, 8).to(torch.uint8)
-        packed = (bits << _places(wanted.device)).sum(dim=2, dtype=torch.uint8)
-        return torch.cat([scales.view(torch.uint8), packed], dim=1)
-
-    def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        blocks = elements // self.step
-        scales = payloads[:, : 4 * blocks].contiguous().view(torch.float32)
-        bits = (payloads[:, 4 * blocks :, None] >> _places(payloads.device)) & 1
-        signs = bits.to(torch.float32).view(len(payloads), blocks, -1) * 2 - 1
-        return (signs * scales[:, :, None]).view(len(payloads), elements)
-
-
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
-
-
-class _TopKCoder(_Coder):
-    """Exactly as many as are wanted of each row, so that all ranks know the size of a payload."""
-
-    def __init__(self, codec: TopK, exchange: Exchange) -> None:
-        memory = Memory(0)
-        memory.turn = exchange.turn
-        self._ratio = codec.ratio_at(memory)
-
-    def _count(self, elements: int) -> int:
-        return min(elements, max(1, round(elements * self._ratio)))
-
-    def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
-        # NaN is the largest of all.
-        places = torch.topk(wanted.abs(), self._count(wanted.shape[1]), dim=1, sorted=False).indices
-        values = torch.gather(wanted, 1, places)
-        return torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)], dim=1)
-
-    def pairs(self, payloads: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-        """Places and values, both [rows, count]."""
-        count = self._count(elements)
-        values = payloads[:, : 4 * count].contiguous().view(torch.float32)
-        return payloads[:, 4 * count :].contiguous().view(torch.int32).long(), values
-
-    def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        places, values = self.pairs(payloads, elements)
-        return values.new_zeros((len(payloads), elements)).scatter_(1, places, values)
-
-
 def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> None:
     """Launch what replaces a flat tensor by ``scale`` times its sum over all ranks, as the codec lets it through."""
     if not buffer.numel():
@@ -234,18 +132,8 @@ def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> 
         buffer.copy_(flat)
 
 
-def _coder(exchange: Exchange) -> _Coder:
-    codec = exchange.codec
-    if isinstance(codec, (Int8, Int4)):
-        return _QuantisedCoder(codec, exchange)
-    if isinstance(codec, OneBit):
-        return _SignCoder(codec)
-    assert isinstance(codec, TopK), codec
-    return _TopKCoder(codec, exchange)
-
-
 def _encode(
-    coder: _Coder, rows: Tensor, kept: Tensor | None, valid: int, phase: int
+    coder: Coder, rows: Tensor, kept: Tensor | None, valid: int, phase: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The payloads of some rows plus what was kept of them, what they stand for, and what is kept from now on."""
     wanted = rows if kept is None else rows + kept
@@ -273,7 +161,7 @@ def _all(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
 
 def _gather(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
     """Everyone's payload of all elements to everyone. Returns what this rank's stands for."""
-    coder, count = _coder(exchange), flat.numel()
+    coder, count = coder_of(exchange.codec, exchange.turn, exchange.rank), flat.numel()
     kept = None if residual is None else residual[None]
     payload, sent, now_kept = _encode(coder, flat[None], kept, count, 0)
     everyones = exchange.gather(payload[0])
@@ -288,7 +176,12 @@ def _gather(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor
 
 def _two_phase(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
     """Chunk p of everyone to rank p, which sums, encodes the sum and hands it to all. Returns as ``_gather`` does."""
-    coder, count, size, me = _coder(exchange), flat.numel(), exchange.size, exchange.rank
+    coder, count, size, me = (
+        coder_of(exchange.codec, exchange.turn, exchange.rank),
+        flat.numel(),
+        exchange.size,
+        exchange.rank,
+    )
     chunk = -(-count // (size * coder.step)) * coder.step
     rows = pad(flat, (0, size * chunk - count)).view(size, chunk)
     kept = None if residual is None else pad(residual, (0, size * chunk - count)).view(size, chunk)
