@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import sleep
 from typing import Any
 
-# A rank that ends because another one failed leaves that one the time to end the job with its own exit code.
+# A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
 
 
@@ -19,7 +19,8 @@ class Ending:
     def __init__(self) -> None:
         self.code = 0
         self.reason = ""
-        self.another_failed = False  # this rank fails because another one did
+        self.another_left = False  # if this rank fails, then because of that
+        self.first_code = 0  # of the rank that failed first: the job ends with it, whichever rank ends the job
         self.peer_lost = False  # MPI cannot finalize any more: it would wait for the lost rank
         self._process = os.getpid()
         self._watched: Callable[[], None] | None = None
@@ -71,10 +72,10 @@ class Ending:
             if stream is not None:
                 stream.flush()
         self._watched()
-        if self.code and self.another_failed:
+        if self.code and self.another_left:
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:
-            self._abort(self.code or 1)
+            self._abort(self.first_code or self.code or 1)
 
 
 ENDING = Ending()

@@ -29,7 +29,7 @@ SHAPES = {
     "lane": 3,  # lane id, sequence: a rank that has joined takes part up to here
     "ping": 1,
     "pong": 1,
-    "bye": 2,  # reason
+    "bye": 3,  # reason, exit code that the job shall have; 0 if nothing failed
     "lost": 3,  # rank, text: a rank was found lost
 }
 

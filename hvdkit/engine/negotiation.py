@@ -31,6 +31,7 @@ class Negotiation:
         self._rank = engine.topology.rank
         self._cached: dict[bytes, int] = {}
         self.departed: dict[int, str] = {}
+        self.failed_with = 0  # the exit code of the rank that failed first, as far as any told
         self.coordinator: Coordinator | None = None
         if self._rank == 0:
             self.coordinator = Coordinator(engine.transport.size, engine.sizes.bucket)
@@ -138,6 +139,7 @@ class Negotiation:
             self.send(sender, ["pong"])
         elif kind == "bye":
             self.departed[sender] = str(message[1])
+            self.failed_with = self.failed_with or int(message[2])
             engine.watch.departed(sender)
             if self.coordinator is not None:
                 self.coordinator.depart(sender, message[1])

@@ -93,7 +93,8 @@ def shutdown() -> None:
     engine, _engine, _dynamic = _engine, None, False
     graceful = False
     if engine.transport.size > 1:
-        ENDING.another_failed = bool(engine.negotiation.departed)
+        ENDING.another_left = bool(engine.negotiation.departed)
+        ENDING.first_code = engine.negotiation.failed_with
         graceful = _say_goodbye(engine)
         ENDING.peer_lost |= isinstance(engine.error, PeerLostError)
         engine.driver.stop()
@@ -166,7 +167,7 @@ def _say_goodbye(engine: Engine) -> bool:
 
     def tell() -> None:
         told[0] = True
-        negotiation.tell_everyone(["bye", reason])
+        negotiation.tell_everyone(["bye", reason, negotiation.failed_with or ENDING.code])
 
     engine.defer(tell)
     others = engine.transport.size - 1

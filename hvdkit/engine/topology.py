@@ -35,10 +35,15 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
     nodes = _nodes(told)
     node = next(members for members in nodes if rank in members)
     mine = told[rank]
-    local_rank = mine["local_rank"] if mine["local_rank"] is not None else node.index(rank)
+    # Launchers that map ranks by socket or package give the ranks of a node local ranks in another order.
+    local_ranks = [
+        [members.index(one) if told[one]["local_rank"] is None else told[one]["local_rank"] for one in members]
+        for members in nodes
+    ]
+    local_rank = local_ranks[nodes.index(node)][node.index(rank)]
     local_size = mine["local_size"] if mine["local_size"] is not None else len(node)
     # Nodes that have a rank with my local rank, and my node's place among them.
-    column = [members for members in nodes if local_rank < len(members)]
+    column = [members for members, there in zip(nodes, local_ranks, strict=True) if local_rank in there]
     cross_rank = mine["cross_rank"] if mine["cross_rank"] is not None else column.index(node)
     cross_size = mine["cross_size"] if mine["cross_size"] is not None else len(column)
     homogeneous = len({len(members) for members in nodes}) == 1
@@ -50,12 +55,20 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
 def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Ranks of each node. Local ranks that a launcher gave tell nodes apart even where host names do not."""
     nodes: list[list[int]] = []
-    by_host: dict[str, list[list[int]]] = {}
+    by_host: dict[tuple[str, Any], list[list[int]]] = {}
     launcher_says = all(one["local_rank"] is not None for one in told)
     for rank, one in enumerate(told):
-        candidates = by_host.setdefault(str(one["host"]), [])
-        # The first node of this host that still waits for this local rank; without local ranks, the host's only node.
-        home = next((members for members in candidates if not launcher_says or len(members) == one["local_rank"]), None)
+        local_rank = one["local_rank"] if launcher_says else None
+        candidates = by_host.setdefault((str(one["host"]), one["local_size"] if launcher_says else None), [])
+        # The first node of this host, and size, that lacks this local rank; without local ranks, the host's only node.
+        home = next(
+            (
+                members
+                for members in candidates
+                if not launcher_says or all(told[member]["local_rank"] != local_rank for member in members)
+            ),
+            None,
+        )
         if home is None:
             home = []
             candidates.append(home)

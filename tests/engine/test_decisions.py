@@ -95,6 +95,23 @@ def test_the_launchers_word_wins_over_host_names():
     assert topology.is_homogeneous
 
 
+def test_local_ranks_may_have_another_order_than_ranks():
+    # As mpirun maps ranks by package.
+    ranks = [told("box", 0, 3), told("box", 2, 3), told("box", 1, 3)]
+    for rank, one in enumerate(ranks):
+        topology = topology_of(rank, ranks)
+        assert topology.nodes == ((0, 1, 2),)
+        assert topology.local_rank == one["local_rank"]
+        assert (topology.cross_rank, topology.cross_size) == (0, 1)
+
+
+def test_nodes_of_one_name_and_different_sizes_are_told_apart():
+    ranks = [told("box", 0, 2), told("box", 1, 2), told("box", 0, 3), told("box", 1, 3), told("box", 2, 3)]
+    topology = topology_of(4, ranks)
+    assert topology.nodes == ((0, 1), (2, 3, 4))
+    assert (topology.local_rank, topology.cross_rank, topology.cross_size) == (2, 0, 1)
+
+
 def test_control_messages_survive_the_wire_and_nothing_else_is_taken():
     message = ["request", 3, "näme", [[1, 2], None]]
     assert decode(encode(message)) == message
