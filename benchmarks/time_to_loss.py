@@ -7,9 +7,10 @@ Trains the model of examples/pytorch_text.py on two hosts, which are namespaces 
 with one rank each. All start from the same weights and see the same batches. Every few steps the loss of text that is
 not trained on is taken; neither its seconds nor its bytes count. Bytes are those that a host's network card sent, with
 headers. A loss is smoothed over the last three of them. "dense" is what fp32 ends with, and a little more
-(--tolerance); "common" is what all reach that do not diverge. dgc has a momentum of its own, so it trains with SGD and
-not with AdamW: next to it stand DDP and hvdkit with SGD and that momentum, and it is compared with these. DDP's
-PowerSGD hook over Gloo may hang or abort with several buckets, so it runs with a single one.
+(--tolerance); "common" is what all reach that do not diverge. dgc, and topk where its name says so, warm up for a fifth
+of the steps. dgc has a momentum of its own, so it trains with SGD and not with AdamW: next to it stand DDP and hvdkit
+with SGD and that momentum, and it is compared with these. DDP's PowerSGD hook over Gloo may hang or abort with several
+buckets, so it runs with a single one.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ HOOKS = {
     "PowerSGD": ("--compression", "powersgd", "--one-bucket"),
 }
 ONE_BUCKET_MB = 1 << 14
+WARMUP_EPOCHS = 4  # which together are a fifth of the steps
 SMOOTHED = 3
 
 
@@ -73,7 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     for name, default in (("compression", "none"), ("optimizer", "adamw")):
         parser.add_argument(f"--{name}", default=default, help=argparse.SUPPRESS)
-    parser.add_argument("--one-bucket", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--one-bucket", "--warm-up"):
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(timeout=1800.0, ranks_per_host=1, mpi_args="")
     return parser.parse_args()
 
@@ -93,6 +96,7 @@ def contestants(transport: str) -> list[Peer]:
     for name in training.CODECS:
         flags = ("--compression", name, *(sgd if name == "dgc" else ()))
         found.append(Peer(f"hvdkit {name}", "hvdkit", launcher, flags))
+    found.append(Peer("hvdkit topk warm-up", "hvdkit", launcher, ("--compression", "topk", "--warm-up")))
     return [*found, Peer(f"{DDP} SGD", "ddp", "plain", sgd), Peer(f"{OWN_DENSE} SGD", "hvdkit", launcher, sgd)]
 
 
@@ -123,8 +127,9 @@ def open_hvdkit(args: argparse.Namespace, model: Any) -> Trainer:
     import hvdkit.torch as hvd
 
     hvd.init()
-    # DGC warms up in a fifth of the steps.
-    more = {"clip": args.clip, "steps_per_epoch": max(1, args.steps // 20)} if args.compression == "dgc" else {}
+    more: dict[str, Any] = {"clip": args.clip} if args.compression == "dgc" else {}
+    if args.compression == "dgc" or args.warm_up:
+        more |= {"warmup_epochs": WARMUP_EPOCHS, "steps_per_epoch": max(1, args.steps // (5 * WARMUP_EPOCHS))}
     optimizer = hvd.DistributedOptimizer(
         _optimizer(args, model),
         named_parameters=model.named_parameters(),

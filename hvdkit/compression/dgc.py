@@ -11,14 +11,12 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_integer, check_number
+from hvdkit.compression.checks import check_number
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.memory import Memory
 from hvdkit.compression.sparse import TopK, pairs_in
 
 VELOCITY = "velocity"
-# What is sent in each epoch of the warm-up but the last: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
-FIRST_RATIO = 0.25
 
 
 @dataclass(frozen=True)
@@ -28,16 +26,13 @@ class DGC(TopK):
     Momentum correction: the velocity u = momentum * u + gradient is accumulated, not the gradient; momentum factor
     masking: what is sent leaves the velocity too. So the optimizer itself must have no momentum, and small tensors are
     encoded as well. Local clipping: with ``clip``, what a rank encodes at a time (its piece of a bucket, between nodes
-    its share of the node's sum) is scaled down to a norm of ``clip / sqrt(ranks)``, where that is smaller. Warm-up: in
-    the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the first epoch, then a constant
-    factor less in each until ``ratio``.
+    its share of the node's sum) is scaled down to a norm of ``clip / sqrt(ranks)``, where that is smaller. Warm-up: as
+    of top-k.
     """
 
     ratio: float = 0.001
     momentum: float = 0.9
     clip: float | None = None
-    warmup_epochs: int = 0
-    steps_per_epoch: int = 1
 
     name: ClassVar[str] = "dgc"
     all_tensors: ClassVar[bool] = True
@@ -45,7 +40,7 @@ class DGC(TopK):
 
     @property
     def on_device(self) -> bool:
-        """Not while it warms up: ranks that took over different turns would send different numbers of values."""
+        """See TopK."""
         return type(self) is DGC and self.warmup_epochs == 0
 
     def __post_init__(self) -> None:
@@ -56,8 +51,6 @@ class DGC(TopK):
             raise ValueError(f"Compression.dgc: momentum must be at least 0 and less than 1, got {self.momentum}")
         if self.clip is not None and not check_number(self.name, "clip", self.clip) > 0.0:
             raise ValueError(f"Compression.dgc: clip must be above 0, or None, got {self.clip}")
-        check_integer(self.name, "warmup_epochs", self.warmup_epochs, 0, 10**6)
-        check_integer(self.name, "steps_per_epoch", self.steps_per_epoch, 1, 10**9)
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -68,13 +61,6 @@ class DGC(TopK):
     def gain(self) -> float:
         """A gradient comes again with each turn of the velocity."""
         return 1.0 / (1.0 - self.momentum)
-
-    def ratio_at(self, memory: Memory | None) -> float:
-        """The part that is sent at a memory's turn."""
-        epoch = self.warmup_epochs if memory is None else memory.turn // self.steps_per_epoch
-        if epoch >= self.warmup_epochs or self.ratio >= FIRST_RATIO:
-            return self.ratio
-        return float(FIRST_RATIO * (self.ratio / FIRST_RATIO) ** (epoch / self.warmup_epochs))
 
     def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
         """Add the gradient to the velocity and that to what is kept; of the gradient stays what is not finite."""

@@ -41,6 +41,11 @@ class LossyCodec(Codec):
         return False
 
     @property
+    def warmup_steps(self) -> int:
+        """For how many steps it sends more than it will later."""
+        return 0
+
+    @property
     def gain(self) -> float:
         """What comes of a gradient in the end, in gradients."""
         return 1.0

@@ -7,13 +7,13 @@ the values, all of them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_number, check_ratio, check_seed
+from hvdkit.compression.checks import check_integer, check_number, check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.memory import Memory
 from hvdkit.compression.payload import PayloadCodec
@@ -32,6 +32,8 @@ FOLLOW = 0.03
 # After a carried threshold has failed, samples are taken for so many steps: a sample costs a tenth of a pass.
 SAMPLED_STEPS = 8
 THRESHOLD, DISTRUST = "threshold", "distrust"
+# What is sent in each epoch of the warm-up but the last: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
+FIRST_RATIO = 0.25
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -136,26 +138,40 @@ class TopK(_Sparse):
 
     They are those above a threshold (Aji and Heafield, 2017, "Sparse communication for distributed gradient descent"),
     which is carried over from step to step, and taken from a sample of the values when it selects too few or too many.
+    Warm-up (Lin et al., 2018): in the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the
+    first epoch, then a constant factor less in each until ``ratio``.
     """
 
     ratio: float = 0.01
     seed: int = 0
+    warmup_epochs: int = field(default=0, kw_only=True)
+    steps_per_epoch: int = field(default=1, kw_only=True)
 
     name: ClassVar[str] = "topk"
 
     @property
     def on_device(self) -> bool:
+        """Not while it warms up: ranks that took over different turns would send different numbers of values."""
+        return type(self) is TopK and self.warmup_epochs == 0
+
+    @property
+    def warmup_steps(self) -> int:
         """See LossyCodec."""
-        return type(self) is TopK
+        return self.warmup_epochs * self.steps_per_epoch if self.ratio < FIRST_RATIO else 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.name, self.ratio)
         check_seed(self.name, self.seed)
+        check_integer(self.name, "warmup_epochs", self.warmup_epochs, 0, 10**6)
+        check_integer(self.name, "steps_per_epoch", self.steps_per_epoch, 1, 10**9)
 
     def ratio_at(self, memory: Memory | None) -> float:
-        """The part of the values that is sent; a codec may begin with more of them."""
-        return self.ratio
+        """The part of the values that is sent at a memory's turn; without a memory, after the warm-up."""
+        if memory is None or memory.turn >= self.warmup_steps:
+            return self.ratio
+        epoch = memory.turn // self.steps_per_epoch
+        return float(FIRST_RATIO * (self.ratio / FIRST_RATIO) ** (epoch / self.warmup_epochs))
 
     def _wanted(self, elements: int, memory: Memory | None) -> int:
         return min(elements, max(1, round(elements * self.ratio_at(memory))))

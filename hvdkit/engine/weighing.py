@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
-# The step, counted from 0, at whose end ranks decide. Of the first one nothing is counted: memory is touched for the
-# first time, and thresholds are not known yet.
+# The step, counted from 0 or from the end of a warm-up, at whose end ranks decide. Of the first one nothing is counted:
+# memory is touched for the first time, and thresholds are not known yet.
 WEIGHED_STEP = 5
 # What was measured is noisy, and what was asked for stays if in doubt.
 CLEARLY_SLOWER = 1.1
@@ -60,20 +60,26 @@ class Weighing:
         self._engine, self._group, self._home = engine, group, home
         self._measured: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}  # by slots of a bucket, and piece
         self._costs: Costs = np.zeros(0, dtype=np.int64)
+        self._after = 0  # the steps of the longest warm-up
 
     def due(self, step: int, buckets: int) -> bool:
         """Whether ranks decide at the end of this step; the same on all of them."""
-        asked = step == WEIGHED_STEP and self._engine.settings.compression == "auto" and self._group.size > 1
         # What codecs take on a device is not measured.
-        return asked and not self._home.on_device and any(map(self._judged, range(buckets)))
+        if self._engine.settings.compression != "auto" or self._group.size == 1 or self._home.on_device:
+            return False
+        judged = [codec for codec in map(self._judged, range(buckets)) if codec is not None]
+        self._after = max((codec.warmup_steps for codec in judged), default=0)
+        return bool(judged) and step == self._after + WEIGHED_STEP
 
-    def _judged(self, bucket: int) -> bool:
+    def _judged(self, bucket: int) -> LossyCodec | None:
+        """The codec of a bucket, if it may be switched off."""
         codec = self._home.memories.codec(bucket)
-        return self._home.memories.encodes(bucket) and isinstance(codec, LossyCodec) and not codec.trains
+        lossy = isinstance(codec, LossyCodec) and self._home.memories.encodes(bucket) and not codec.trains
+        return codec if lossy and isinstance(codec, LossyCodec) else None
 
     def count(self, step: int, bucket: Bucket, piece: Piece, tally: Tally) -> None:
         """An operation on ``piece`` is through. Of several its least seconds count: the others were disturbed."""
-        if 0 < step <= WEIGHED_STEP:
+        if 0 < step - self._after <= WEIGHED_STEP:
             key = (bucket.slots, piece.begin)
             seconds, sent = tally.encode_seconds + tally.decode_seconds, tally.bytes_after
             before = self._measured.get(key, (seconds, sent))
@@ -86,7 +92,7 @@ class Weighing:
         costs = np.zeros((len(buckets), NUMBERS), dtype=np.int64)
         for number, bucket in enumerate(buckets):
             measured = [one for (slots, _), one in self._measured.items() if slots == bucket.slots]
-            if measured and self._judged(number):
+            if measured and self._judged(number) is not None:
                 seconds, sent = (sum(column) for column in zip(*measured, strict=True))
                 costs[number] = [1e6 * one for one in (seconds, sent * per_byte, bucket.nbytes * share * per_byte)]
         self._costs = costs.reshape(-1)

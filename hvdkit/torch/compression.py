@@ -141,4 +141,9 @@ def split_compression(
             f"{function}: Compression.{codec.name} lives on what it keeps from step to step, which needs a "
             "DistributedOptimizer.\nHINT: use Compression.topk or int8 here."
         )
+    if codec.warmup_steps:
+        raise ValueError(
+            f"{function}: Compression.{codec.name}(warmup_epochs=...) counts steps, which needs a "
+            "DistributedOptimizer.\nHINT: leave warmup_epochs out here."
+        )
     return codec, NoneCompressor

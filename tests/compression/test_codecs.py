@@ -180,14 +180,31 @@ def test_dgc_is_momentum_that_waits_until_it_is_sent() -> None:
         np.testing.assert_allclose(memory.arrays["velocity"], velocity, rtol=1e-4, atol=1e-6)
 
 
-def test_dgc_sends_more_while_it_warms_up() -> None:
-    codec = DGC(0.001, warmup_epochs=4, steps_per_epoch=10)
+@pytest.mark.parametrize("kind", [DGC, TopK])
+def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
+    codec = kind(0.001, warmup_epochs=4, steps_per_epoch=10)
+    assert codec.warmup_steps == 40
     memory = Memory(1, codec.keeps)
     ratios = []
     for turn in range(0, 60, 10):
         memory.turn = turn
         ratios.append(codec.ratio_at(memory))
     np.testing.assert_allclose(ratios, [0.25, 0.0628717, 0.0158114, 0.00397635, 0.001, 0.001], rtol=1e-5)
+
+
+def test_a_warm_up_never_sends_less_than_what_comes_after_it() -> None:
+    codec = TopK(0.5, warmup_epochs=4, steps_per_epoch=10)
+    assert codec.ratio_at(Memory(1)) == 0.5
+    assert codec.warmup_steps == 0
+
+
+def test_a_warm_up_selects_as_many_as_it_says() -> None:
+    codec = TopK(0.01, warmup_epochs=3, steps_per_epoch=2)
+    memory, elements = memory_for(codec, 40_000), 40_000
+    for turn in range(8):
+        memory.turn = turn
+        sent = np.count_nonzero(decoded(codec, encoded(codec, values_of("normal", elements, turn), memory), elements))
+        assert 0.8 <= sent / (elements * codec.ratio_at(memory)) <= 1.25
 
 
 @settings(max_examples=300, deadline=None)

@@ -419,6 +419,8 @@ def case_wrong_arguments(hvd: Any) -> None:
         (lambda: compression.int8(feedback=1), TypeError, "feedback must be True or False"),
         (lambda: compression.threshold(-1.0), ValueError, "threshold must be 0 or more"),
         (lambda: compression.threshold(float("nan")), ValueError, "threshold must be 0 or more"),
+        (lambda: compression.topk(0.1, warmup_epochs=-1), ValueError, "warmup_epochs must be from 0"),
+        (lambda: compression.topk(0.1, steps_per_epoch=0), ValueError, "steps_per_epoch must be from 1"),
         (lambda: compression.randomk(0.1, seed=-1), ValueError, "seed must be from 0"),
         (lambda: compression.dgc(0.01, momentum=1.0), ValueError, "momentum must be at least 0 and less than 1"),
         (lambda: compression.dgc(0.01, clip=0.0), ValueError, "clip must be above 0"),
@@ -435,7 +437,7 @@ def case_wrong_arguments(hvd: Any) -> None:
             make(hvd, compression.int8, op=op)
     with expect(ValueError, "torch.int64", "only floating types"):
         hvd.allreduce(torch.ones(4, dtype=torch.int64), op=hvd.Sum, compression=compression.int8)
-    for codec in (compression.dgc(0.1), compression.powersgd):
+    for codec in (compression.dgc(0.1), compression.powersgd, compression.topk(0.1, warmup_epochs=1)):
         with expect(ValueError, "needs a DistributedOptimizer"):
             hvd.allreduce(torch.ones(4), compression=codec)
     with expect(TypeError, "compression['large']"):

@@ -44,6 +44,17 @@ class Always(Slow):
     trains: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class WarmingUp(Slow):
+    """Slow as long as it warms up, and afterwards."""
+
+    name: ClassVar[str] = "warming up"
+
+    @property
+    def warmup_steps(self) -> int:
+        return 3
+
+
 def stats_of(hvd: Any, name: str) -> Any:
     return hvd.compression_stats().by_parameter[name]
 
@@ -74,6 +85,15 @@ def case_one_slow_rank_is_enough(hvd: Any) -> None:
     take_steps(net, optimizer, WEIGHED_STEP + 3)
     assert stats_of(hvd, "large").switched_off
     check_nothing_lost(hvd, net, optimizer, WEIGHED_STEP + 3)
+
+
+def case_a_codec_that_warms_up_is_judged_afterwards(hvd: Any) -> None:
+    net, optimizer = make(hvd, WarmingUp(compress=compress(hvd)))
+    take_steps(net, optimizer, WEIGHED_STEP + 3)
+    assert not stats_of(hvd, "large").switched_off
+    take_steps(net, optimizer, 1)
+    assert stats_of(hvd, "large").switched_off
+    check_nothing_lost(hvd, net, optimizer, WEIGHED_STEP + 4)
 
 
 def case_buckets_are_judged_one_by_one(hvd: Any) -> None:

@@ -243,6 +243,7 @@ def test_who_encodes_on_the_device() -> None:
     assert not stays_on_device([Int8(), Threshold()], two, [0, 1])
     assert not stays_on_device([RandomK()], two, [0, 1])
     assert not stays_on_device([DGC(warmup_epochs=2)], two, [0, 1])
+    assert not stays_on_device([TopK(warmup_epochs=2)], two, [0, 1])
     assert not stays_on_device([Int8()], pairs, [0, 1, 2, 3])
     assert stays_on_device([Int8()], pairs, [0, 2])
     assert stays_on_device([Int8(compress="everywhere")], pairs, [0, 1, 2, 3])
