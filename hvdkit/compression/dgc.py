@@ -41,7 +41,7 @@ class DGC(TopK):
     @property
     def on_device(self) -> bool:
         """See TopK."""
-        return type(self) is DGC and self.warmup_epochs == 0
+        return type(self) is DGC and self.warmup_steps == 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

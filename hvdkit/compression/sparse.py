@@ -152,7 +152,7 @@ class TopK(_Sparse):
     @property
     def on_device(self) -> bool:
         """Not while it warms up: ranks that took over different turns would send different numbers of values."""
-        return type(self) is TopK and self.warmup_epochs == 0
+        return type(self) is TopK and self.warmup_steps == 0
 
     @property
     def warmup_steps(self) -> int:

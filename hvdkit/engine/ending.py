@@ -13,6 +13,15 @@ from typing import Any
 AFTER_ANOTHER_SECONDS = 2.0
 
 
+def exit_status(code: Any) -> int:
+    """What the system makes of the argument of sys.exit(), except that what it would take for success stays a failure.
+
+    ``sys.exit(256)`` is one such: the system keeps eight bits.
+    """
+    number = int(code) if isinstance(code, int) else int(code is not None)
+    return (number & 0xFF) or int(number != 0)
+
+
 class Ending:
     """How this process ends, as far as Python lets us see it coming: an exception, ``sys.exit``, a lost peer."""
 
@@ -40,7 +49,7 @@ class Ending:
             self._note(1, f"it raised {kind.__name__}: {error}"[:500])
 
         def exit_noting(code: Any = None) -> None:
-            number = code if isinstance(code, int) else int(code is not None)
+            number = exit_status(code)
             if number:
                 self._note(number, f"it called sys.exit({code!r})")
             previous_exit(code)

@@ -313,7 +313,7 @@ class Lane:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._weighs = self._weighing.due(self._step, len(self._buckets))
+        self._weighs = self._weighing.due(self._step, self._buckets)
         self._finishing = False
         self._ready: set[int] = set()
         self._left = [len(bucket.slots) for bucket in self._buckets]

@@ -84,6 +84,13 @@ class Memories:
         codec = self.codec(bucket)
         return isinstance(codec, LossyCodec) and (self.encodes_its_own(codec) or bool(self._over_nodes))
 
+    def warmup_left(self, bucket: int) -> int:
+        """For how many steps the codec of a bucket will send more here than it does afterwards."""
+        codec, numbers = self.codec(bucket), self._memories[bucket].shared.numbers
+        turns = [number for (name, _, _), number in numbers.items() if name == TURN]
+        # A rank that encodes no share of the bucket counts no turns.
+        return max(0, codec.warmup_steps - int(max(turns))) if turns and isinstance(codec, LossyCodec) else 0
+
     def switched_off(self, bucket: int) -> str:
         """Why the codec of a bucket is switched off; nothing where it is not."""
         return self._off.get(self._buckets[bucket].slots, "")

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.coordinator import Coordinator
+from hvdkit.engine.ending import exit_status
 from hvdkit.engine.messages import Message, decode, encode
 from hvdkit.engine.requests import Key
 from hvdkit.errors import HorovodInternalError, PeerLostError
@@ -139,7 +140,7 @@ class Negotiation:
             self.send(sender, ["pong"])
         elif kind == "bye":
             self.departed[sender] = str(message[1])
-            self.failed_with = self.failed_with or int(message[2])
+            self.failed_with = self.failed_with or exit_status(message[2])
             engine.watch.departed(sender)
             if self.coordinator is not None:
                 self.coordinator.depart(sender, message[1])

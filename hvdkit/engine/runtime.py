@@ -92,9 +92,9 @@ def shutdown() -> None:
         return
     engine, _engine, _dynamic = _engine, None, False
     graceful = False
+    ENDING.another_left = bool(engine.negotiation.departed)
+    ENDING.first_code = engine.negotiation.failed_with
     if engine.transport.size > 1:
-        ENDING.another_left = bool(engine.negotiation.departed)
-        ENDING.first_code = engine.negotiation.failed_with
         graceful = _say_goodbye(engine)
         ENDING.peer_lost |= isinstance(engine.error, PeerLostError)
         engine.driver.stop()

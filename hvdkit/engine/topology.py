@@ -57,9 +57,10 @@ def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:
     nodes: list[list[int]] = []
     by_host: dict[tuple[str, Any], list[list[int]]] = {}
     launcher_says = all(one["local_rank"] is not None for one in told)
+    sizes_told = launcher_says and all(one["local_size"] is not None for one in told)
     for rank, one in enumerate(told):
-        local_rank = one["local_rank"] if launcher_says else None
-        candidates = by_host.setdefault((str(one["host"]), one["local_size"] if launcher_says else None), [])
+        local_rank = one["local_rank"]
+        candidates = by_host.setdefault((str(one["host"]), one["local_size"] if sizes_told else None), [])
         # The first node of this host, and size, that lacks this local rank; without local ranks, the host's only node.
         home = next(
             (

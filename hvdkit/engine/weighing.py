@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
-# The step, counted from 0 or from the end of a warm-up, at whose end ranks decide. Of the first one nothing is counted:
-# memory is touched for the first time, and thresholds are not known yet.
+# The step, counted from 0, at whose end ranks decide, by so many steps: not by the first, in which memory is touched
+# for the first time and thresholds are not known yet. Buckets that warm up then are decided on so many steps later.
 WEIGHED_STEP = 5
 # What was measured is noisy, and what was asked for stays if in doubt.
 CLEARLY_SLOWER = 1.1
-# By bucket: microseconds to encode and decode, to send that, and to send the gradients as they are.
-NUMBERS = 3
+# By bucket: microseconds to encode and decode, to send that, to send the gradients as they are, and how many steps are
+# left of a warm-up.
+NUMBERS = 4
 
 Costs = npt.NDArray[np.int64]
 
@@ -42,11 +43,11 @@ Costs = npt.NDArray[np.int64]
 def too_slow(costs: Costs) -> dict[int, str]:
     """The buckets whose codec is to be switched off, by number, and why; ``costs`` has NUMBERS of each bucket.
 
-    Zeros stand for a bucket that is not to be judged.
+    Zeros stand for a bucket that is not to be judged; one that warms up on any rank is not judged yet.
     """
     found = {}
-    for number, (codec, wire, dense) in enumerate(costs.reshape(-1, NUMBERS).tolist()):
-        if codec + wire > CLEARLY_SLOWER * dense:
+    for number, (codec, wire, dense, warming_up) in enumerate(costs.reshape(-1, NUMBERS).tolist()):
+        if codec + wire > CLEARLY_SLOWER * dense and not warming_up:
             found[number] = (
                 f"encode and decode {codec * 1e-3:.1f} ms + wire {wire * 1e-3:.1f} ms, as it is {dense * 1e-3:.1f} ms"
             )
@@ -60,26 +61,23 @@ class Weighing:
         self._engine, self._group, self._home = engine, group, home
         self._measured: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}  # by slots of a bucket, and piece
         self._costs: Costs = np.zeros(0, dtype=np.int64)
-        self._after = 0  # the steps of the longest warm-up
+        self._due = WEIGHED_STEP
+        self._decided: set[tuple[int, ...]] = set()  # by slots of a bucket
 
-    def due(self, step: int, buckets: int) -> bool:
+    def due(self, step: int, buckets: Sequence[Bucket]) -> bool:
         """Whether ranks decide at the end of this step; the same on all of them."""
+        asked = step == self._due and self._engine.settings.compression == "auto" and self._group.size > 1
         # What codecs take on a device is not measured.
-        if self._engine.settings.compression != "auto" or self._group.size == 1 or self._home.on_device:
-            return False
-        judged = [codec for codec in map(self._judged, range(buckets)) if codec is not None]
-        self._after = max((codec.warmup_steps for codec in judged), default=0)
-        return bool(judged) and step == self._after + WEIGHED_STEP
+        return asked and not self._home.on_device and any(self._to_judge(*one) for one in enumerate(buckets))
 
-    def _judged(self, bucket: int) -> LossyCodec | None:
-        """The codec of a bucket, if it may be switched off."""
-        codec = self._home.memories.codec(bucket)
-        lossy = isinstance(codec, LossyCodec) and self._home.memories.encodes(bucket) and not codec.trains
-        return codec if lossy and isinstance(codec, LossyCodec) else None
+    def _to_judge(self, number: int, bucket: Bucket) -> bool:
+        codec = self._home.memories.codec(number)
+        lossy = isinstance(codec, LossyCodec) and not codec.trains and self._home.memories.encodes(number)
+        return lossy and bucket.slots not in self._decided
 
     def count(self, step: int, bucket: Bucket, piece: Piece, tally: Tally) -> None:
         """An operation on ``piece`` is through. Of several its least seconds count: the others were disturbed."""
-        if 0 < step - self._after <= WEIGHED_STEP:
+        if self._due - WEIGHED_STEP < step <= self._due:
             key = (bucket.slots, piece.begin)
             seconds, sent = tally.encode_seconds + tally.decode_seconds, tally.bytes_after
             before = self._measured.get(key, (seconds, sent))
@@ -92,9 +90,10 @@ class Weighing:
         costs = np.zeros((len(buckets), NUMBERS), dtype=np.int64)
         for number, bucket in enumerate(buckets):
             measured = [one for (slots, _), one in self._measured.items() if slots == bucket.slots]
-            if measured and self._judged(number) is not None:
+            if measured and self._to_judge(number, bucket):
                 seconds, sent = (sum(column) for column in zip(*measured, strict=True))
-                costs[number] = [1e6 * one for one in (seconds, sent * per_byte, bucket.nbytes * share * per_byte)]
+                spent = [1e6 * one for one in (seconds, sent * per_byte, bucket.nbytes * share * per_byte)]
+                costs[number] = [*spent, self._home.memories.warmup_left(number)]
         self._costs = costs.reshape(-1)
         yield from allreduce(self._group, self._costs, ReduceOp.MAX, 1.0, CASTS["none"], tag, AUTO)
 
@@ -108,6 +107,10 @@ class Weighing:
 
     def act(self, name: str, slots: Sequence[Slot], buckets: Sequence[Bucket]) -> None:
         """From the next step on the buckets whose codec is too slow travel as they are."""
+        warming_up = self._costs.reshape(-1, NUMBERS)[:, -1]
+        self._decided |= {bucket.slots for bucket, left in zip(buckets, warming_up, strict=True) if not left}
+        self._due += int(warming_up.max()) + 1 + WEIGHED_STEP
+        self._measured.clear()
         reasons = too_slow(self._costs)
         self._home.switch_off(reasons)
         if reasons and self._group.rank == 0:

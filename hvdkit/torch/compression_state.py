@@ -121,13 +121,21 @@ def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**states[0], KEY: [one for ours in kept for one in ([ours] if isinstance(ours, Mapping) else ours)]}
 
 
-def choose(saved: Saved | Sequence[Saved], rank: int, size: int) -> Saved | None:
+def resume(lane: Lane, places: Sequence[int | None], saved: Saved | Sequence[Saved], rank: int, size: int) -> None:
+    """Go on from what one or several ranks of an earlier job saved; a warm-up, for one, is not begun again."""
+    everyones = [saved] if isinstance(saved, Mapping) else list(saved)
+    mine = choose(everyones, rank, size)
+    if mine is not None:
+        load(lane, places, mine)
+    lane.home.memories.start_at(max((one["turn"] for one in everyones), default=0))
+
+
+def choose(everyones: Sequence[Saved], rank: int, size: int) -> Saved | None:
     """What this rank takes of what one or several ranks saved: nothing may be taken twice, nor left out.
 
     A rank takes its own; with other numbers of ranks than there were, what rank r saved goes to rank r modulo the ranks
     there are, and is summed there.
     """
-    everyones = [saved] if isinstance(saved, Mapping) else list(saved)
     mine = [one for one in everyones if one["rank"] % size == rank]
     if not mine:
         return None

@@ -189,9 +189,8 @@ class GradientSynchronizer:
         saved, self._kept = self._kept, None
         process_set = self.settings.process_set
         if saved is not None and routes.planned is not None:
-            kept = compression_state.choose(saved, process_set.rank(), process_set.size())
-            if kept is not None:
-                compression_state.load(routes.planned.lane, self._places(routes.planned), kept)
+            ours = routes.planned.lane, self._places(routes.planned)
+            compression_state.resume(*ours, saved, process_set.rank(), process_set.size())
         return routes
 
     def _save_kept(self, routes: Routes) -> None:
@@ -232,9 +231,8 @@ class GradientSynchronizer:
         if saved is None or self._routes is None or self._routes.planned is None:
             self._kept = saved
             return
-        kept = compression_state.choose(saved, process_set.rank(), process_set.size())
-        if kept is not None:
-            compression_state.load(self._routes.planned.lane, self._places(self._routes.planned), kept)
+        ours = self._routes.planned.lane, self._places(self._routes.planned)
+        compression_state.resume(*ours, saved, process_set.rank(), process_set.size())
 
     def reset_compression(self) -> None:
         """Forget what codecs keep."""

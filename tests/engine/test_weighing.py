@@ -8,17 +8,18 @@ from hvdkit.compression import CASTS
 from hvdkit.engine.memories import Memories
 from hvdkit.engine.plan import Slot, lay_out
 from hvdkit.engine.schedule import Piece
-from hvdkit.engine.weighing import too_slow
+from hvdkit.engine.weighing import NUMBERS, too_slow
 
 
 def test_only_what_is_clearly_slower_is_switched_off() -> None:
     costs = np.array(
         [
-            *(9_000, 2_000, 10_000),  # as quick as without, within what may be noise
-            *(9_500, 2_000, 10_000),
-            *(0, 10_000, 10_000),  # saves nothing, costs nothing
-            *(50_000, 1, 0),
-            *(1_000, 100, 100_000),
+            *(9_000, 2_000, 10_000, 0),  # as quick as without, within what may be noise
+            *(9_500, 2_000, 10_000, 0),
+            *(0, 10_000, 10_000, 0),  # saves nothing, costs nothing
+            *(50_000, 1, 0, 0),
+            *(1_000, 100, 100_000, 0),
+            *(50_000, 1, 0, 3),  # still warms up
         ]
     )
     assert too_slow(costs) == {
@@ -28,7 +29,7 @@ def test_only_what_is_clearly_slower_is_switched_off() -> None:
 
 
 def test_what_was_not_measured_stays_as_it_is() -> None:
-    assert too_slow(np.zeros(6, dtype=np.int64)) == {}
+    assert too_slow(np.zeros(2 * NUMBERS, dtype=np.int64)) == {}
 
 
 def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:

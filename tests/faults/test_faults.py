@@ -26,7 +26,7 @@ def noticed(output: str) -> dict[int, str]:
 
 
 @channels
-@pytest.mark.parametrize("scenario", ["raises", "exits"])
+@pytest.mark.parametrize("scenario", ["raises", "exits", "exits-late"])
 def test_a_rank_that_fails_ends_an_mpi_job(scenario, channel):
     status, output = run_ranks([*WORKER, scenario, channel], 3, "mpi", timeout=60)
     assert status != 0

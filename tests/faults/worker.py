@@ -11,6 +11,7 @@ import torch
 
 import hvdkit.torch as hvd
 from hvdkit import kernels
+from hvdkit.engine.ending import ENDING
 
 
 def misbehave(scenario: str) -> None:
@@ -18,6 +19,9 @@ def misbehave(scenario: str) -> None:
     if scenario == "raises":
         raise RuntimeError("this rank cannot go on")
     if scenario == "exits":
+        sys.exit(3)
+    if scenario == "exits-late":
+        ENDING.abort_with(lambda code: time.sleep(30))  # somebody else has to end the job
         sys.exit(3)
     if scenario == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

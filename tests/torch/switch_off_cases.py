@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 import time
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from hvdkit.compression import Memory
 from hvdkit.engine.weighing import WEIGHED_STEP
 from tests.torch.compression_cases import EverySecond, check_nothing_lost, compress, make, owed, take_steps
 from tests.torch.optimizer_support import assert_identical
 
 # By far more than gradients of some kilobytes take on any wire, so that what is decided does not depend on the machine.
 SLOW_SECONDS = 0.1
+WARMUP_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,26 @@ class Always(Slow):
 
 
 @dataclass(frozen=True)
-class WarmingUp(Slow):
-    """Slow as long as it warms up, and afterwards."""
+class WarmingUp(EverySecond):
+    """Slow as long as it warms up."""
 
     name: ClassVar[str] = "warming up"
 
     @property
     def warmup_steps(self) -> int:
-        return 3
+        return WARMUP_STEPS
+
+    def encode_into(self, payload: np.ndarray, values: np.ndarray, memory: Memory) -> int:
+        if memory.turn < WARMUP_STEPS:
+            time.sleep(SLOW_SECONDS)
+        return super().encode_into(payload, values, memory)
+
+
+def milliseconds(reason: str) -> float:
+    """What a codec took, of the reason why it is off."""
+    found = re.match(r"encode and decode ([\d.]+) ms", reason)
+    assert found is not None, reason
+    return float(found.group(1))
 
 
 def stats_of(hvd: Any, name: str) -> Any:
@@ -88,12 +103,37 @@ def case_one_slow_rank_is_enough(hvd: Any) -> None:
 
 
 def case_a_codec_that_warms_up_is_judged_afterwards(hvd: Any) -> None:
-    net, optimizer = make(hvd, WarmingUp(compress=compress(hvd)))
-    take_steps(net, optimizer, WEIGHED_STEP + 3)
+    net, optimizer = make(hvd, {"large": WarmingUp(compress=compress(hvd)), "wide": Slow(compress=compress(hvd))})
+    steps = WARMUP_STEPS + WEIGHED_STEP
+    take_steps(net, optimizer, steps)
+    assert stats_of(hvd, "wide").switched_off, "one that does not warm up was not decided on before"
     assert not stats_of(hvd, "large").switched_off
     take_steps(net, optimizer, 1)
-    assert stats_of(hvd, "large").switched_off
-    check_nothing_lost(hvd, net, optimizer, WEIGHED_STEP + 4)
+    # So small gradients never pay; what counts is what it took after the warm-up.
+    assert milliseconds(stats_of(hvd, "large").switched_off) < 1e3 * SLOW_SECONDS
+    check_nothing_lost(hvd, net, optimizer, steps + 1)
+
+
+def case_a_warm_up_that_begins_again_is_waited_for_again(hvd: Any) -> None:
+    net, optimizer = make(hvd, WarmingUp(compress=compress(hvd)))
+    take_steps(net, optimizer, WARMUP_STEPS)
+    optimizer.synchronize()
+    optimizer.reset_compression()
+    take_steps(net, optimizer, WEIGHED_STEP + 1)
+    assert not stats_of(hvd, "large").switched_off
+    take_steps(net, optimizer, WARMUP_STEPS)
+    assert milliseconds(stats_of(hvd, "large").switched_off) < 1e3 * SLOW_SECONDS
+
+
+def case_a_rank_that_saved_nothing_does_not_warm_up_again(hvd: Any) -> None:
+    net, optimizer = make(hvd, WarmingUp(compress=compress(hvd)))
+    take_steps(net, optimizer, WARMUP_STEPS)
+    optimizer.synchronize()
+    saved = hvd.broadcast_object(optimizer.state_dict())  # of rank 0 alone
+    net, optimizer = make(hvd, WarmingUp(compress=compress(hvd)))
+    optimizer.load_state_dict(saved)
+    take_steps(net, optimizer, WEIGHED_STEP + 1)
+    assert milliseconds(stats_of(hvd, "large").switched_off) < 1e3 * SLOW_SECONDS
 
 
 def case_buckets_are_judged_one_by_one(hvd: Any) -> None:

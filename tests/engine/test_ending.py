@@ -1,0 +1,33 @@
+"""With which exit code a job ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdkit.engine import ending
+from hvdkit.engine.ending import Ending, exit_status
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(None, 0), (0, 0), (False, 0), (3, 3), (True, 1), ("text", 1), (-1, 255), (256, 1), (2**40, 1), (0x103, 3)],
+)
+def test_no_failure_becomes_a_success(code: object, status: int) -> None:
+    assert exit_status(code) == status
+
+
+@pytest.mark.parametrize(
+    ("code", "first_code", "peer_lost", "aborts_with"),
+    [(7, 3, False, 3), (7, 0, False, 7), (0, 0, True, 1), (0, 3, True, 3), (0, 3, False, None), (0, 0, False, None)],
+)
+def test_a_job_ends_with_the_code_of_who_failed_first(
+    monkeypatch: pytest.MonkeyPatch, code: int, first_code: int, peer_lost: bool, aborts_with: int | None
+) -> None:
+    monkeypatch.setattr(ending, "AFTER_ANOTHER_SECONDS", 0)
+    aborted: list[int] = []
+    mine = Ending()
+    mine._watched = lambda: None
+    mine.abort_with(aborted.append)
+    mine.code, mine.first_code, mine.peer_lost, mine.another_left = code, first_code, peer_lost, True
+    mine._at_exit()
+    assert aborted == ([] if aborts_with is None else [aborts_with])
