@@ -96,7 +96,11 @@ def contestants(transport: str) -> list[Peer]:
     for name in training.CODECS:
         flags = ("--compression", name, *(sgd if name == "dgc" else ()))
         found.append(Peer(f"hvdkit {name}", "hvdkit", launcher, flags))
-    found.append(Peer("hvdkit topk warm-up", "hvdkit", launcher, ("--compression", "topk", "--warm-up")))
+    warm = ("--compression", "topk", "--warm-up")
+    found += [
+        Peer(f"hvdkit topk warm-up{name}", "hvdkit", launcher, flags)
+        for name, flags in (("", warm), (" SGD", (*warm, *sgd)))
+    ]
     return [*found, Peer(f"{DDP} SGD", "ddp", "plain", sgd), Peer(f"{OWN_DENSE} SGD", "hvdkit", launcher, sgd)]
 
 
