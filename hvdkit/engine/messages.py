@@ -30,6 +30,7 @@ SHAPES = {
     "ping": 1,
     "pong": 1,
     "bye": 3,  # reason, exit code that the job shall have; 0 if nothing failed
+    "left": 4,  # rank, and what its "bye" said
     "lost": 3,  # rank, text: a rank was found lost
 }
 

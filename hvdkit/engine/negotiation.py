@@ -139,14 +139,22 @@ class Negotiation:
         elif kind == "ping":
             self.send(sender, ["pong"])
         elif kind == "bye":
-            self.departed[sender] = str(message[1])
-            self.failed_with = self.failed_with or exit_status(message[2])
-            engine.watch.departed(sender)
+            failed_first = not self.failed_with
+            self._note_departed(sender, message[1], message[2])
             if self.coordinator is not None:
+                if failed_first and self.failed_with:  # before what ranks are answered because of it
+                    self.tell_everyone(["left", sender, *message[1:]])
                 self.coordinator.depart(sender, message[1])
+        elif kind == "left":
+            self._note_departed(*message[1:])
         elif kind == "lost":
             engine.fail(PeerLostError(message[2]))
         elif kind != "pong":
             if self.coordinator is None:
                 raise ValueError(f"{kind!r} is for the coordinator")
             self.coordinator.receive(sender, message, monotonic())
+
+    def _note_departed(self, rank: int, reason: str, code: int) -> None:
+        self.departed[rank] = str(reason)
+        self.failed_with = self.failed_with or exit_status(code)
+        self._engine.watch.departed(rank)
