@@ -38,7 +38,7 @@ clean: ## remove what was built, and the caches; .venv stays
 
 # One stamp per set of extras: what either target needs is added to the same .venv, and a second make does nothing.
 $(VENV)/.ready-train: EXTRAS := torch,mpi,examples
-$(VENV)/.ready-test: EXTRAS := torch,mpi,test
+$(VENV)/.ready-test: EXTRAS := torch,tensorflow,mpi,test
 
 # The pinned build tools come first, so that the build is as reproducible as the rest. Of pip's progress the big
 # downloads are shown and errors in full; the rest is in the log, where setup.py also says if nothing could be compiled.

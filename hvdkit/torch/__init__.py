@@ -1,8 +1,6 @@
 """Horovod's API for PyTorch: ``import hvdkit.torch as hvd``."""
 
-from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.basics import (
+from hvdkit.api.job import (
     Adasum,
     Average,
     Max,
@@ -14,11 +12,8 @@ from hvdkit.torch.basics import (
     compression_stats,
     cross_rank,
     cross_size,
-    cuda_built,
     ddl_built,
-    gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
@@ -26,18 +21,19 @@ from hvdkit.torch.basics import (
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
-    nccl_built,
     rank,
-    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
+from hvdkit.api.objects import allgather_object, broadcast_object
+from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.basics import cuda_built, gloo_built, init, nccl_built, rocm_built
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.compression_state import merge_state_dicts
 from hvdkit.torch.ddp import DDPHook, ddp_hook
-from hvdkit.torch.objects import allgather_object, broadcast_object
 from hvdkit.torch.ops_allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdkit.torch.ops_allreduce import (
     allreduce,

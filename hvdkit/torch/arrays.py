@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvdkit.torch.result_memory import RESULTS
+from hvdkit.api.result_memory import RESULTS
 
 Array = npt.NDArray[Any]
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.compression import NoneCompressor, check_codec_op, check_compression
 from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.compression import NoneCompressor, check_codec_op, check_compression, codec_of
+from hvdkit.torch.compression import codec_of
 
 # Below this a tensor's payload and what it costs to make it are no less than the tensor.
 SMALL_ELEMENTS = 1024

@@ -1,6 +1,6 @@
 """The functions that bring ranks to the same state, under the module name that Horovod gave them."""
 
-from hvdkit.torch.objects import allgather_object, broadcast_object
+from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.torch.optimizer_state import broadcast_optimizer_state
 from hvdkit.torch.parameters import broadcast_parameters
 

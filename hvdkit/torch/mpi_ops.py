@@ -7,10 +7,10 @@ library (``mpi_lib``, ``_handle_map``, ``gpu_available`` ...).
 
 from __future__ import annotations
 
+from hvdkit.api.checks import op_or_average
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import *  # noqa: F403 (the same names)
 from hvdkit.torch import __all__ as _torch_names
-from hvdkit.torch.checks import op_or_average
 from hvdkit.torch.ops_broadcast import BroadcastFunction as HorovodBroadcast
 
 __all__ = [*_torch_names, "HorovodBroadcast", "handle_average_backwards_compatibility", "num_rank_is_power_2"]

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.api import checks
+from hvdkit.api.handles import HANDLES
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.torch import checks
+from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import as_array, host_view
 from hvdkit.torch.autograd import apply, gradient_name
 from hvdkit.torch.direct import device_array, device_view, moves_directly, result_tensor
-from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_allreduce import grouped_allreduce
 from hvdkit.torch.ops_sync import synchronize
 
@@ -32,7 +33,7 @@ def _submit(
     ``wake`` is False where the caller waits at once, and then drives the engine itself.
     """
     engine = runtime.engine()
-    checks.check_has_rows(function, tensors)
+    tensor_checks.check_has_rows(function, tensors)
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     device = tensors[0].device
@@ -54,7 +55,7 @@ def _submit(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an allgather and return a handle; do not change the tensor until it is synchronised. See allgather()."""
-    checks.check_tensor("allgather_async", tensor, checks.MOVABLE_DTYPES)
+    tensor_checks.check_tensor("allgather_async", tensor, tensor_checks.MOVABLE_DTYPES)
     return _submit("allgather_async", [tensor], False, name, process_set)
 
 
@@ -62,7 +63,7 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start an allgather of several tensors as one and return a handle; the result is a tuple of new tensors."""
-    group = checks.check_tensors("grouped_allgather_async", tensors, checks.MOVABLE_DTYPES)
+    group = tensor_checks.check_tensors("grouped_allgather_async", tensors, tensor_checks.MOVABLE_DTYPES)
     return _submit("grouped_allgather_async", group, True, name, process_set)
 
 
@@ -101,7 +102,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Returns a new tensor with the sum of all ranks' rows. Raises TypeError or ValueError for arguments that make no
     sense, HorovodInternalError on every rank where ranks disagree.
     """
-    checks.check_tensor("allgather", tensor, checks.MOVABLE_DTYPES)
+    tensor_checks.check_tensor("allgather", tensor, tensor_checks.MOVABLE_DTYPES)
     output: Tensor = apply(AllgatherFunction, "allgather", name, process_set, tensor)[0]
     return output
 
@@ -113,5 +114,5 @@ def grouped_allgather(
 
     Returns a list of new tensors.
     """
-    group = checks.check_tensors("grouped_allgather", tensors, checks.MOVABLE_DTYPES)
+    group = tensor_checks.check_tensors("grouped_allgather", tensors, tensor_checks.MOVABLE_DTYPES)
     return list(apply(AllgatherFunction, "grouped_allgather", name, process_set, *group))

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.api import checks
+from hvdkit.api.handles import HANDLES
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch import checks
+from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
 from hvdkit.torch.autograd import apply, gradient_name
 from hvdkit.torch.compression import Compression, split_compression
 from hvdkit.torch.direct import device_array, device_copy, device_view, reduces_directly, result_tensor
-from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_sync import synchronize
 
 
@@ -42,9 +43,10 @@ def _submit(
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     if op == ReduceOp.ADASUM:
-        checks.check_adasum(function, tensors, process_set, engine.topology.size)
+        floating = {str(tensor.dtype).removeprefix("torch."): tensor.is_floating_point() for tensor in tensors}
+        checks.check_adasum(function, floating, process_set, engine.topology.size)
     if in_place:
-        checks.check_writable(function, tensors)
+        tensor_checks.check_writable(function, tensors)
     prescale = checks.check_factor(function, "prescale_factor", prescale_factor)
     postscale = checks.check_factor(function, "postscale_factor", postscale_factor)
     direct = codec.name == "none" and reduces_directly(engine, tensors, op, prescale, postscale)
@@ -96,7 +98,7 @@ def allreduce_async(
     """Start an allreduce and return a handle; the result is a new tensor. See allreduce()."""
     function = "allreduce_async"
     reduce_op = checks.op_or_average(function, op, average)
-    checks.check_tensor(function, tensor, checks.REDUCIBLE_DTYPES)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     return _submit(function, [tensor], False, False, name, reduce_op, prescale_factor, postscale_factor, process_set)
 
 
@@ -112,7 +114,7 @@ def allreduce_async_(
     """Start an allreduce in place and return a handle; leave the tensor alone until then. See allreduce()."""
     function = "allreduce_async_"
     reduce_op = checks.op_or_average(function, op, average)
-    checks.check_tensor(function, tensor, checks.REDUCIBLE_DTYPES)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     return _submit(function, [tensor], True, False, name, reduce_op, prescale_factor, postscale_factor, process_set)
 
 
@@ -128,7 +130,7 @@ def allreduce_(
     """Reduce over all ranks in place and return the tensor. See allreduce()."""
     function = "allreduce_"
     reduce_op = checks.op_or_average(function, op, average)
-    checks.check_tensor(function, tensor, checks.REDUCIBLE_DTYPES)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     handle = _submit(
         function, [tensor], True, False, name, reduce_op, prescale_factor, postscale_factor, process_set, wake=False
     )
@@ -187,11 +189,12 @@ def allreduce(
     where ranks disagree.
     """
     reduce_op = checks.op_or_average("allreduce", op, average)
-    checks.check_tensor("allreduce", tensor, checks.REDUCIBLE_DTYPES)
+    tensor_checks.check_tensor("allreduce", tensor, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression("allreduce", compression, reduce_op, [tensor])
     compressed, context = compressor.compress(tensor)
     arguments = (name, reduce_op, prescale_factor, postscale_factor, process_set, codec)
-    return compressor.decompress(apply(AllreduceFunction, compressed, *arguments), context)
+    output: Tensor = compressor.decompress(apply(AllreduceFunction, compressed, *arguments), context)
+    return output
 
 
 def grouped_allreduce_async(
@@ -206,7 +209,7 @@ def grouped_allreduce_async(
     """Start an allreduce of several tensors as one and return a handle; the result is a tuple of new tensors."""
     function = "grouped_allreduce_async"
     reduce_op = checks.op_or_average(function, op, average)
-    group = checks.check_tensors(function, tensors, checks.REDUCIBLE_DTYPES)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     return _submit(function, group, False, True, name, reduce_op, prescale_factor, postscale_factor, process_set)
 
 
@@ -222,7 +225,7 @@ def grouped_allreduce_async_(
     """Start an allreduce of several tensors in place and return a handle; the result is a tuple of the tensors."""
     function = "grouped_allreduce_async_"
     reduce_op = checks.op_or_average(function, op, average)
-    group = checks.check_tensors(function, tensors, checks.REDUCIBLE_DTYPES)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     return _submit(function, group, True, True, name, reduce_op, prescale_factor, postscale_factor, process_set)
 
 
@@ -238,7 +241,7 @@ def grouped_allreduce_(
     """Reduce several tensors over all ranks in place, and return them as a tuple. See grouped_allreduce()."""
     function = "grouped_allreduce_"
     reduce_op = checks.op_or_average(function, op, average)
-    group = checks.check_tensors(function, tensors, checks.REDUCIBLE_DTYPES)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     handle = _submit(
         function, group, True, True, name, reduce_op, prescale_factor, postscale_factor, process_set, wake=False
     )
@@ -292,7 +295,7 @@ def grouped_allreduce(
     Returns a list of new tensors.
     """
     reduce_op = checks.op_or_average("grouped_allreduce", op, average)
-    group = checks.check_tensors("grouped_allreduce", tensors, checks.REDUCIBLE_DTYPES)
+    group = tensor_checks.check_tensors("grouped_allreduce", tensors, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression("grouped_allreduce", compression, reduce_op, group)
     compressed, contexts = zip(*(compressor.compress(tensor) for tensor in group), strict=True)
     arguments = (name, reduce_op, prescale_factor, postscale_factor, process_set, codec)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.api import checks
+from hvdkit.api.handles import HANDLES
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.torch import checks
+from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import Array, as_array, as_tensor, host_view
 from hvdkit.torch.autograd import apply, gradient_name
-from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_sync import synchronize
 
 
@@ -30,10 +31,11 @@ def _submit(
     ``wake`` is False where the caller waits at once, and then drives the engine itself.
     """
     engine = runtime.engine()
-    checks.check_tensor(function, tensor, checks.MOVABLE_DTYPES)
-    checks.check_has_rows(function, [tensor])
+    tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
+    tensor_checks.check_has_rows(function, [tensor])
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
+    tensor_checks.check_integers(function, "splits", splits)
     shares = checks.check_splits(function, splits, tensor.shape[0], checks.size_of(process_set))
     rows = host_view(tensor) if shares is None else host_view(tensor)[: sum(shares)]
     handle = engine.alltoall(

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.api import checks
+from hvdkit.api.handles import HANDLES
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.torch import checks
+from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
 from hvdkit.torch.autograd import apply, gradient_name
 from hvdkit.torch.direct import device_array, device_copy, device_view, moves_directly, result_tensor
-from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_allreduce import allreduce
 from hvdkit.torch.ops_sync import synchronize
 
@@ -33,13 +34,13 @@ def _submit(
     ``wake`` is False where the caller waits at once, and then drives the engine itself.
     """
     engine = runtime.engine()
-    checks.check_tensor(function, tensor, checks.MOVABLE_DTYPES)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     root = checks.check_root(function, root_rank, process_set, engine.topology.size)
     direct = moves_directly(engine, tensor)
     if in_place:
-        checks.check_writable(function, [tensor])
+        tensor_checks.check_writable(function, [tensor])
         buffer = device_view(tensor) if direct else host_view(tensor)
     elif direct:
         buffer = device_copy(tensor)

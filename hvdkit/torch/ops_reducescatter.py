@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.api import checks
+from hvdkit.api.handles import HANDLES
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch import checks
+from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import Array, as_array, as_tensor, host_copy
 from hvdkit.torch.autograd import apply, gradient_name
 from hvdkit.torch.compression import Compression, split_compression
-from hvdkit.torch.handles import HANDLES
 from hvdkit.torch.ops_allgather import grouped_allgather
 from hvdkit.torch.ops_sync import synchronize
 
@@ -38,7 +39,7 @@ def _submit(
     ``wake`` is False where the caller waits at once, and then drives the engine itself.
     """
     engine = runtime.engine()
-    checks.check_has_rows(function, tensors)
+    tensor_checks.check_has_rows(function, tensors)
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     device = tensors[0].device
@@ -71,7 +72,7 @@ def reducescatter_async(
 ) -> int:
     """Start a reducescatter and return a handle; the result is a new tensor. See reducescatter()."""
     function = "reducescatter_async"
-    checks.check_tensor(function, tensor, checks.REDUCIBLE_DTYPES)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     return _submit(function, [tensor], False, name, op, process_set, prescale_factor, postscale_factor)
 
 
@@ -85,7 +86,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start a reducescatter of several tensors as one and return a handle; the result is a tuple of new tensors."""
     function = "grouped_reducescatter_async"
-    group = checks.check_tensors(function, tensors, checks.REDUCIBLE_DTYPES)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     return _submit(function, group, True, name, op, process_set, prescale_factor, postscale_factor)
 
 
@@ -140,12 +141,13 @@ def reducescatter(
     or ValueError for arguments that make no sense, HorovodInternalError on every rank where ranks disagree.
     """
     function = "reducescatter"
-    checks.check_tensor(function, tensor, checks.REDUCIBLE_DTYPES)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
     codec, compressor = split_compression(function, compression, reduce_op, [tensor])
     compressed, context = compressor.compress(tensor)
     arguments = (function, name, op, process_set, prescale_factor, postscale_factor, codec)
-    return compressor.decompress(apply(ReducescatterFunction, *arguments, compressed)[0], context)
+    output: Tensor = compressor.decompress(apply(ReducescatterFunction, *arguments, compressed)[0], context)
+    return output
 
 
 def grouped_reducescatter(
@@ -162,7 +164,7 @@ def grouped_reducescatter(
     Returns a list of new tensors.
     """
     function = "grouped_reducescatter"
-    group = checks.check_tensors(function, tensors, checks.REDUCIBLE_DTYPES)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
     codec, compressor = split_compression(function, compression, reduce_op, group)
     compressed, contexts = zip(*(compressor.compress(tensor) for tensor in group), strict=True)

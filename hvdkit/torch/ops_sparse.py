@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hvdkit.api import checks
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch import checks
 from hvdkit.torch.ops_allgather import grouped_allgather_async
 from hvdkit.torch.ops_sync import synchronize
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.checks import check_handle, check_process_set
+from hvdkit.api.handles import HANDLES
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.torch.checks import check_handle, check_process_set
-from hvdkit.torch.handles import HANDLES
 
 
 def poll(handle: int) -> bool:

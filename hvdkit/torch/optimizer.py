@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from hvdkit.api import checks
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch import checks
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.compression_policy import check_policy
 from hvdkit.torch.gradient_settings import Settings

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.checks import check_passes
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.checks import check_passes
 from hvdkit.torch.compression_state import KEY
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer

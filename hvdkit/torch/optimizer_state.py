@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.api.checks import check_root
+from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import global_process_set
-from hvdkit.torch.checks import check_root
-from hvdkit.torch.objects import allgather_object, broadcast_object
 from hvdkit.torch.parameters import broadcast_tensors
 
 # Tensors up to this size travel inside the structure: a message of their own would cost more.

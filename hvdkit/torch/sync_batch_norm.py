@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdkit.api.job import Sum, size
 from hvdkit.torch.autograd import apply
-from hvdkit.torch.basics import Sum, size
 from hvdkit.torch.ops_allgather import allgather
 from hvdkit.torch.ops_allreduce import allreduce
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.ranks import Skip
+from tests.told import told
 from tests.torch.data import equal
 from tests.torch.operations import grouped_operations, still_works, tensor_operations
-from tests.torch.told import told
 
 
 def case_what_is_no_tensor_is_told_with_function_and_argument(hvd):

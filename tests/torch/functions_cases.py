@@ -7,8 +7,8 @@ import collections
 import torch
 from torch import nn
 
+from tests.told import told
 from tests.torch.data import MOVABLE, equal, values
-from tests.torch.told import told
 
 ROOTS = ("first", "last")
 

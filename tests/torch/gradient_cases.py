@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
+from tests.told import told
 from tests.torch.data import all_values, mean, total
-from tests.torch.told import told
 
 
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, fill: float = 1.0) -> torch.Tensor:

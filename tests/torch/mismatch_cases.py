@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.told import told
 from tests.torch.data import equal
 from tests.torch.operations import still_works, tensor_operations
-from tests.torch.told import told
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from tests.ranks import Skip, place_on_node
+from tests.told import told
 from tests.torch.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
-from tests.torch.told import told
 
 
 def case_allreduce_gives_sum_and_average_of_every_type_and_dimension(hvd):

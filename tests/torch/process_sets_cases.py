@@ -8,8 +8,8 @@ import torch
 
 from hvdkit.engine import runtime
 from tests.ranks import Skip
+from tests.told import told
 from tests.torch.data import equal, total, values
-from tests.torch.told import told
 
 
 def _sets(hvd):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tests.ranks import Skip
+from tests.told import told
 from tests.torch.data import equal
 from tests.torch.operations import still_works
-from tests.torch.told import told
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Skip
-from tests.torch.told import told
+from tests.told import told
 
 SHAPES = [(4,), (4, 5), (4, 3, 2), (4, 2, 3, 2)]  # channels first, then the places
 

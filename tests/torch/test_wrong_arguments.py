@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvdkit.torch as hvd
-from tests.torch.told import told
+from tests.told import told
 
 PAIRS = (
     "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()"

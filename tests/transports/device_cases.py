@@ -9,7 +9,7 @@ from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
-from tests.torch.told import told
+from tests.told import told
 from tests.transports import pretend_device
 
 

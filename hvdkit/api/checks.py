@@ -1,85 +1,13 @@
-"""What the caller may have got wrong: each check names the function, the argument, what was expected and what came."""
+"""What the caller may have got wrong in any framework: each check names function and argument."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-
-REDUCIBLE_DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
-MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, torch.bool)
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argument: str = "tensor") -> None:
-    """Raises TypeError unless ``tensor`` is a tensor, ValueError unless it is dense and of one of ``dtypes``."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function}: {argument} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{function}: {argument} must be dense, got layout {tensor.layout}\n"
-            "HINT: use sparse_allreduce_async() for sparse COO tensors, or tensor.to_dense()."
-        )
-    if tensor.dtype not in dtypes:
-        raise ValueError(
-            f"{function}: {argument} must be of one of the types {_names(dtypes)}, got {_names([tensor.dtype])}"
-        )
-    if tensor.is_meta:
-        raise ValueError(f"{function}: {argument} must hold data, got a tensor on the meta device")
-
-
-def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The tensors of a grouped operation as a list. Raises TypeError or ValueError; all must be on one device."""
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        raise TypeError(f"{function}: tensors must be a list of tensors, got {type(tensors).__name__}")
-    checked = list(tensors)
-    if not checked:
-        raise ValueError(f"{function}: tensors must hold at least one tensor, got an empty list")
-    for index, tensor in enumerate(checked):
-        check_tensor(function, tensor, dtypes, f"tensors[{index}]")
-        if tensor.device != checked[0].device:
-            raise ValueError(
-                f"{function}: tensors must be on the same device, got {checked[0].device} and {tensor.device}"
-            )
-    return checked
-
-
-def check_has_rows(function: str, tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError for a 0-d tensor: the operation works along the first dimension."""
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(
-            f"{function}: tensor must have at least one dimension, got a scalar (0-d) tensor\n"
-            "HINT: use tensor.reshape(1)."
-        )
-
-
-def check_writable(function: str, tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError for a tensor that cannot be written in place because elements share memory."""
-    for tensor in tensors:
-        if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{function}: tensor must have memory of its own for each element, got an expanded tensor of shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}\nHINT: use tensor.clone()."
-            )
 
 
 def check_registered(function: str, process_set: Any) -> int:
@@ -174,17 +102,17 @@ def op_or_average(function: str, op: Any, average: Any) -> ReduceOp:
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-def check_adasum(function: str, tensors: Sequence[Tensor], process_set: ProcessSet, size: int) -> None:
-    """Raises NotImplementedError where Adasum has no answer, ValueError for tensors that are not floating point."""
+def check_adasum(function: str, floating: Mapping[str, bool], process_set: ProcessSet, size: int) -> None:
+    """Raises NotImplementedError where Adasum has no answer, ValueError for a dtype that is no floating one."""
     if process_set is not global_process_set:
         raise NotImplementedError(f"{function}: Adasum does not support non-global process sets yet.")
     if size & (size - 1):
         raise NotImplementedError(
             f"{function}: Running Adasum with non-power of 2 ranks is not supported yet, got {size} ranks."
         )
-    for tensor in tensors:
-        if not tensor.is_floating_point():
-            raise ValueError(f"{function}: Adasum needs floating point tensors, got {_names([tensor.dtype])}")
+    for dtype, floats in floating.items():
+        if not floats:
+            raise ValueError(f"{function}: Adasum needs floating point tensors, got {dtype}")
 
 
 def check_root(function: str, root_rank: Any, process_set: ProcessSet, size: int) -> int:
@@ -211,8 +139,6 @@ def check_splits(function: str, splits: Any, rows: int, size: int) -> list[int] 
                 f"the number of workers ({size})"
             )
         return None
-    if isinstance(splits, Tensor) and (splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool):
-        raise ValueError(f"{function}: splits must hold integers, got a tensor of type {_names([splits.dtype])}")
     values = splits.tolist() if hasattr(splits, "tolist") else splits
     try:
         shares = [int(value.__index__()) for value in values]

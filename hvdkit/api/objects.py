@@ -1,33 +1,45 @@
-"""Broadcast and allgather of Python objects: pickled, as a tensor of bytes whose length goes ahead."""
+"""Broadcast and allgather of Python objects: pickled, as an array of bytes whose length goes ahead."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cloudpickle
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
+from hvdkit.api import checks
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch import checks
-from hvdkit.torch.ops_allgather import allgather
-from hvdkit.torch.ops_broadcast import broadcast_
 
 # Sent instead of a length by a rank whose object cannot be pickled, so that the others do not wait for it.
 _CANNOT_PICKLE = -1
 
 
-def _pickle(obj: Any) -> tuple[Tensor, Exception | None]:
+Array = npt.NDArray[Any]
+
+
+def _pickle(obj: Any) -> tuple[Array, Exception | None]:
     try:
-        return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8), None
+        return np.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=np.uint8), None
     except Exception as error:
-        return torch.empty(0, dtype=torch.uint8), error
+        return np.empty(0, dtype=np.uint8), error
 
 
-def _length(payload: Tensor, error: Exception | None) -> Tensor:
-    return torch.tensor([len(payload) if error is None else _CANNOT_PICKLE])
+def _length(payload: Array, error: Exception | None) -> Array:
+    return np.array([len(payload) if error is None else _CANNOT_PICKLE])
+
+
+def _broadcast(array: Array, root: int, name: str, process_set_id: int) -> None:
+    engine = runtime.engine()
+    engine.broadcast([array], root_rank=root, name=name, process_set_id=process_set_id, wake=False).wait()
+
+
+def _allgather(array: Array, name: str, process_set_id: int) -> Array:
+    engine = runtime.engine()
+    gathered: Array = engine.allgather([array], name=name, process_set_id=process_set_id, wake=False).wait()[0]
+    return gathered
 
 
 def broadcast_object(
@@ -41,20 +53,21 @@ def broadcast_object(
     function = "broadcast_object"
     engine = runtime.engine()
     checks.check_name(function, name)
-    checks.check_process_set(function, process_set)
+    process_set_id = checks.check_process_set(function, process_set)
     root = checks.check_root(function, root_rank, process_set, engine.topology.size)
     base = function if name is None else name
     is_root = engine.topology.rank == root
-    payload, error = _pickle(obj) if is_root else (torch.empty(0, dtype=torch.uint8), None)
-    length = int(broadcast_(_length(payload, error), root, f"{base}.size", process_set))
+    payload, error = _pickle(obj) if is_root else (np.empty(0, dtype=np.uint8), None)
+    length = _length(payload, error)
+    _broadcast(length, root, f"{base}.size", process_set_id)
     if error is not None:
         raise error
-    if length == _CANNOT_PICKLE:
+    if length[0] == _CANNOT_PICKLE:
         raise HorovodInternalError(f"{function} {base!r}: rank {root} could not pickle its object")
     if not is_root:
-        payload = torch.empty(length, dtype=torch.uint8)
-    broadcast_(payload, root, f"{base}.data", process_set)
-    return obj if is_root else cloudpickle.loads(payload.numpy())
+        payload = np.empty(int(length[0]), dtype=np.uint8)
+    _broadcast(payload, root, f"{base}.data", process_set_id)
+    return obj if is_root else cloudpickle.loads(payload)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -66,15 +79,15 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     function = "allgather_object"
     runtime.engine()
     checks.check_name(function, name)
-    checks.check_process_set(function, process_set)
+    process_set_id = checks.check_process_set(function, process_set)
     base = function if name is None else name
     payload, error = _pickle(obj)
-    lengths = allgather(_length(payload, error), f"{base}.size", process_set).tolist()
+    lengths = _allgather(_length(payload, error), f"{base}.size", process_set_id).tolist()
     if error is not None:
         raise error
     if _CANNOT_PICKLE in lengths:
         members = process_set.ranks or range(len(lengths))
         failed = [member for member, length in zip(members, lengths, strict=True) if length == _CANNOT_PICKLE]
         raise HorovodInternalError(f"{function} {base!r}: ranks {failed} could not pickle their objects")
-    gathered = allgather(payload, f"{base}.data", process_set)
-    return [cloudpickle.loads(part.numpy()) for part in torch.split(gathered, lengths)]
+    gathered = _allgather(payload, f"{base}.data", process_set_id)
+    return [cloudpickle.loads(part) for part in np.split(gathered, np.cumsum(lengths)[:-1])]

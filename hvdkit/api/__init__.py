@@ -1,0 +1,1 @@
+"""What the adapters of all frameworks offer alike: the job and its ranks, and checks of what users pass."""

@@ -1,0 +1,109 @@
+"""What ``compression=`` takes in any framework: hvdkit's lossy codecs, or pairs of functions around an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdkit.compression import DGC, Codec, Int4, Int8, LossyCodec, OneBit, PowerSGD, RandomK, Threshold, TopK
+from hvdkit.kernels.reduce_op import ReduceOp
+
+
+class Compressor:
+    """Horovod's way: ``compress`` before the tensor travels, ``decompress`` after it came back."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The tensor to send and a context that ``decompress`` will be given."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The tensor as the caller knows it."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The tensor itself."""
+        return tensor
+
+
+class Compressions:
+    """Optional gradient compression.
+
+    ``none``, ``fp16`` and ``bf16`` are taken as they are. The others are taken as they are or called with parameters,
+    as in ``Compression.topk(ratio=0.01)``; all of these take ``feedback`` (True: what a step does not send is kept and
+    sent later) and ``compress`` ("between_nodes", or "everywhere").
+    """
+
+    none = NoneCompressor
+    int8 = Int8
+    int4 = Int4
+    onebit = OneBit
+    topk = TopK
+    threshold = Threshold
+    randomk = RandomK
+    dgc = DGC
+    powersgd = PowerSGD
+
+
+def lossy_codec(compression: Any) -> LossyCodec | None:
+    """The codec of a codec or of its class; None for anything else."""
+    if isinstance(compression, type) and issubclass(compression, LossyCodec):
+        return compression()
+    return compression if isinstance(compression, LossyCodec) else None
+
+
+def check_compression(function: str, compression: Any) -> Any:
+    """What compresses. Raises TypeError for what is no codec and has no functions ``compress`` and ``decompress``."""
+    if lossy_codec(compression) is None and not all(
+        callable(getattr(compression, method, None)) for method in ("compress", "decompress")
+    ):
+        raise TypeError(
+            f"{function}: compression must be one of hvd.Compression, such as hvd.Compression.fp16 or "
+            "hvd.Compression.topk(0.01), a hvdkit.compression.CustomCodec, or a class with static compress(tensor) and "
+            f"decompress(tensor, ctx), got {compression!r}"
+        )
+    return compression
+
+
+def check_codec_op(function: str, codec: Codec, op: ReduceOp) -> None:
+    """Raises ValueError for a codec whose payloads cannot be reduced by an operation."""
+    if isinstance(codec, LossyCodec) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(
+            f"{function}: Compression.{codec.name} cannot do op=hvd.{op.name.capitalize()}, only Average and Sum.\n"
+            "HINT: Compression.none, fp16 and bf16 can."
+        )
+
+
+def check_codec_dtypes(function: str, codec: Codec, floating: Mapping[Any, bool]) -> None:
+    """Raises ValueError where a dtype, which the mapping says, is no floating type."""
+    for dtype, floats in floating.items():
+        if not floats:
+            raise ValueError(
+                f"{function}: Compression.{codec.name} cannot do {dtype}, only floating types.\n"
+                "HINT: use Compression.none for integers."
+            )
+
+
+def check_operation(function: str, codec: LossyCodec) -> None:
+    """Raises ValueError for a codec that lives on what it keeps from step to step."""
+    if isinstance(codec, DGC | PowerSGD):
+        raise ValueError(
+            f"{function}: Compression.{codec.name} lives on what it keeps from step to step, which needs a "
+            "DistributedOptimizer.\nHINT: use Compression.topk or int8 here."
+        )
+    if codec.warmup_steps:
+        raise ValueError(
+            f"{function}: Compression.{codec.name}(warmup_epochs=...) counts steps, which needs a "
+            "DistributedOptimizer.\nHINT: leave warmup_epochs out here."
+        )

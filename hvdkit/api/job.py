@@ -1,0 +1,152 @@
+"""Start and stop, who am I among how many, and what this installation can do, whatever the framework."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+from hvdkit.api.handles import HANDLES
+from hvdkit.api.init_arguments import check_comm, check_process_sets
+from hvdkit.engine import runtime
+from hvdkit.engine.compression_report import CompressionStatistics, compression_statistics
+from hvdkit.engine.statistics import CommunicationStatistics
+from hvdkit.kernels.reduce_op import ReduceOp
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None:
+    """What the adapters' ``init`` do; ``cuda``: whether tensors of GPUs shall travel by NCCL."""
+    ranks_or_comm, sets = check_comm(comm), check_process_sets(process_sets, comm)
+    if not runtime.is_initialized():
+        HANDLES.clear()
+    runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda)
+
+
+def shutdown() -> None:
+    """Leave the job, after which init() may be called again. Does nothing where init() was not called."""
+    HANDLES.clear()
+    runtime.shutdown()
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown()."""
+    return runtime.is_initialized()
+
+
+def size() -> int:
+    """How many ranks the job has. Raises NotInitializedError, a ValueError, as do all functions below."""
+    return int(runtime.engine().topology.size)
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0."""
+    return int(runtime.engine().topology.rank)
+
+
+def local_size() -> int:
+    """How many ranks run on this node."""
+    return int(runtime.engine().topology.local_size)
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of this node, from 0: usually the index of its GPU."""
+    return int(runtime.engine().topology.local_rank)
+
+
+def cross_size() -> int:
+    """How many nodes have a rank of this local rank."""
+    return int(runtime.engine().topology.cross_size)
+
+
+def cross_rank() -> int:
+    """The number of this node among the nodes that have a rank of this local rank."""
+    return int(runtime.engine().topology.cross_rank)
+
+
+def is_homogeneous() -> bool:
+    """True if every node runs the same number of ranks."""
+    return bool(runtime.engine().topology.is_homogeneous)
+
+
+def compression_stats() -> CompressionStatistics:
+    """What compression did on this rank: bytes before and after, seconds, residuals, by codec and by parameter."""
+    return compression_statistics(runtime.engine())
+
+
+def communication_stats() -> CommunicationStatistics:
+    """What communication cost this rank since init(): bytes sent, reductions, seconds that threads waited for it."""
+    return runtime.engine().communication_statistics()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to record operations into ``file_path``, in the format of chrome://tracing.
+
+    Raises TypeError unless ``file_path`` is a string or a path.
+    """
+    if not isinstance(file_path, str | os.PathLike):
+        raise TypeError(f"start_timeline: file_path must be a string or a path, got {file_path!r}")
+    runtime.engine().start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording and close its file."""
+    runtime.engine().stop_timeline()
+
+
+def _transport() -> str | None:
+    return str(runtime.engine().transport.name) if runtime.is_initialized() else None
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI lets several threads call it at once, so that other MPI code may run beside this.
+
+    Raises ValueError where MPI does not carry this job.
+    """
+    runtime.engine()
+    if not mpi_enabled():
+        raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI carries this job; False before init()."""
+    return _transport() == "mpi"
+
+
+@functools.lru_cache(maxsize=1)
+def mpi_built() -> bool:
+    """Whether mpi4py is installed and finds an MPI library. Asks a short-lived process, so MPI is not started here."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return False
+    if "mpi4py.MPI" in sys.modules:
+        return True
+    program = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)  # noqa: S603 (our own words)
+    return answer.returncode == 0
+
+
+def gloo_enabled() -> bool:
+    """Whether torch.distributed's Gloo carries this job; False before init()."""
+    return _transport() == "torch"
+
+
+def ddl_built() -> bool:
+    """False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: Intel's oneCCL is not used."""
+    return False

@@ -1,0 +1,51 @@
+"""Start, and what this TensorFlow can do."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import job
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job that a launcher started; without a launcher, a job of one rank.
+
+    ``comm``: None for all ranks, a list of ranks, or an mpi4py communicator. ``process_sets``: a list of ProcessSet to
+    register now, or "dynamic" to register them later with add_process_set(). A second call does nothing.
+    Raises ValueError or TypeError for arguments or an environment that make no sense, NotImplementedError for process
+    sets made from a communicator beside a list of ranks, TransportUnavailableError.
+    """
+    job.init(comm, process_sets)
+
+
+def gloo_built() -> bool:
+    """Whether PyTorch, whose Gloo carries jobs without MPI, is installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def nccl_built() -> int:
+    """0: tensors of GPUs travel through host memory."""
+    return 0
+
+
+def cuda_built() -> bool:
+    """Whether this TensorFlow was built for CUDA, so that tensors of GPUs can be passed."""
+    return bool(tf.test.is_built_with_cuda())
+
+
+def rocm_built() -> bool:
+    """Whether this TensorFlow was built for ROCm."""
+    return bool(tf.test.is_built_with_rocm())
+
+
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Whether TensorFlow sees a GPU. The arguments are Horovod's and not used."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def check_num_rank_power_of_2(num_rank: int) -> bool:
+    """Whether a number of ranks is a power of two, as Adasum wants it."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0

@@ -1,0 +1,67 @@
+"""What ``compression=`` takes: codecs of hvdkit, and Horovod's classes, a pair of functions around an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api.compression import (
+    Compressions,
+    Compressor,
+    NoneCompressor,
+    check_codec_dtypes,
+    check_codec_op,
+    check_compression,
+    check_operation,
+    lossy_codec,
+)
+from hvdkit.compression import CASTS, Codec
+from hvdkit.kernels.reduce_op import ReduceOp
+
+
+class FP16Compressor(Compressor):
+    """Sends floating point tensors as float16: half of float32's bytes, for range and precision."""
+
+    dtype = tf.float16
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """The tensor in 16 bits if it is floating point, and its own type."""
+        return (tf.cast(tensor, cls.dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The tensor in the type that it had."""
+        return tf.cast(tensor, ctx) if ctx.is_floating else tensor
+
+
+class BF16Compressor(FP16Compressor):
+    """Sends floating point tensors as bfloat16: half of float32's bytes, for precision alone."""
+
+    dtype = tf.bfloat16
+
+
+class Compression(Compressions):
+    """See Compressions."""
+
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+
+
+def split_compression(
+    function: str, compression: Any, op: ReduceOp, tensors: Sequence[Any]
+) -> tuple[Codec, type[Compressor]]:
+    """The codec for the wire, and the class for before and after; one of them does nothing.
+
+    Raises TypeError for what does not compress, ValueError for an operation or a tensor that a codec cannot do.
+    """
+    check_compression(function, compression)
+    codec = lossy_codec(compression)
+    if codec is None:
+        return CASTS["none"], compression
+    check_codec_op(function, codec, op)
+    check_codec_dtypes(function, codec, {tensor.dtype.name: tensor.dtype.is_floating for tensor in tensors})
+    check_operation(function, codec)
+    return codec, NoneCompressor

@@ -1,0 +1,71 @@
+"""Exceptions out of graphs: TensorFlow turns them into text, and this turns the text back into the exception."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+# More than could be on their way to users at a time; of older ones only the text is left.
+KEPT = 64
+
+_numbers = itertools.count(1)
+_kept: dict[int, BaseException] = {}
+_MARK = re.compile(r"\(hvdkit exception (\d+)\)")
+_UNSUPPORTED = "Detected unsupported operations when trying to compile graph"
+_NO_XLA = (
+    "jit_compile=True: XLA cannot compile hvd's operations, since they talk to other processes.\n"
+    "HINT: use tf.function(jit_compile=False), or model.compile(jit_compile=False)."
+)
+
+
+class GraphError(RuntimeError):
+    """What is raised inside of a graph; whoever runs the graph gets the original."""
+
+
+def mark(error: BaseException) -> GraphError:
+    """The exception to raise inside of a graph in place of ``error``."""
+    number = next(_numbers)
+    _kept[number] = error
+    for old in list(_kept)[:-KEPT]:
+        del _kept[old]
+    return GraphError(f"{type(error).__name__}: {error} (hvdkit exception {number})")
+
+
+def original(message: str) -> BaseException | None:
+    """The exception that TensorFlow's message tells of, if it came from here."""
+    found = _MARK.search(message)
+    if found is not None:
+        return _kept.pop(int(found.group(1)), None)
+    if _UNSUPPORTED in message and "hvdkit" in message:
+        return NotImplementedError(_NO_XLA)
+    return None
+
+
+def install() -> None:
+    """Have the functions by which TensorFlow runs graphs raise the original. Once is enough."""
+    from tensorflow.python.eager import execute
+
+    for name in ("execute", "execute_with_cancellation"):
+        known = getattr(execute, name, None)  # where there is none, users get TensorFlow's exception with our text
+        if known is not None and not getattr(known, "asks_hvdkit", False):
+            setattr(execute, name, _raising_originals(known))
+
+
+def _raising_originals(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def run_raising_originals(*arguments: Any, **options: Any) -> Any:
+        try:
+            return run(*arguments, **options)
+        except tf.errors.OpError as told:
+            error = original(str(told.message))
+            if error is None:
+                raise
+        raise error
+
+    run_raising_originals.asks_hvdkit = True  # type: ignore[attr-defined]
+    return run_raising_originals

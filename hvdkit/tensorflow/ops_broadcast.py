@@ -1,0 +1,96 @@
+"""Broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.engine import runtime
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow import tensor_checks
+from hvdkit.tensorflow.arrays import Array, copy_of, empty_like
+from hvdkit.tensorflow.bridge import operation_name, run
+from hvdkit.tensorflow.ops_allreduce import allreduce
+
+
+def _broadcast(
+    function: str,
+    tensors: Sequence[Any],
+    root_rank: int,
+    name: str | None,
+    ignore_name_scope: bool,
+    process_set: ProcessSet,
+) -> list[Any]:
+    """Not differentiable. Several tensors travel together."""
+    engine = runtime.engine()
+    checks.check_name(function, name)
+    checks.check_process_set(function, process_set)
+    root = checks.check_root(function, root_rank, process_set, engine.topology.size)
+
+    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+        engine = runtime.engine()
+        is_root = engine.topology.rank == root
+        outputs = [copy_of(array) if is_root else empty_like(array) for array in arrays]
+        process_set_id = checks.check_process_set(function, process_set)
+        handle = engine.broadcast(outputs, root_rank=root, name=name, process_set_id=process_set_id, wake=wake)
+        return handle, lambda _: outputs
+
+    full_name = operation_name("Broadcast", name, tensors, ignore_name_scope)
+    return run(tensors, full_name, start, [(tensor.dtype, tensor.shape) for tensor in tensors])
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give all ranks of ``process_set`` the tensor of ``root_rank``, which counts among all ranks, not in the set.
+
+    ``tensor`` has the same shape and type on all ranks. ``name`` and ``ignore_name_scope`` are those of allreduce().
+    Differentiable: the root's gradient is the average of all ranks' gradients, that of the others zero.
+
+    Returns a tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
+    HorovodInternalError on every rank where ranks disagree.
+    """
+    found = tensor_checks.check_tensor("broadcast", tensor, tensor_checks.MOVABLE_DTYPES)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(value: Any) -> tuple[Any, Callable[[Any], Any]]:
+        (output,) = _broadcast("broadcast", [value], root_rank, name, ignore_name_scope, process_set)
+
+        def gradient(of_output: Any) -> Any:
+            gradient_name = None if name is None else f"{name}.gradient"
+            average = allreduce(
+                tf.convert_to_tensor(of_output),
+                name=gradient_name, process_set=process_set, ignore_name_scope=ignore_name_scope,
+            )  # fmt: skip
+            return average if runtime.engine().topology.rank == root_rank else tf.zeros_like(average)
+
+        return output, gradient
+
+    return differentiable(found)
+
+
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Write the root's values into variables on all ranks, as one operation; returns the new values.
+
+    Arguments and errors are those of broadcast(), and TypeError for what cannot be assigned to.
+    """
+    function = "broadcast_"
+    for place, variable in enumerate(variables):
+        if not callable(getattr(variable, "assign", None)):
+            raise TypeError(f"{function}: variables[{place}] must be a tf.Variable, got {type(variable).__name__}")
+    if not variables:
+        return []
+    values = tensor_checks.check_tensors(function, list(variables), tensor_checks.MOVABLE_DTYPES)
+    outputs = _broadcast(function, values, root_rank, name, False, process_set)
+    for variable, output in zip(variables, outputs, strict=True):
+        variable.assign(output)
+    return outputs

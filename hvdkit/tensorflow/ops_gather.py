@@ -1,0 +1,155 @@
+"""Allgather and alltoall: rows of all ranks, one after the other, and rows for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.engine import runtime
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow import tensor_checks
+from hvdkit.tensorflow.arrays import Array
+from hvdkit.tensorflow.bridge import operation_name, run
+from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
+
+
+def _gradient_name(name: str | None) -> str | None:
+    return None if name is None else f"{name}.gradient"
+
+
+def _any_rows(tensor: Any) -> Any:
+    return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank is not None else tensor.shape
+
+
+def _gather(
+    kind: str, tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet
+) -> list[Any]:
+    """Differentiable: the gradient is this rank's rows of the gradients' average, as Horovod's."""
+    function = kind.lower()
+    runtime.engine()
+    tensor_checks.check_has_rows(function, tensors)
+    checks.check_name(function, name)
+    checks.check_process_set(function, process_set)
+
+    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+        process_set_id = checks.check_process_set(function, process_set)
+        handle = runtime.engine().allgather(arrays, name=name, process_set_id=process_set_id, wake=wake)
+        return handle, list
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gather(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
+        full_name = operation_name(kind, name, inputs, ignore_name_scope)
+        outputs = run(inputs, full_name, start, [(tensor.dtype, _any_rows(tensor)) for tensor in inputs])
+
+        def gradient(*gradients: Any) -> list[Any]:
+            averages = grouped_allreduce(
+                [tf.convert_to_tensor(one) for one in gradients],
+                process_set=process_set, ignore_name_scope=ignore_name_scope, name=_gradient_name(name),
+            )  # fmt: skip
+            rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs])
+            rows_name = None if name is None else f"{name}.rows"
+            (all_rows,) = _gather("Allgather", [rows[tf.newaxis]], rows_name, ignore_name_scope, process_set)
+            before = tf.reduce_sum(all_rows[: process_set.rank()], axis=0)
+            return [average[before[i] : before[i] + rows[i]] for i, average in enumerate(averages)]
+
+        return outputs, gradient
+
+    return list(gather(*tensors))
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
+
+    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. ``name`` and
+    ``ignore_name_scope`` are those of allreduce(). Differentiable: the gradient is this rank's rows of the average of
+    all ranks' gradients.
+
+    Returns a tensor with the sum of all ranks' rows. Raises TypeError or ValueError for arguments that make no sense,
+    HorovodInternalError on every rank where ranks disagree.
+    """
+    found = tensor_checks.check_tensor("allgather", tensor, tensor_checks.MOVABLE_DTYPES)
+    return _gather("Allgather", [found], name, ignore_name_scope, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Allgather several tensors as one operation. Arguments, gradients and errors are those of allgather()."""
+    found = tensor_checks.check_tensors("grouped_allgather", tensors, tensor_checks.MOVABLE_DTYPES)
+    return _gather("GroupedAllgather", found, name, ignore_name_scope, process_set) if found else []
+
+
+def _scatter(
+    tensor: Any, splits: Any, name: str | None, ignore_name_scope: bool, process_set: ProcessSet
+) -> tuple[Any, Any]:
+    """The rows received, and how many came from each rank. Differentiable: rows' gradients go back where they were."""
+
+    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+        rows = arrays[0]
+        process_set_id = checks.check_process_set("alltoall", process_set)
+        wanted = arrays[1].tolist() if len(arrays) > 1 else None
+        shares = checks.check_splits("alltoall", wanted, rows.shape[0], checks.size_of(process_set))
+        sent = rows if shares is None else rows[: sum(shares)]
+        handle = runtime.engine().alltoall(sent, splits=shares, name=name, process_set_id=process_set_id, wake=wake)
+        dtype = arrays[1].dtype if len(arrays) > 1 else np.dtype(np.int32)
+        return handle, lambda result: [result[0], np.array(result[1], dtype=dtype)]
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def scatter(rows: Any) -> tuple[Any, Callable[..., Any]]:
+        inputs = [rows] if splits is None else [rows, splits]
+        full_name = operation_name("Alltoall", name, inputs[:1], ignore_name_scope)
+        dtype = tf.int32 if splits is None else splits.dtype
+        sizes = tf.TensorShape([process_set.size()])
+        output, received = run(inputs, full_name, start, [(rows.dtype, _any_rows(rows)), (dtype, sizes)])
+
+        def gradient(of_output: Any, _: Any) -> Any:
+            back, _ = _scatter(
+                tf.convert_to_tensor(of_output), received, _gradient_name(name), ignore_name_scope, process_set
+            )
+            unsent = tf.shape(rows)[0] - tf.shape(back)[0]  # rows that were not sent to anybody
+            return tf.concat([back, tf.zeros(tf.concat([[unsent], tf.shape(back)[1:]], 0), back.dtype)], 0)
+
+        return (output, received), gradient
+
+    output, received = scatter(tensor)
+    return output, received
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
+
+    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. ``splits``
+    has one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal share.
+    ``name`` and ``ignore_name_scope`` are those of allreduce(). Differentiable.
+
+    Returns a tensor with the rows received, in rank order, and if ``splits`` was given also a tensor that says how many
+    came from each rank. Raises TypeError or ValueError for arguments that make no sense, HorovodInternalError on every
+    rank where ranks disagree.
+    """
+    function = "alltoall"
+    runtime.engine()
+    found = tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
+    tensor_checks.check_has_rows(function, [found])
+    checks.check_name(function, name)
+    checks.check_process_set(function, process_set)
+    wanted = None if splits is None else tensor_checks.check_integers(function, "splits", splits)
+    output, received = _scatter(found, wanted, name, ignore_name_scope, process_set)
+    return output if splits is None else (output, received)

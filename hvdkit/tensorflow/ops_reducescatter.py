@@ -1,0 +1,126 @@
+"""Reduce-scatter: the reduction of all ranks' tensors, of which each rank gets some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.compression import CASTS, Codec
+from hvdkit.engine import runtime
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow import tensor_checks
+from hvdkit.tensorflow.arrays import Array, copy_of
+from hvdkit.tensorflow.bridge import operation_name, run
+from hvdkit.tensorflow.compression import Compression, split_compression
+from hvdkit.tensorflow.ops_gather import grouped_allgather
+
+_OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+
+def _scatter(
+    function: str, tensors: Sequence[Any], op: ReduceOp, factors: tuple[float, float], name: str | None,
+    ignore_name_scope: bool, process_set: ProcessSet, codec: Codec = CASTS["none"],
+) -> list[Any]:  # fmt: skip
+    """Differentiable: the gradients are gathered and scaled as the tensors are."""
+    runtime.engine()
+    tensor_checks.check_has_rows(function, tensors)
+    checks.check_name(function, name)
+    checks.check_process_set(function, process_set)
+    prescale, postscale = factors
+
+    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+        handle = runtime.engine().reducescatter(
+            [copy_of(array) for array in arrays],  # their contents are used up
+            op=op,
+            prescale=prescale,
+            postscale=postscale,
+            name=name,
+            process_set_id=checks.check_process_set(function, process_set),
+            wake=wake,
+            codec=codec,
+        )
+        return handle, list
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def scatter(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
+        kind = "Reducescatter" if function == "reducescatter" else "GroupedReducescatter"
+        full_name = operation_name(kind, name, inputs, ignore_name_scope)
+        shapes = [tf.TensorShape([None, *one.shape[1:]]) if one.shape.rank else one.shape for one in inputs]
+        outputs = run(inputs, full_name, start, list(zip([one.dtype for one in inputs], shapes, strict=True)))
+
+        def gradient(*gradients: Any) -> list[Any]:
+            # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
+            factor = prescale * postscale * (checks.size_of(process_set) if op == ReduceOp.SUM else 1)
+            gathered = grouped_allgather(
+                [tf.convert_to_tensor(one) for one in gradients],
+                None if name is None else f"{name}.gradient",
+                ignore_name_scope,
+                process_set,
+            )
+            return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
+
+        return outputs, gradient
+
+    return list(scatter(*tensors))
+
+
+def _checked_factors(function: str, prescale_factor: Any, postscale_factor: Any) -> tuple[float, float]:
+    return (
+        checks.check_factor(function, "prescale_factor", prescale_factor),
+        checks.check_factor(function, "postscale_factor", postscale_factor),
+    )
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = ReduceOp.AVERAGE,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce a tensor over all ranks of ``process_set``, and give each rank some rows of the result, in rank order.
+
+    ``tensor`` has at least one dimension and the same shape and type on all ranks; the first ranks get one row more
+    where rows cannot be shared evenly. ``op`` is hvd.Average or hvd.Sum. The other arguments and the errors are those
+    of allreduce(). Differentiable. Returns a tensor with this rank's rows.
+    """
+    function = "reducescatter"
+    reduce_op = checks.check_op(function, op, _OPS)
+    found = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    codec, compressor = split_compression(function, compression, reduce_op, [found])
+    factors = _checked_factors(function, prescale_factor, postscale_factor)
+    with tf.device(device_dense or None):
+        compressed, context = compressor.compress(found)
+        (output,) = _scatter(function, [compressed], reduce_op, factors, name, ignore_name_scope, process_set, codec)
+        return compressor.decompress(output, context)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Reduce-scatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter()."""
+    function = "grouped_reducescatter"
+    reduce_op = checks.check_op(function, op, _OPS)
+    if len(tensors) == 0:
+        return []
+    found = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    codec, compressor = split_compression(function, compression, reduce_op, found)
+    factors = _checked_factors(function, prescale_factor, postscale_factor)
+    with tf.device(device_dense or None):
+        compressed, contexts = zip(*(compressor.compress(tensor) for tensor in found), strict=True)
+        outputs = _scatter(function, compressed, reduce_op, factors, None, False, process_set, codec)
+        return [compressor.decompress(output, context) for output, context in zip(outputs, contexts, strict=True)]

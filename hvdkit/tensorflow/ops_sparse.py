@@ -1,0 +1,45 @@
+"""Allreduce of tf.IndexedSlices: every rank gets all ranks' slices, which together are the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.engine.process_sets import ProcessSet
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.ops_gather import grouped_allgather
+
+
+def allreduce_slices(
+    function: str,
+    slices: Sequence[Any],
+    op: ReduceOp,
+    factors: tuple[float, float],
+    name: str | None,
+    process_set: ProcessSet,
+    ignore_name_scope: bool,
+) -> list[Any]:
+    """The sums or averages of IndexedSlices, in which an index that several ranks have stands several times.
+
+    Raises NotImplementedError for other operations and for scale factors.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise NotImplementedError(
+            f"{function}: hvd.{op.name.capitalize()} does not go with tf.IndexedSlices, only Sum and Average.\n"
+            "HINT: use sparse_as_dense=True, or tf.convert_to_tensor()."
+        )
+    if factors != (1.0, 1.0):
+        raise NotImplementedError(f"{function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices")
+    checks.check_process_set(function, process_set)
+    parts = [part for one in slices for part in (one.values, one.indices)]
+    gathered = grouped_allgather(parts, name, ignore_name_scope, process_set)
+    divisor = checks.size_of(process_set) if op == ReduceOp.AVERAGE else 1
+    return [
+        tf.IndexedSlices(
+            values if divisor == 1 else tf.cast(values / divisor, values.dtype), indices, dense_shape=one.dense_shape
+        )
+        for one, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
+    ]

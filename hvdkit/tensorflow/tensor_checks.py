@@ -1,0 +1,63 @@
+"""What the caller may have got wrong with tensors: each check names the function and the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+REDUCIBLE_DTYPES = (
+    *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
+    *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
+)
+MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, tf.bool)
+
+
+def check_tensor(function: str, tensor: Any, dtypes: Sequence[Any], argument: str = "tensor") -> Any:
+    """The dense tensor of a tensor, a variable, or what TensorFlow makes one of.
+
+    Raises TypeError for what is none, ValueError unless it is dense and of one of ``dtypes``.
+    """
+    if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
+        raise ValueError(
+            f"{function}: {argument} must be dense, got a tf.{type(tensor).__name__}\n"
+            "HINT: use tf.convert_to_tensor(), tf.sparse.to_dense(), or gather values and indices by themselves."
+        )
+    try:
+        found = tf.convert_to_tensor(tensor)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{function}: {argument} must be a tf.Tensor or tf.Variable, got {tensor!r}: {error}") from None
+    if found.dtype not in dtypes:
+        names = ", ".join(dtype.name for dtype in dtypes)
+        raise ValueError(f"{function}: {argument} must be of one of the types {names}, got {found.dtype.name}")
+    return found
+
+
+def check_tensors(function: str, tensors: Any, dtypes: Sequence[Any]) -> list[Any]:
+    """The tensors of a grouped operation as a list. Raises TypeError or ValueError."""
+    if isinstance(tensors, tf.Tensor | tf.Variable) or not isinstance(tensors, Iterable):
+        raise TypeError(f"{function}: tensors must be a list of tensors, got {type(tensors).__name__}")
+    return [check_tensor(function, tensor, dtypes, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
+
+
+def check_has_rows(function: str, tensors: Sequence[Any]) -> None:
+    """Raises ValueError for a scalar: the operation works along the first dimension."""
+    if any(tensor.shape.rank == 0 for tensor in tensors):
+        raise ValueError(
+            f"{function}: tensor must have at least one dimension, got a scalar (0-d) tensor\n"
+            "HINT: use tf.reshape(tensor, [1])."
+        )
+
+
+def check_integers(function: str, argument: str, numbers: Any) -> Any:
+    """A vector of integers as a tensor. Raises TypeError for what TensorFlow makes no tensor of, ValueError else."""
+    try:
+        found = tf.convert_to_tensor(numbers)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{function}: {argument} must be a list or 1-d tensor of integers: {error}") from None
+    if not found.dtype.is_integer:
+        raise ValueError(f"{function}: {argument} must hold integers, got a tensor of type {found.dtype.name}")
+    if found.shape.rank not in (1, None):
+        raise ValueError(f"{function}: {argument} must have one dimension, got the shape {found.shape}")
+    return found

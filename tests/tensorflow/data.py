@@ -1,0 +1,44 @@
+"""Tensors whose values each rank knows of all others, and both ways to run a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64)
+REDUCIBLE = (*INTEGERS, *FLOATS)
+MOVABLE = (*REDUCIBLE, tf.bool)
+SHAPES = ((), (1,), (0,), (17,), (3, 0, 2), (5, 4), (2, 3, 4, 5))
+
+
+def ways(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The function as it is, and in a graph."""
+    yield function
+    yield tf.function(function)
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Small integers, that each dtype holds exactly, others on each rank."""
+    count = int(np.prod(shape))
+    numbers = (np.arange(count) * 7 + 3 * rank) % 5
+    return tf.cast(tf.reshape(tf.constant(numbers, tf.int32), shape), dtype)
+
+
+def all_values(size: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
+    """What each rank has."""
+    return [values(rank, shape, dtype) for rank in range(size)]
+
+
+def doubles(tensor: Any) -> np.ndarray:
+    """A tensor's values in float64."""
+    return tf.cast(tensor, tf.float64).numpy()
+
+
+def check_equal(result: Any, expected: np.ndarray, dtype: Any, *what: Any) -> None:
+    """The result has the dtype, the shape and the values."""
+    assert result.dtype == dtype, (result.dtype, dtype, *what)
+    np.testing.assert_array_equal(doubles(result), expected, err_msg=str(what))

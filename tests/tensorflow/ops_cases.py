@@ -1,0 +1,294 @@
+"""Every operation against what each rank can compute for itself, in eager execution and in graphs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.errors import HorovodInternalError
+from tests.ranks import Skip
+from tests.tensorflow.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, check_equal, doubles, ways
+from tests.told import told
+
+
+def case_torch_is_not_there_under_mpi(hvd: Any) -> None:
+    import sys
+
+    if hvd.mpi_enabled():
+        assert "torch" not in sys.modules
+        assert hvd.size() == 1 or hvd.mpi_built()
+
+
+def case_allreduce_gives_sum_average_min_max_and_product(hvd: Any) -> None:
+    def reduce(tensor: Any) -> list[Any]:
+        return [hvd.allreduce(tensor, op=op) for op in (hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Average)]
+
+    for run in ways(reduce):
+        for dtype, shape in itertools.product(REDUCIBLE, SHAPES):
+            inputs = all_values(hvd.size(), shape, dtype)
+            stacked = np.stack([doubles(one) for one in inputs])
+            *results, average = run(inputs[hvd.rank()])
+            for result, expected in zip(
+                results, (stacked.sum(0), stacked.min(0), stacked.max(0), stacked.prod(0)), strict=True
+            ):
+                check_equal(result, expected, dtype, shape)
+            assert average.dtype == dtype
+            mean = np.trunc(stacked.mean(0)) if dtype in INTEGERS else stacked.mean(0)
+            np.testing.assert_allclose(doubles(average), mean, rtol=1e-2)
+
+
+def case_allreduce_scales_before_and_after(hvd: Any) -> None:
+    def reduce(tensor: Any) -> Any:
+        return hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+
+    for run in ways(reduce):
+        result = run(tf.fill([3, 2], float(hvd.rank() + 1)))
+        np.testing.assert_allclose(result, np.full((3, 2), 1.5 * sum(range(1, hvd.size() + 1))), rtol=1e-6)
+
+
+def case_inputs_are_left_alone_and_results_are_ones_own(hvd: Any) -> None:
+    tensor = tf.fill([1000], float(hvd.rank()))
+    first = hvd.allreduce(tensor, op=hvd.Sum)
+    before = first.numpy()
+    second = hvd.allreduce(tensor + 1.0, op=hvd.Sum)
+    np.testing.assert_array_equal(tensor, np.full(1000, hvd.rank()))
+    np.testing.assert_array_equal(first, before)
+    np.testing.assert_array_equal(second, before + hvd.size())
+
+
+def case_variables_and_what_becomes_a_tensor_are_reduced(hvd: Any) -> None:
+    variable = tf.Variable([1.0, 2.0])
+    for run in ways(lambda: hvd.allreduce(variable, op=hvd.Sum)):
+        result = run()
+        variable.assign([9.0, 9.0])  # the result is not the variable's memory
+        np.testing.assert_array_equal(result, np.array([1.0, 2.0]) * hvd.size())
+        variable.assign([1.0, 2.0])
+    np.testing.assert_array_equal(hvd.allreduce([1, 2], op=hvd.Sum), np.array([1, 2]) * hvd.size())
+
+
+def case_grouped_allreduce_takes_types_shapes_and_slices_together(hvd: Any) -> None:
+    def reduce(a: Any, b: Any, values: Any, indices: Any) -> list[Any]:
+        slices = tf.IndexedSlices(values, indices, dense_shape=tf.constant([7, 2]))
+        first, gathered, second = hvd.grouped_allreduce([a, slices, b], op=hvd.Sum)
+        return [first, tf.convert_to_tensor(gathered), second]
+
+    for run in ways(reduce):
+        first, dense, second = run(
+            tf.ones([3]), tf.ones([2, 2], tf.int64), tf.fill([2, 2], 1.0 + hvd.rank()), tf.constant([0, hvd.rank() + 1])
+        )
+        check_equal(first, np.full(3, hvd.size()), tf.float32)
+        check_equal(second, np.full((2, 2), hvd.size()), tf.int64)
+        expected = np.zeros((7, 2))
+        for rank in range(hvd.size()):
+            expected[[0, rank + 1]] += 1 + rank
+        check_equal(dense, expected, tf.float32)
+    assert hvd.grouped_allreduce([]) == []
+
+
+def case_slices_are_averaged(hvd: Any) -> None:
+    slices = tf.IndexedSlices(tf.fill([1, 3], float(hvd.rank())), tf.constant([1]), dense_shape=tf.constant([2, 3]))
+    dense = tf.convert_to_tensor(hvd.allreduce(slices))
+    np.testing.assert_allclose(dense[1], np.full(3, np.mean(range(hvd.size()))), rtol=1e-6)
+
+
+def case_allgather_concatenates_rows_however_many(hvd: Any) -> None:
+    for run in ways(lambda tensor: hvd.allgather(tensor)):
+        for dtype in MOVABLE:
+            rows = [tf.cast(tf.reshape(tf.range(2 * rank) % 3, [rank, 2]), dtype) for rank in range(hvd.size())]
+            check_equal(run(rows[hvd.rank()]), doubles(tf.concat(rows, 0)), dtype)
+
+
+def case_grouped_allgather_gathers_each(hvd: Any) -> None:
+    for run in ways(lambda a, b: hvd.grouped_allgather([a, b])):
+        first, second = run(tf.fill([2], hvd.rank()), tf.fill([hvd.rank(), 1], 1.5))
+        np.testing.assert_array_equal(first, np.repeat(np.arange(hvd.size()), 2))
+        assert second.shape == (sum(range(hvd.size())), 1)
+
+
+def case_broadcast_gives_all_the_roots_tensor(hvd: Any) -> None:
+    for root in range(hvd.size()):
+        for run in ways(lambda tensor, root=root: hvd.broadcast(tensor, root)):
+            for dtype, shape in itertools.product(MOVABLE, ((), (0,), (3, 2))):
+                inputs = all_values(hvd.size(), shape, dtype)
+                check_equal(run(inputs[hvd.rank()]), doubles(inputs[root]), dtype, root, shape)
+
+
+def case_alltoall_sends_rows_to_each(hvd: Any) -> None:
+    size, rank = hvd.size(), hvd.rank()
+    splits = [(rank + to) % 3 for to in range(size)]
+    mine = tf.reshape(tf.range(2 * sum(splits)) + 100 * rank, [-1, 2])
+    expected, counts = [], []
+    for sender in range(size):
+        theirs = [(sender + to) % 3 for to in range(size)]
+        begin = sum(theirs[:rank])
+        rows = np.arange(2 * sum(theirs)).reshape(-1, 2) + 100 * sender
+        expected.append(rows[begin : begin + theirs[rank]])
+        counts.append(theirs[rank])
+    for run in ways(lambda tensor: hvd.alltoall(tensor, splits=splits)):
+        output, received = run(mine)
+        np.testing.assert_array_equal(output, np.concatenate(expected))
+        np.testing.assert_array_equal(received, counts)
+    for run in ways(lambda tensor: hvd.alltoall(tensor)):
+        np.testing.assert_array_equal(run(tf.fill([size], rank)), np.arange(size))
+
+
+def case_reducescatter_gives_each_its_rows(hvd: Any) -> None:
+    rows = 2 * hvd.size() + 1
+    inputs = all_values(hvd.size(), (rows, 3), tf.float32)
+    total = sum(doubles(one) for one in inputs)
+    begins = [sum(2 + (one < 1) for one in range(rank)) for rank in range(hvd.size() + 1)]
+    mine = total[begins[hvd.rank()] : begins[hvd.rank() + 1]]
+    for run in ways(
+        lambda tensor: (hvd.reducescatter(tensor, op=hvd.Sum), hvd.grouped_reducescatter([tensor, tensor]))
+    ):
+        one, (average, same) = run(inputs[hvd.rank()])
+        np.testing.assert_allclose(one, mine)
+        np.testing.assert_allclose(average, mine / hvd.size(), rtol=1e-6)
+        np.testing.assert_array_equal(average, same)
+
+
+def gradient_of(function: Any, tensor: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(tensor)
+        output = function(tensor)
+        loss = tf.reduce_sum(output * tf.cast(tf.range(1, tf.size(output) + 1), output.dtype))
+    return tape.gradient(loss, tensor)
+
+
+def case_operations_have_gradients(hvd: Any) -> None:
+    size, rank = hvd.size(), hvd.rank()
+    weights = np.arange(1, 5, dtype=np.float32)
+    even = tf.fill([size], 2.0)
+    for function, tensor, expected in (
+        (lambda one: hvd.allreduce(one, op=hvd.Sum), tf.ones([4]), weights * size),
+        (lambda one: hvd.allreduce(one), tf.ones([4]), weights),
+        (lambda one: hvd.grouped_allreduce([one, one * 2], op=hvd.Sum)[1], tf.ones([4]), 2 * weights * size),
+        (lambda one: hvd.broadcast(one, 0), tf.ones([4]), weights if rank == 0 else 0 * weights),
+        (lambda one: hvd.allgather(one), tf.ones([2]), np.array([2 * rank + 1, 2 * rank + 2])),
+        (lambda one: hvd.alltoall(one), even, None),
+        (lambda one: hvd.reducescatter(one, op=hvd.Sum), tf.ones([2 * size]), np.tile([1, 2], size) * size),
+    ):
+        for run in ways(lambda one, function=function: gradient_of(function, one)):
+            gradient = run(tensor)
+            if expected is None:  # what this rank sent to each was weighed by its place there
+                expected = np.full(size, rank + 1)
+            np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+def case_gradients_of_gradients(hvd: Any) -> None:
+    x = tf.constant([2.0, 3.0])
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = tf.reduce_sum(hvd.allreduce(x**3, op=hvd.Average))
+        first = inner.gradient(loss, x)
+    np.testing.assert_allclose(outer.gradient(first, x), 6 * x.numpy(), rtol=1e-6)
+
+
+def case_compression_of_operations(hvd: Any) -> None:
+    tensor = tf.cast(tf.sin(tf.range(5000.0) * (hvd.rank() + 1)), tf.float32)
+    exact = doubles(hvd.allreduce(tensor))
+    for compression, far in ((hvd.Compression.fp16, 1e-2), (hvd.Compression.bf16, 3e-2), (hvd.Compression.int8, 3e-2)):
+        for run in ways(lambda one, compression=compression: hvd.allreduce(one, compression=compression)):
+            result = run(tensor)
+            assert result.dtype == tf.float32
+            assert np.abs(doubles(result) - exact).max() < far, compression
+
+
+def case_a_function_called_again_and_again_gives_the_same(hvd: Any) -> None:
+    @tf.function
+    def many(tensor: Any) -> Any:
+        for _ in tf.range(20):
+            tensor = hvd.allreduce(tensor + 1.0)
+        return tensor
+
+    for _ in range(3):
+        np.testing.assert_allclose(many(tf.zeros([100])), np.full(100, 20.0))
+
+
+def case_who_am_i_when_the_graph_runs(hvd: Any) -> None:
+    def ask() -> list[Any]:
+        return [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(), hvd.process_set_included_op(9)]
+
+    for run in ways(ask):
+        told = [int(one) for one in run()]
+        assert told == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), -2], told
+
+
+def case_variables_become_those_of_the_root(hvd: Any) -> None:
+    variables = [tf.Variable(tf.fill([3], float(hvd.rank()))), tf.Variable(hvd.rank(), dtype=tf.int64)]
+    hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
+    for variable in variables:
+        assert np.all(variable.numpy() == hvd.size() - 1)
+
+
+def case_objects_travel(hvd: Any) -> None:
+    assert hvd.broadcast_object({"rank": hvd.rank()}, 0) == {"rank": 0}
+    assert hvd.broadcast_object_fn(0)([hvd.rank()]) == [0]
+    assert hvd.allgather_object("x" * hvd.rank()) == ["x" * rank for rank in range(hvd.size())]
+
+
+def case_wrong_arguments_are_told(hvd: Any) -> None:
+    for wrong, error, *texts in (
+        (lambda: hvd.allreduce("text"), ValueError, "string"),
+        (lambda: hvd.allreduce(object()), TypeError, "tf.Tensor"),
+        (lambda: hvd.allreduce(tf.ones(2), op=99), ValueError, "op must be one of"),
+        (lambda: hvd.allreduce(tf.ones(2), average=True, op=hvd.Sum), ValueError, "supersedes"),
+        (lambda: hvd.allreduce(tf.constant([True])), ValueError, "got bool"),
+        (lambda: hvd.allreduce(tf.ones(2), name=3), TypeError, "name must be a string"),
+        (lambda: hvd.allgather(tf.constant(1.0)), ValueError, "at least one dimension"),
+        (lambda: hvd.broadcast(tf.ones(2), 77), ValueError, "root"),
+        (lambda: hvd.alltoall(tf.ones(2), splits=[0.5]), ValueError, "integers"),
+        (lambda: hvd.alltoall(tf.ones(2), splits=[1] * (hvd.size() + 1)), ValueError, "one entry for each worker"),
+        (lambda: hvd.reducescatter(tf.ones(2), op=hvd.Max), ValueError, "op must be one of"),
+        (lambda: hvd.allreduce(tf.ones(2), compression=3), TypeError, "compression must be one of"),
+        (lambda: hvd.allreduce(tf.ones(2), compression=hvd.Compression.dgc), ValueError, "DistributedOptimizer"),
+        (lambda: hvd.broadcast_([tf.ones(2)], 0), TypeError, "tf.Variable"),
+        (lambda: hvd.broadcast_global_variables(0), RuntimeError, "does not support eager execution"),
+    ):
+        with told(error, *texts):
+            wrong()
+
+
+def case_exceptions_come_out_of_graphs_as_they_are(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("needs two ranks")
+    for run in ways(lambda tensor: hvd.allreduce(tensor, name="mismatched")):
+        with told(HorovodInternalError, "mismatched", "rank 1"):
+            run(tf.ones([2 + hvd.rank()]))
+    for run in ways(lambda tensor: hvd.alltoall(tensor, splits=tf.fill([hvd.size()], 100))):
+        with told(ValueError, "sum of splits"):
+            run(tf.ones([2]))
+    np.testing.assert_array_equal(hvd.allreduce(tf.ones(3), op=hvd.Sum), np.full(3, hvd.size()))
+
+
+def case_jit_compile_is_told_what_to_do(hvd: Any) -> None:
+    with told(NotImplementedError, "HINT", "jit_compile=False"):
+        tf.function(lambda tensor: hvd.allreduce(tensor), jit_compile=True)(tf.ones([2]))
+
+
+def case_process_sets(hvd: Any) -> None:
+    if hvd.size() < 3:
+        raise Skip("needs three ranks")
+    firsts = hvd.add_process_set([0, 1])
+    if firsts.included():
+        for run in ways(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, process_set=firsts)):
+            np.testing.assert_array_equal(run(tf.ones(2)), [2.0, 2.0])
+    hvd.remove_process_set(firsts)
+
+
+def case_join_lets_others_go_on(hvd: Any) -> None:
+    for _ in range(hvd.rank() + 1):
+        hvd.allreduce(tf.ones(2), op=hvd.Sum, name="uneven")
+    assert 0 <= int(hvd.join()) < hvd.size()
+
+
+def case_half_precision_is_summed_in_single(hvd: Any) -> None:
+    for dtype in FLOATS[:2]:
+        result = hvd.allreduce(tf.cast(tf.fill([10], 1.0 + hvd.rank() / 8), dtype), op=hvd.Sum)
+        expected = tf.cast(sum(1 + rank / 8 for rank in range(hvd.size())), dtype)
+        np.testing.assert_array_equal(doubles(result), np.full(10, doubles(expected)))

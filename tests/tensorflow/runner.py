@@ -1,0 +1,40 @@
+"""What a rank of TensorFlow's tests runs. Under MPI PyTorch cannot be imported: TensorFlow's users need none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
+
+
+class WithoutTorch(MetaPathFinder):
+    """Another finder, but for PyTorch."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        return None if name.partition(".")[0] == "torch" else self._finder.find_spec(name, path, target)
+
+
+def main(module: str, folder: str) -> None:
+    if os.environ["HVDKIT_TRANSPORT"] == "mpi":
+        sys.meta_path[:] = [WithoutTorch(finder) for finder in sys.meta_path]
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(1)  # so that what blocks it shows
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    import hvdkit.tensorflow as hvd
+    from tests.ranks import run_cases
+
+    hvd.init(process_sets="dynamic")
+    run_cases(module, Path(folder, f"{hvd.rank()}.json"), hvd)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,31 @@
+"""Operations on tensors of TensorFlow, on real ranks, in eager execution and in graphs; and beside PyTorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import RankedCases
+
+RESULTS = RankedCases("tests.tensorflow.ops_cases", runner="tests.tensorflow.runner")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("case", RESULTS.names)
+def test_ops(case: str, ranks: int, transport: str) -> None:
+    RESULTS.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys, hvdkit.torch; assert 'tensorflow' not in sys.modules",
+        "import sys, hvdkit.tensorflow; assert 'torch' not in sys.modules",
+        "import torch, hvdkit.torch, tensorflow, hvdkit.tensorflow as hvd; hvd.init(); "
+        "assert hvdkit.torch.size() == 1; hvdkit.torch.allreduce(torch.ones(2)); hvd.allreduce(tensorflow.ones(2))",
+    ],
+)
+def test_frameworks_leave_each_other_alone(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
