@@ -4,6 +4,8 @@
 class HorovodInternalError(RuntimeError):
     """A collective operation failed on every rank that took part; the message names the tensor and the ranks."""
 
+    ag_pass_through = True  # TensorFlow's autograph would raise an exception of its own in place of this one
+
 
 class DuplicateNameError(HorovodInternalError, ValueError):
     """A name was submitted again while its first operation is still in flight."""
@@ -37,6 +39,8 @@ class PayloadError(HorovodInternalError):
 
 class NotInitializedError(ValueError):
     """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``."""
+
+    ag_pass_through = True  # see HorovodInternalError
 
     def __init__(self) -> None:
         super().__init__(

@@ -84,7 +84,9 @@ class Watch:
         self._threads &= {thread.ident for thread in threading.enumerate() if thread.ident is not None}
         if len(self._threads) != 1:
             return
-        for waiting in list(self._waiting.values()):
+        for thread, waiting in list(self._waiting.items()):
+            if thread not in self._threads:  # one of a framework's pool, which Python does not list
+                continue
             if now - max(waiting.since, waiting.told_at) < BLOCKED_SECONDS:
                 continue
             waiting.told_at = now  # and again after a while: what it waits for changes

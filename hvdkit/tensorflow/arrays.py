@@ -34,7 +34,8 @@ def as_tensor(array: Array) -> Any:
         return tf.convert_to_tensor(array)
     if array.dtype in _AS_INTEGERS:
         integers, dtype = _AS_INTEGERS[array.dtype]
-        return tf.bitcast(as_tensor(array.view(integers)), dtype)
+        with tf.device("CPU:0"):
+            return tf.bitcast(as_tensor(array.view(integers)), dtype)
     if array.__array_interface__["data"][0] % ALIGNMENT:  # TensorFlow takes it so, and its kernels abort the process
         array = copy_of(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

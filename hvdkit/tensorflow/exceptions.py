@@ -30,9 +30,9 @@ class GraphError(RuntimeError):
 def mark(error: BaseException) -> GraphError:
     """The exception to raise inside of a graph in place of ``error``."""
     number = next(_numbers)
-    _kept[number] = error
+    _kept[number] = error.with_traceback(None)  # whose frames would hold tensors
     for old in list(_kept)[:-KEPT]:
-        del _kept[old]
+        _kept.pop(old, None)
     return GraphError(f"{type(error).__name__}: {error} (hvdkit exception {number})")
 
 
@@ -49,11 +49,16 @@ def original(message: str) -> BaseException | None:
 def install() -> None:
     """Have the functions by which TensorFlow runs graphs raise the original. Once is enough."""
     from tensorflow.python.eager import execute
+    from tensorflow.python.framework import ops
 
-    for name in ("execute", "execute_with_cancellation"):
-        known = getattr(execute, name, None)  # where there is none, users get TensorFlow's exception with our text
+    for module, name in (
+        (execute, "execute"),
+        (execute, "execute_with_cancellation"),
+        (ops, "raise_from_not_ok_status"),
+    ):
+        known = getattr(module, name, None)  # where there is none, users get TensorFlow's exception with our text
         if known is not None and not getattr(known, "asks_hvdkit", False):
-            setattr(execute, name, _raising_originals(known))
+            setattr(module, name, _raising_originals(known))
 
 
 def _raising_originals(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from hvdkit.api import objects
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops_broadcast import broadcast_
@@ -21,23 +19,22 @@ def broadcast_variables(
     TypeError for what cannot be assigned to, ValueError for variables that a layer has not made yet,
     HorovodInternalError on every rank where ranks disagree.
     """
+    variables = list(variables)  # an iterator gives them once
     for place, variable in enumerate(variables):
         if getattr(variable, "shape", None) is None:
             raise ValueError(
                 f"broadcast_variables: variables[{place}] has no value yet\n"
                 "HINT: build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
             )
-    broadcast_(list(variables), root_rank, None, process_set)
+    broadcast_(variables, root_rank, None, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Of TensorFlow 1, for graphs without functions. Raises RuntimeError in eager execution, as Horovod does."""
-    if tf.executing_eagerly():
-        raise RuntimeError(
-            "hvd.broadcast_global_variables() does not support eager execution. "
-            "Please use `hvd.broadcast_variables(<model/optimizer variables>)` instead."
-        )
-    broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+    """Of TensorFlow 1. Raises RuntimeError, as Horovod does in eager execution."""
+    raise RuntimeError(
+        "hvd.broadcast_global_variables() does not support eager execution. "
+        "Please use `hvd.broadcast_variables(<model/optimizer variables>)` instead."
+    )
 
 
 def broadcast_object(

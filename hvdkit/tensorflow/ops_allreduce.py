@@ -15,8 +15,9 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array, copy_of, empty_like
-from hvdkit.tensorflow.bridge import operation_name, run
+from hvdkit.tensorflow.bridge import backward, operation_name, run
 from hvdkit.tensorflow.compression import Compression, split_compression
+from hvdkit.tensorflow.tensor_checks import check_process_set
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def _reduction(
 ) -> _Reduction:  # fmt: skip
     engine = runtime.engine()
     checks.check_name(function, name)
-    checks.check_process_set(function, process_set)
+    check_process_set(function, process_set)
     if op == ReduceOp.ADASUM:
         floating = {tensor.dtype.name: tensor.dtype.is_floating for tensor in tensors}
         checks.check_adasum(function, floating, process_set, engine.topology.size)
@@ -77,7 +78,7 @@ def _reduce(kind: str, tensors: Sequence[Any], reduction: _Reduction) -> list[An
         outputs = run(inputs, name, start, [(tensor.dtype, tensor.shape) for tensor in inputs])
 
         def gradient(*gradients: Any) -> list[Any]:
-            return _reduce(kind, [tf.convert_to_tensor(one) for one in gradients], reduction.backward())
+            return backward(outputs, gradients, lambda known: _reduce(kind, known, reduction.backward()))
 
         return outputs, gradient
 
@@ -117,14 +118,14 @@ def allreduce(
         from hvdkit.tensorflow.ops_sparse import allreduce_slices
 
         factors = (prescale_factor, postscale_factor)
-        with tf.device(device_sparse or None):
+        with tf.device(device_sparse):
             return allreduce_slices("allreduce", [tensor], reduce_op, factors, name, process_set, ignore_name_scope)[0]
     found = tensor_checks.check_tensor("allreduce", tensor, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression("allreduce", compression, reduce_op, [found])
     reduction = _reduction(
         "allreduce", [found], reduce_op, prescale_factor, postscale_factor, process_set, ignore_name_scope, name, codec
     )
-    with tf.device(device_dense or None):
+    with tf.device(device_dense):
         compressed, context = compressor.compress(found)
         return compressor.decompress(_reduce("Allreduce", [compressed], reduction)[0], context)
 
@@ -158,7 +159,7 @@ def grouped_allreduce(
         from hvdkit.tensorflow.ops_sparse import allreduce_slices
 
         factors = (prescale_factor, postscale_factor)
-        with tf.device(device_sparse or None):
+        with tf.device(device_sparse):
             gathered = allreduce_slices(
                 function, [tensors[place] for place in slices], reduce_op, factors, name, process_set, ignore_name_scope
             )
@@ -172,7 +173,7 @@ def grouped_allreduce(
         reduction = _reduction(
             function, found, reduce_op, prescale_factor, postscale_factor, process_set, ignore_name_scope, name, codec
         )
-        with tf.device(device_dense or None):
+        with tf.device(device_dense):
             compressed, contexts = zip(*(compressor.compress(tensor) for tensor in found), strict=True)
             reduced = _reduce("GroupedAllreduce", compressed, reduction)
             for place, result, context in zip(dense, reduced, contexts, strict=True):

@@ -12,8 +12,9 @@ from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array, copy_of, empty_like
-from hvdkit.tensorflow.bridge import operation_name, run
+from hvdkit.tensorflow.bridge import backward, operation_name, run
 from hvdkit.tensorflow.ops_allreduce import allreduce
+from hvdkit.tensorflow.tensor_checks import check_process_set
 
 
 def _broadcast(
@@ -27,7 +28,7 @@ def _broadcast(
     """Not differentiable. Several tensors travel together."""
     engine = runtime.engine()
     checks.check_name(function, name)
-    checks.check_process_set(function, process_set)
+    check_process_set(function, process_set)
     root = checks.check_root(function, root_rank, process_set, engine.topology.size)
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
@@ -63,13 +64,15 @@ def broadcast(
     def differentiable(value: Any) -> tuple[Any, Callable[[Any], Any]]:
         (output,) = _broadcast("broadcast", [value], root_rank, name, ignore_name_scope, process_set)
 
-        def gradient(of_output: Any) -> Any:
+        def at_root(gradients: list[Any]) -> list[Any]:
             gradient_name = None if name is None else f"{name}.gradient"
             average = allreduce(
-                tf.convert_to_tensor(of_output),
-                name=gradient_name, process_set=process_set, ignore_name_scope=ignore_name_scope,
-            )  # fmt: skip
-            return average if runtime.engine().topology.rank == root_rank else tf.zeros_like(average)
+                gradients[0], name=gradient_name, process_set=process_set, ignore_name_scope=ignore_name_scope
+            )
+            return [average if runtime.engine().topology.rank == root_rank else tf.zeros_like(average)]
+
+        def gradient(of_output: Any) -> Any:
+            return backward([output], [of_output], at_root)[0]
 
         return output, gradient
 
@@ -84,12 +87,13 @@ def broadcast_(
     Arguments and errors are those of broadcast(), and TypeError for what cannot be assigned to.
     """
     function = "broadcast_"
+    variables = list(variables)  # an iterator gives them once
     for place, variable in enumerate(variables):
         if not callable(getattr(variable, "assign", None)):
             raise TypeError(f"{function}: variables[{place}] must be a tf.Variable, got {type(variable).__name__}")
     if not variables:
         return []
-    values = tensor_checks.check_tensors(function, list(variables), tensor_checks.MOVABLE_DTYPES)
+    values = tensor_checks.check_tensors(function, variables, tensor_checks.MOVABLE_DTYPES)
     outputs = _broadcast(function, values, root_rank, name, False, process_set)
     for variable, output in zip(variables, outputs, strict=True):
         variable.assign(output)

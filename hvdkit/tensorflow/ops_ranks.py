@@ -53,6 +53,11 @@ def local_rank_op(name: str | None = None) -> Any:
     return _asked(job.local_rank, name)
 
 
+def process_set_rank(process_set: ProcessSet) -> Any:
+    """An int32 scalar: this rank's place in a process set when the graph runs."""
+    return _asked(lambda: int(process_set.rank() or 0), None)
+
+
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """An int32 scalar: 1 if this rank is in a process set when the graph runs, 0 if not.
 

@@ -14,9 +14,10 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array, copy_of
-from hvdkit.tensorflow.bridge import operation_name, run
+from hvdkit.tensorflow.bridge import backward, operation_name, run
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.ops_gather import grouped_allgather
+from hvdkit.tensorflow.tensor_checks import check_process_set
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -29,7 +30,7 @@ def _scatter(
     runtime.engine()
     tensor_checks.check_has_rows(function, tensors)
     checks.check_name(function, name)
-    checks.check_process_set(function, process_set)
+    check_process_set(function, process_set)
     prescale, postscale = factors
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
@@ -52,16 +53,19 @@ def _scatter(
         shapes = [tf.TensorShape([None, *one.shape[1:]]) if one.shape.rank else one.shape for one in inputs]
         outputs = run(inputs, full_name, start, list(zip([one.dtype for one in inputs], shapes, strict=True)))
 
-        def gradient(*gradients: Any) -> list[Any]:
+        def all_rows(gradients: list[Any]) -> list[Any]:
             # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
             factor = prescale * postscale * (checks.size_of(process_set) if op == ReduceOp.SUM else 1)
             gathered = grouped_allgather(
-                [tf.convert_to_tensor(one) for one in gradients],
+                gradients,
                 None if name is None else f"{name}.gradient",
                 ignore_name_scope,
                 process_set,
             )
             return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
+
+        def gradient(*gradients: Any) -> list[Any]:
+            return backward(outputs, gradients, all_rows)
 
         return outputs, gradient
 
@@ -97,7 +101,7 @@ def reducescatter(
     found = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression(function, compression, reduce_op, [found])
     factors = _checked_factors(function, prescale_factor, postscale_factor)
-    with tf.device(device_dense or None):
+    with tf.device(device_dense):
         compressed, context = compressor.compress(found)
         (output,) = _scatter(function, [compressed], reduce_op, factors, name, ignore_name_scope, process_set, codec)
         return compressor.decompress(output, context)
@@ -120,7 +124,7 @@ def grouped_reducescatter(
     found = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression(function, compression, reduce_op, found)
     factors = _checked_factors(function, prescale_factor, postscale_factor)
-    with tf.device(device_dense or None):
+    with tf.device(device_dense):
         compressed, contexts = zip(*(compressor.compress(tensor) for tensor in found), strict=True)
         outputs = _scatter(function, compressed, reduce_op, factors, None, False, process_set, codec)
         return [compressor.decompress(output, context) for output, context in zip(outputs, contexts, strict=True)]

@@ -7,11 +7,24 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.api import checks
+
 REDUCIBLE_DTYPES = (
     *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
     *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
 )
 MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, tf.bool)
+
+
+def check_process_set(function: str, process_set: Any) -> None:
+    """Raises TypeError or ValueError unless it is registered and, where the operation runs now, has this rank.
+
+    A graph may hold operations of sets that it runs only if this rank is a member, as ``tf.cond`` does.
+    """
+    if tf.executing_eagerly():
+        checks.check_process_set(function, process_set)
+    else:
+        checks.check_registered(function, process_set)
 
 
 def check_tensor(function: str, tensor: Any, dtypes: Sequence[Any], argument: str = "tensor") -> Any:

@@ -189,6 +189,80 @@ def case_gradients_of_gradients(hvd: Any) -> None:
     np.testing.assert_allclose(outer.gradient(first, x), 6 * x.numpy(), rtol=1e-6)
 
 
+def case_gradients_of_many_operations_from_outside_of_the_function(hvd: Any) -> None:
+    """TensorFlow orders nothing in the backward function that an eager tape makes of a function."""
+
+    @tf.function
+    def many(tensor: Any) -> list[Any]:
+        return [hvd.allreduce(part, op=hvd.Sum) for part in tf.split(tensor, 20)]
+
+    for _ in range(3):
+        tensor = tf.random.uniform([20, 100])
+        with tf.GradientTape() as tape:
+            tape.watch(tensor)
+            outputs = many(tensor)
+        np.testing.assert_array_equal(tape.gradient(outputs, tensor), np.full((20, 100), hvd.size()))
+
+
+def case_gradients_of_groups_with_integers_in_them(hvd: Any) -> None:
+    @tf.function
+    def gather(tensor: Any) -> list[Any]:
+        return hvd.grouped_allgather([tensor, tf.constant([1]), tf.constant([True])])
+
+    tensor = tf.ones([2])
+    for run in (gather, gather.python_function):
+        with tf.GradientTape() as tape:
+            tape.watch(tensor)
+            gathered = run(tensor)
+        np.testing.assert_array_equal(tape.gradient(gathered[0], tensor), [1, 1])
+
+    @tf.function
+    def reduce(values: Any) -> Any:
+        return hvd.allreduce(tf.IndexedSlices(values, tf.constant([0]), tf.constant([3, 2])), op=hvd.Sum).values
+
+    values = tf.ones([1, 2])
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        summed = reduce(values)
+    np.testing.assert_array_equal(tape.gradient(summed, values), [[1, 1]])
+
+
+def case_functions_in_functions_stay_in_order(hvd: Any) -> None:
+    weights = tf.Variable(tf.ones([100]))
+
+    @tf.function
+    def metric(tensor: Any) -> Any:  # reads a variable, which is all that TensorFlow orders by
+        return hvd.allreduce(tensor * weights, op=hvd.Sum)
+
+    @tf.function
+    def several(tensor: Any) -> list[Any]:
+        found = [metric(tensor * float(factor)) for factor in range(8)]
+        for _ in tf.range(3):
+            found[0] += hvd.allreduce(tensor * weights, op=hvd.Sum)
+        if tf.reduce_sum(tensor) > 0:
+            found[1] += hvd.allreduce(weights, op=hvd.Sum)
+        return found
+
+    for _ in range(5):
+        expected = [3, 2, 2, 3, 4, 5, 6, 7]
+        for factor, result in zip(expected, several(tf.ones([100])), strict=True):
+            np.testing.assert_array_equal(result, np.full(100, hvd.size() * factor))
+
+
+def case_what_is_captured_has_the_same_name_on_all_ranks(hvd: Any) -> None:
+    for _ in range(50 * hvd.rank()):
+        tf.constant(1.0) + 1.0  # each rank has made another number of tensors
+    outside = tf.constant([1.0, 2.0])
+    np.testing.assert_array_equal(tf.function(lambda: hvd.allreduce(outside))(), [1, 2])
+
+
+def case_iterators_of_variables_are_broadcast(hvd: Any) -> None:
+    variables = [tf.Variable(float(hvd.rank())) for _ in range(3)]
+    hvd.broadcast_variables(iter(variables), root_rank=0)
+    assert [float(one) for one in variables] == [0.0] * 3
+    hvd.broadcast_variables((one for one in variables), root_rank=0)
+
+
 def case_compression_of_operations(hvd: Any) -> None:
     tensor = tf.cast(tf.sin(tf.range(5000.0) * (hvd.rank() + 1)), tf.float32)
     exact = doubles(hvd.allreduce(tensor))
@@ -263,6 +337,9 @@ def case_exceptions_come_out_of_graphs_as_they_are(hvd: Any) -> None:
     for run in ways(lambda tensor: hvd.alltoall(tensor, splits=tf.fill([hvd.size()], 100))):
         with told(ValueError, "sum of splits"):
             run(tf.ones([2]))
+    data = tf.data.Dataset.from_tensors(tf.ones([2 + hvd.rank()])).map(lambda one: hvd.allreduce(one, name="in.map"))
+    with told(HorovodInternalError, "in.map", "rank 1"):
+        list(data)
     np.testing.assert_array_equal(hvd.allreduce(tf.ones(3), op=hvd.Sum), np.full(3, hvd.size()))
 
 
@@ -275,6 +352,17 @@ def case_process_sets(hvd: Any) -> None:
     if hvd.size() < 3:
         raise Skip("needs three ranks")
     firsts = hvd.add_process_set([0, 1])
+    only_firsts = tf.function(
+        lambda one: tf.cond(
+            hvd.process_set_included_op(firsts.process_set_id) == 1,
+            lambda: hvd.allreduce(one, op=hvd.Sum, process_set=firsts),
+            lambda: one,
+        )
+    )
+    np.testing.assert_array_equal(only_firsts(tf.ones(2)), np.full(2, 2 if firsts.included() else 1))
+    if not firsts.included():
+        with told(ValueError, "not a member"):
+            tf.function(lambda one: hvd.allreduce(one, process_set=firsts))(tf.ones(2))
     if firsts.included():
         for run in ways(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, process_set=firsts)):
             np.testing.assert_array_equal(run(tf.ones(2)), [2.0, 2.0])
