@@ -72,6 +72,14 @@ def check_factor(function: str, argument: str, factor: Any) -> float:
         raise TypeError(f"{function}: {argument} must be a number, got {factor!r}") from None
 
 
+def check_factors(function: str, prescale_factor: Any, postscale_factor: Any) -> tuple[float, float]:
+    """What elements are multiplied with before and after a reduction. Raises TypeError unless both are numbers."""
+    return (
+        check_factor(function, "prescale_factor", prescale_factor),
+        check_factor(function, "postscale_factor", postscale_factor),
+    )
+
+
 def check_op(function: str, op: Any, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> ReduceOp:
     """The reduction as a ReduceOp. Raises ValueError that lists what works."""
     if isinstance(op, int) and not isinstance(op, bool) and op in list(allowed):
@@ -102,11 +110,21 @@ def op_or_average(function: str, op: Any, average: Any) -> ReduceOp:
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
+def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
+    """The reduction that ``op`` and the deprecated ``average`` ask for. Raises ValueError where both are given."""
+    return op_or_average("handle_average_backwards_compatibility", op, average)
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether Adasum can work among this many ranks."""
+    return num_rank != 0 and num_rank & (num_rank - 1) == 0
+
+
 def check_adasum(function: str, floating: Mapping[str, bool], process_set: ProcessSet, size: int) -> None:
     """Raises NotImplementedError where Adasum has no answer, ValueError for a dtype that is no floating one."""
     if process_set is not global_process_set:
         raise NotImplementedError(f"{function}: Adasum does not support non-global process sets yet.")
-    if size & (size - 1):
+    if not num_rank_is_power_2(size):
         raise NotImplementedError(
             f"{function}: Running Adasum with non-power of 2 ranks is not supported yet, got {size} ranks."
         )

@@ -1,5 +1,7 @@
 """Horovod's API for TensorFlow 2: ``import hvdkit.tensorflow as hvd``."""
 
+from hvdkit.api.checks import handle_average_backwards_compatibility
+from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdkit.api.job import (
     Adasum,
     Average,
@@ -30,16 +32,7 @@ from hvdkit.api.job import (
 from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow import exceptions
-from hvdkit.tensorflow.basics import (
-    check_num_rank_power_of_2,
-    cuda_built,
-    gloo_built,
-    gpu_available,
-    handle_average_backwards_compatibility,
-    init,
-    nccl_built,
-    rocm_built,
-)
+from hvdkit.tensorflow.basics import cuda_built, gloo_built, gpu_available, init, nccl_built, rocm_built
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.functions import (
     allgather_object,

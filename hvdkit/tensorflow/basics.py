@@ -8,8 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import job
-from hvdkit.api.checks import op_or_average
-from hvdkit.kernels.reduce_op import ReduceOp
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -46,13 +44,3 @@ def rocm_built() -> bool:
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
     """Whether TensorFlow sees a GPU. The arguments are Horovod's and not used."""
     return bool(tf.config.list_physical_devices("GPU"))
-
-
-def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction that ``op`` and the deprecated ``average`` ask for. Raises ValueError where both are given."""
-    return op_or_average("handle_average_backwards_compatibility", op, average)
-
-
-def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether a number of ranks is a power of two, as Adasum wants it."""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0

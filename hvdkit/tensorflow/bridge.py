@@ -48,6 +48,11 @@ def operation_name(kind: str, name: str | None, tensors: Sequence[Any], ignore_n
     return str(graph.unique_name(name))
 
 
+def gradient_name(name: str | None) -> str | None:
+    """The name under which the gradient of the operation ``name`` travels."""
+    return None if name is None else f"{name}.gradient"
+
+
 def _name_of(tensor: Any) -> str:
     """A tensor's name in its graph; what is captured from outside has a number for one, which each rank counts."""
     return "captured" if re.fullmatch(r"\d+(:\d+)?", tensor.name) else str(tensor.name)

@@ -10,11 +10,11 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array, copy_of, empty_like
-from hvdkit.tensorflow.bridge import backward, operation_name, run
-from hvdkit.tensorflow.ops_allreduce import allreduce
-from hvdkit.tensorflow.tensor_checks import check_process_set
+from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
+from hvdkit.tensorflow.reduction import Reduction, reduce
 
 
 def _broadcast(
@@ -28,7 +28,7 @@ def _broadcast(
     """Not differentiable. Several tensors travel together."""
     engine = runtime.engine()
     checks.check_name(function, name)
-    check_process_set(function, process_set)
+    tensor_checks.check_process_set(function, process_set)
     root = checks.check_root(function, root_rank, process_set, engine.topology.size)
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
@@ -65,10 +65,8 @@ def broadcast(
         (output,) = _broadcast("broadcast", [value], root_rank, name, ignore_name_scope, process_set)
 
         def at_root(gradients: list[Any]) -> list[Any]:
-            gradient_name = None if name is None else f"{name}.gradient"
-            average = allreduce(
-                gradients[0], name=gradient_name, process_set=process_set, ignore_name_scope=ignore_name_scope
-            )
+            of_all = Reduction(ReduceOp.AVERAGE, process_set, ignore_name_scope, gradient_name(name))
+            (average,) = reduce("Allreduce", gradients, of_all)
             return [average if runtime.engine().topology.rank == root_rank else tf.zeros_like(average)]
 
         def gradient(of_output: Any) -> Any:

@@ -11,16 +11,12 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array
-from hvdkit.tensorflow.bridge import backward, operation_name, run
-from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
+from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
 from hvdkit.tensorflow.ops_ranks import process_set_rank
-from hvdkit.tensorflow.tensor_checks import check_process_set
-
-
-def _gradient_name(name: str | None) -> str | None:
-    return None if name is None else f"{name}.gradient"
+from hvdkit.tensorflow.reduction import Reduction, reduce
 
 
 def _any_rows(tensor: Any) -> Any:
@@ -35,7 +31,7 @@ def _gather(
     runtime.engine()
     tensor_checks.check_has_rows(function, tensors)
     checks.check_name(function, name)
-    check_process_set(function, process_set)
+    tensor_checks.check_process_set(function, process_set)
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
         process_set_id = checks.check_process_set(function, process_set)
@@ -48,9 +44,8 @@ def _gather(
         outputs = run(inputs, full_name, start, [(tensor.dtype, _any_rows(tensor)) for tensor in inputs])
 
         def own_rows(gradients: list[Any]) -> list[Any]:
-            averages = grouped_allreduce(
-                gradients, process_set=process_set, ignore_name_scope=ignore_name_scope, name=_gradient_name(name)
-            )
+            average = Reduction(ReduceOp.AVERAGE, process_set, ignore_name_scope, gradient_name(name))
+            averages = reduce("GroupedAllreduce", gradients, average)
             rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if tensor.dtype.is_floating])
             rows_name = None if name is None else f"{name}.rows"
             (all_rows,) = _gather("Allgather", [rows[tf.newaxis]], rows_name, ignore_name_scope, process_set)
@@ -122,7 +117,7 @@ def _scatter(
             if not output.dtype.is_floating:
                 return None
             known = tf.zeros_like(output) if of_output is None else tf.convert_to_tensor(of_output)
-            back, _ = _scatter(known, received, _gradient_name(name), ignore_name_scope, process_set)
+            back, _ = _scatter(known, received, gradient_name(name), ignore_name_scope, process_set)
             unsent = tf.shape(rows)[0] - tf.shape(back)[0]  # rows that were not sent to anybody
             return tf.concat([back, tf.zeros(tf.concat([[unsent], tf.shape(back)[1:]], 0), back.dtype)], 0)
 
@@ -154,7 +149,7 @@ def alltoall(
     found = tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
     tensor_checks.check_has_rows(function, [found])
     checks.check_name(function, name)
-    check_process_set(function, process_set)
+    tensor_checks.check_process_set(function, process_set)
     wanted = None if splits is None else tensor_checks.check_integers(function, "splits", splits)
     output, received = _scatter(found, wanted, name, ignore_name_scope, process_set)
     return output if splits is None else (output, received)

@@ -14,10 +14,9 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array, copy_of
-from hvdkit.tensorflow.bridge import backward, operation_name, run
+from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.ops_gather import grouped_allgather
-from hvdkit.tensorflow.tensor_checks import check_process_set
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -30,7 +29,7 @@ def _scatter(
     runtime.engine()
     tensor_checks.check_has_rows(function, tensors)
     checks.check_name(function, name)
-    check_process_set(function, process_set)
+    tensor_checks.check_process_set(function, process_set)
     prescale, postscale = factors
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
@@ -58,7 +57,7 @@ def _scatter(
             factor = prescale * postscale * (checks.size_of(process_set) if op == ReduceOp.SUM else 1)
             gathered = grouped_allgather(
                 gradients,
-                None if name is None else f"{name}.gradient",
+                gradient_name(name),
                 ignore_name_scope,
                 process_set,
             )
@@ -70,13 +69,6 @@ def _scatter(
         return outputs, gradient
 
     return list(scatter(*tensors))
-
-
-def _checked_factors(function: str, prescale_factor: Any, postscale_factor: Any) -> tuple[float, float]:
-    return (
-        checks.check_factor(function, "prescale_factor", prescale_factor),
-        checks.check_factor(function, "postscale_factor", postscale_factor),
-    )
 
 
 def reducescatter(
@@ -100,7 +92,7 @@ def reducescatter(
     reduce_op = checks.check_op(function, op, _OPS)
     found = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression(function, compression, reduce_op, [found])
-    factors = _checked_factors(function, prescale_factor, postscale_factor)
+    factors = checks.check_factors(function, prescale_factor, postscale_factor)
     with tf.device(device_dense):
         compressed, context = compressor.compress(found)
         (output,) = _scatter(function, [compressed], reduce_op, factors, name, ignore_name_scope, process_set, codec)
@@ -123,7 +115,7 @@ def grouped_reducescatter(
         return []
     found = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression(function, compression, reduce_op, found)
-    factors = _checked_factors(function, prescale_factor, postscale_factor)
+    factors = checks.check_factors(function, prescale_factor, postscale_factor)
     with tf.device(device_dense):
         compressed, contexts = zip(*(compressor.compress(tensor) for tensor in found), strict=True)
         outputs = _scatter(function, compressed, reduce_op, factors, None, False, process_set, codec)

@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.ops_gather import grouped_allgather
-from hvdkit.tensorflow.tensor_checks import check_process_set
 
 
 def allreduce_slices(
@@ -34,7 +34,7 @@ def allreduce_slices(
         )
     if factors != (1.0, 1.0):
         raise NotImplementedError(f"{function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices")
-    check_process_set(function, process_set)
+    tensor_checks.check_process_set(function, process_set)
     parts = [part for one in slices for part in (one.values, one.indices)]
     gathered = grouped_allgather(parts, name, ignore_name_scope, process_set)
     divisor = checks.size_of(process_set) if op == ReduceOp.AVERAGE else 1

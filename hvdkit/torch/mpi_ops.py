@@ -7,20 +7,9 @@ library (``mpi_lib``, ``_handle_map``, ``gpu_available`` ...).
 
 from __future__ import annotations
 
-from hvdkit.api.checks import op_or_average
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.api.checks import handle_average_backwards_compatibility, num_rank_is_power_2
 from hvdkit.torch import *  # noqa: F403 (the same names)
 from hvdkit.torch import __all__ as _torch_names
 from hvdkit.torch.ops_broadcast import BroadcastFunction as HorovodBroadcast
 
 __all__ = [*_torch_names, "HorovodBroadcast", "handle_average_backwards_compatibility", "num_rank_is_power_2"]
-
-
-def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction that ``op`` and the deprecated ``average`` ask for. Raises ValueError where both are given."""
-    return op_or_average("handle_average_backwards_compatibility", op, average)
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum can work among this many ranks."""
-    return num_rank != 0 and num_rank & (num_rank - 1) == 0

@@ -40,6 +40,17 @@ def case_allreduce_gives_sum_average_min_max_and_product(hvd: Any) -> None:
             np.testing.assert_allclose(doubles(average), mean, rtol=1e-2)
 
 
+def case_adasum_of_equal_tensors_is_one_of_them(hvd: Any) -> None:
+    if not hvd.check_num_rank_power_of_2(hvd.size()):
+        raise Skip("Adasum needs a power of two")
+    tensor = tf.constant([1.0, -2.0, 3.0])
+    for run in ways(lambda one: hvd.allreduce(one, op=hvd.Adasum)):
+        np.testing.assert_allclose(run(tensor), tensor, rtol=1e-6)
+        if hvd.size() == 2:  # and of orthogonal ones the sum
+            unit = tf.one_hot(hvd.rank(), 2)
+            np.testing.assert_allclose(run(unit), [1.0, 1.0], rtol=1e-6)
+
+
 def case_allreduce_scales_before_and_after(hvd: Any) -> None:
     def reduce(tensor: Any) -> Any:
         return hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
