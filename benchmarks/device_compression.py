@@ -23,8 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hvdkit.torch as hvd
+from hvdkit.api.compression import codec_of
 from hvdkit.compression import LossyCodec, TopK
-from hvdkit.torch.compression import codec_of
 from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
 
 COPY = "copy"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from hvdkit.compression import DGC, Codec, Int4, Int8, LossyCodec, OneBit, PowerSGD, RandomK, Threshold, TopK
+from hvdkit.compression import CASTS, DGC, Codec, Int4, Int8, LossyCodec, OneBit, PowerSGD, RandomK, Threshold, TopK
 from hvdkit.kernels.reduce_op import ReduceOp
 
 
 class Compressor:
-    """Horovod's way: ``compress`` before the tensor travels, ``decompress`` after it came back."""
+    """Horovod's way: ``compress`` before the tensor travels, ``decompress`` after it came back.
+
+    A class whose own ``cast`` names one of hvdkit's casts stands for that codec where gradients are planned.
+    """
+
+    cast: ClassVar[str]
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -25,6 +30,8 @@ class Compressor:
 
 class NoneCompressor(Compressor):
     """Sends tensors as they are."""
+
+    cast = "none"
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -61,6 +68,13 @@ def lossy_codec(compression: Any) -> LossyCodec | None:
     if isinstance(compression, type) and issubclass(compression, LossyCodec):
         return compression()
     return compression if isinstance(compression, LossyCodec) else None
+
+
+def codec_of(compression: Any) -> Codec | None:
+    """The codec that a compression stands for; None for a class of the user's that compresses tensor by tensor."""
+    if isinstance(compression, type) and issubclass(compression, Compressor) and "cast" in vars(compression):
+        return CASTS[compression.cast]
+    return lossy_codec(compression)
 
 
 def check_compression(function: str, compression: Any) -> Any:

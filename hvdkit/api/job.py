@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -30,6 +31,8 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
     if not runtime.is_initialized():
         HANDLES.clear()
     runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda)
+    if "keras" in sys.modules:  # it may train without a word of ours in the script
+        importlib.import_module("hvdkit.keras.unwrapped").install()
 
 
 def shutdown() -> None:

@@ -41,6 +41,7 @@ from hvdkit.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from hvdkit.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvdkit.tensorflow.ops_allreduce import allreduce, grouped_allreduce
 from hvdkit.tensorflow.ops_broadcast import broadcast, broadcast_
 from hvdkit.tensorflow.ops_gather import allgather, alltoall, grouped_allgather
@@ -54,6 +55,7 @@ from hvdkit.tensorflow.ops_ranks import (
     size_op,
 )
 from hvdkit.tensorflow.ops_reducescatter import grouped_reducescatter, reducescatter
+from hvdkit.tensorflow.optimizer import DistributedOptimizer
 
 exceptions.install()
 
@@ -61,9 +63,12 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
     "Sum",

@@ -63,7 +63,7 @@ def run(tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequenc
     if tf.executing_eagerly():
         handle, finish = start([as_array(tensor) for tensor in tensors], name, False)
         return [_beside(tensors[0], as_tensor(array)) for array in finish(handle.wait())]
-    _check_functions()
+    check_functions()
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def begin(*arrays: Any) -> Any:
@@ -92,14 +92,17 @@ def run(tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequenc
 
 
 def in_order(make: Callable[[], Any]) -> Any:
-    """A tensor whose operation runs after all that were made so before, in this graph and those that call it."""
+    """What ``make`` makes, one operation's output or outputs, to run after all that was made so before.
+
+    In this graph, and in those that call it.
+    """
     graph = tf.compat.v1.get_default_graph()
     before = _last_begins.get(graph)
     with tf.control_dependencies([] if before is None else [before]):
         turn = _order().assign_add(1, read_value=False)
     with tf.control_dependencies([turn]):
         made = make()
-    _last_begins[graph] = made.op
+    _last_begins[graph] = (made[0] if isinstance(made, list | tuple) else made).op
     return made
 
 
@@ -117,7 +120,8 @@ def _leave_order(operation: Any) -> None:
         manager.run_independently(operation)
 
 
-def _check_functions() -> None:
+def check_functions() -> None:
+    """Raises NotImplementedError in graphs of TensorFlow 1."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise NotImplementedError(
             "hvd's operations need eager execution or tf.function, not graphs and sessions of TensorFlow 1.\n"

@@ -25,6 +25,7 @@ class FP16Compressor(Compressor):
     """Sends floating point tensors as float16: half of float32's bytes, for range and precision."""
 
     dtype = tf.float16
+    cast = "fp16"
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
@@ -41,6 +42,7 @@ class BF16Compressor(FP16Compressor):
     """Sends floating point tensors as bfloat16: half of float32's bytes, for precision alone."""
 
     dtype = tf.bfloat16
+    cast = "bf16"
 
 
 class Compression(Compressions):

@@ -26,6 +26,7 @@ class FP16Compressor(Compressor):
     """Sends floating point tensors as float16: half of float32's bytes, for range and precision."""
 
     dtype = torch.float16
+    cast = "fp16"
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
@@ -42,6 +43,7 @@ class BF16Compressor(FP16Compressor):
     """Sends floating point tensors as bfloat16: half of float32's bytes, for precision alone."""
 
     dtype = torch.bfloat16
+    cast = "bf16"
 
 
 class Compression(Compressions):
@@ -49,17 +51,6 @@ class Compression(Compressions):
 
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-_CASTS: tuple[tuple[Any, str], ...] = ((NoneCompressor, "none"), (FP16Compressor, "fp16"), (BF16Compressor, "bf16"))
-
-
-def codec_of(compression: Any) -> Codec | None:
-    """The codec that a compression stands for; None for a class of the user's that compresses tensor by tensor."""
-    for known, cast in _CASTS:
-        if compression is known:
-            return CASTS[cast]
-    return lossy_codec(compression)
 
 
 def split_compression(

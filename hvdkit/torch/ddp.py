@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdkit.api.compression import codec_of
 from hvdkit.collectives.group import Group
 from hvdkit.compression import Codec, LossyCodec
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch import ddp_state
 from hvdkit.torch.arrays import as_array
-from hvdkit.torch.compression import codec_of
 from hvdkit.torch.ddp_buckets import Bucket, Describer, reduce_bucket
 from hvdkit.torch.ddp_group import GroupTransport, MismatchError, agree, drive, timeout_of
 from hvdkit.torch.ddp_units import Units

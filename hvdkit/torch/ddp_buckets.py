@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdkit.api.compression_policy import Policy
 from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Codec, LossyCodec, Memory
 from hvdkit.kernels import ReduceOp
-from hvdkit.torch.compression_policy import Policy
 from hvdkit.torch.ddp_group import agree
 from hvdkit.torch.ddp_units import Member, Units
 

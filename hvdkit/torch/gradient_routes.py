@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from hvdkit.api.planning import form_groups, next_title
 from hvdkit.compression import DGC
 from hvdkit.engine.plans import HOST
 from hvdkit.torch.gradient_named import NamedGradients
@@ -17,7 +16,6 @@ from hvdkit.torch.gradient_planned import PlannedGradients, can_be_planned, slot
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.ops_allgather import allgather_async
 from hvdkit.torch.ops_sync import synchronize
-from hvdkit.torch.optimizer_names import form_groups
 
 NOTHING_TO_ENCODE = (
     "Compression.dgc encodes nothing here, since all ranks are on one node, and so gradients get no momentum from it.\n"
@@ -25,16 +23,6 @@ NOTHING_TO_ENCODE = (
 )
 
 NameOf = Callable[[torch.Tensor], str]
-
-# Agreeing on routes is collective, so the n-th time that ranks of a process set do it is the same time on all of them.
-_AGREEMENTS: WeakKeyDictionary[Any, dict[int, Iterable[int]]] = WeakKeyDictionary()
-
-
-def next_title(engine: Any, process_set_id: int, class_name: str) -> str:
-    """A name for the next agreement, the same on all ranks of the process set."""
-    counts = _AGREEMENTS.setdefault(engine, {})
-    number = next(iter(counts.setdefault(process_set_id, itertools.count())))
-    return f"{class_name}.{number}" if process_set_id == 0 else f"{class_name}.{number}.process_set{process_set_id}"
 
 
 def agree_on_sparse(parameters: Sequence[torch.Tensor], title: str, process_set: Any) -> dict[int, int]:

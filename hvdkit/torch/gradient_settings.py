@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hvdkit.api.compression import NoneCompressor
+from hvdkit.api.compression_policy import Policy
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.compression_policy import Policy
 
 # The place of an object that every process has of its own: written to a pickle instead of the object.
 _GLOBAL_PROCESS_SET = "global"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from hvdkit.api import checks
+from hvdkit.api import checks, planning
+from hvdkit.api.compression_policy import check_policy
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
-from hvdkit.torch.compression_policy import check_policy
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.optimizer_class import is_distributed, wrap
-from hvdkit.torch.optimizer_names import check_groups, check_names
+from hvdkit.torch.optimizer_names import check_names
 
 _FUNCTION = "DistributedOptimizer"
 
@@ -77,22 +76,9 @@ def DistributedOptimizer(
     passes = checks.check_passes(_FUNCTION, backward_passes_per_step)
     reduce_op = checks.check_op(_FUNCTION, op)
     policy = check_policy(_FUNCTION, compression, reduce_op)
-    predivide = checks.check_factor(_FUNCTION, "gradient_predivide_factor", gradient_predivide_factor)
-    if predivide != 1.0 and reduce_op is not ReduceOp.AVERAGE:
-        raise ValueError(
-            "gradient_predivide_factor not supported with op != Average\n"
-            f"{_FUNCTION}: got gradient_predivide_factor={predivide} and op=hvd.{reduce_op.name.capitalize()}"
-        )
-    if not predivide > 0.0:
-        raise ValueError(f"{_FUNCTION}: gradient_predivide_factor must be > 0, got {predivide}")
+    predivide = planning.check_predivide(_FUNCTION, gradient_predivide_factor, reduce_op)
     checks.check_registered(_FUNCTION, process_set)
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        groups = num_groups if groups is None else groups
+    groups = planning.groups_or_number(groups, num_groups)
     if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return wrap(
@@ -103,7 +89,9 @@ def DistributedOptimizer(
             backward_passes_per_step=passes,
             op=ReduceOp.AVERAGE if reduce_op is ReduceOp.ADASUM and process_set.size() == 1 else reduce_op,
             gradient_predivide_factor=predivide,
-            groups=check_groups(groups),
+            groups=planning.check_groups(
+                _FUNCTION, groups, "torch.Tensor", lambda member: isinstance(member, torch.Tensor)
+            ),
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
             policy=policy,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-Item = TypeVar("Item")
 ParamGroups = list[dict[str, Any]]
 
 NO_PAIRS = (
     "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters().\n"
     "DistributedOptimizer: named_parameters: got {got}\n"
     "HINT: pass named_parameters=model.named_parameters()."
-)
-NO_GROUPS = (
-    "groups should be a non-negative integer or a list of list of torch.Tensor.\n"
-    "DistributedOptimizer: groups: expected a number > 0 or a list of lists, got {got}"
 )
 
 
@@ -81,55 +76,3 @@ def _told(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_told(member) for member in value)})"
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def check_groups(groups: Any) -> int | list[list[torch.Tensor]] | None:
-    """``groups``, its members as lists.
-
-    Raises ValueError unless it is None, a positive number, or a list of lists that share no tensor.
-    """
-    if groups is None:
-        return None
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        return groups
-    if not isinstance(groups, list):
-        raise ValueError(NO_GROUPS.format(got=repr(groups)))
-    for place, group in enumerate(groups):
-        if isinstance(group, torch.Tensor) or not isinstance(group, Iterable):
-            raise ValueError(NO_GROUPS.format(got=f"{_told(group)} at index {place}"))
-    formed = [list(group) for group in groups]
-    seen: set[int] = set()
-    for place, group in enumerate(formed):
-        for parameter in group:
-            if not isinstance(parameter, torch.Tensor):
-                raise ValueError(
-                    f"groups must consist of torch.Tensor.\nDistributedOptimizer: got {parameter!r} in groups[{place}]"
-                )
-            if id(parameter) in seen:
-                raise ValueError(
-                    "A parameter can only appear once in groups.\nDistributedOptimizer: groups: got one of shape "
-                    f"{tuple(parameter.shape)} again in groups[{place}]"
-                )
-            seen.add(id(parameter))
-    return formed
-
-
-def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:
-    """``items`` in ``parts`` runs whose lengths differ by at most one, the longer ones first."""
-    length, longer = divmod(len(items), parts)
-    ends = [(part + 1) * length + min(part + 1, longer) for part in range(parts)]
-    return [list(items[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def form_groups(
-    parameters: Sequence[torch.Tensor], groups: int | list[list[torch.Tensor]] | None
-) -> list[list[torch.Tensor]]:
-    """The parameters that are reduced together; who is alone in a group is left out."""
-    if groups is None:
-        return []
-    if isinstance(groups, int):
-        formed = split_list(parameters, groups)
-    else:
-        present = {id(parameter) for parameter in parameters}
-        formed = [[parameter for parameter in group if id(parameter) in present] for group in groups]
-    return [group for group in formed if len(group) > 1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdkit.torch.optimizer_names import check_groups, check_names, find_duplicates, form_groups, split_list
+from hvdkit.api.planning import check_groups, form_groups, split_list
+from hvdkit.torch.optimizer_names import check_names, find_duplicates
 
 
 @pytest.mark.parametrize(("length", "parts"), [(0, 3), (1, 3), (7, 3), (9, 3), (10, 4), (5, 1)])
@@ -35,7 +36,7 @@ def test_names_may_be_more_than_the_optimizer_has() -> None:
 @pytest.mark.parametrize("groups", [0, -2, 1.5, "two", [[torch.zeros(1), 3]]])
 def test_groups_that_make_no_sense_are_value_errors(groups: object) -> None:
     with pytest.raises(ValueError, match="groups"):
-        check_groups(groups)
+        check_groups("DistributedOptimizer", groups, "torch.Tensor", torch.is_tensor)
 
 
 def test_groups_of_one_and_absent_members_are_left_out() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
-import torch
-
-from hvdkit.api.compression import NoneCompressor, check_codec_op, check_compression
+from hvdkit.api.compression import NoneCompressor, check_codec_op, check_compression, codec_of
 from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.compression import codec_of
 
 # Below this a tensor's payload and what it costs to make it are no less than the tensor.
 SMALL_ELEMENTS = 1024
@@ -48,7 +46,7 @@ class Policy:
         """Whether the compression itself can compress a tensor around an operation."""
         return not self.by_pattern and not isinstance(codec_of(self.compression), LossyCodec)
 
-    def codec(self, name: str, parameter: torch.Tensor) -> Codec:
+    def codec(self, name: str, parameter: Any) -> Codec:
         """The codec of one gradient. Raises TypeError for what is none."""
         if not self.by_pattern:
             codec = codec_of(self.compression)
@@ -67,7 +65,7 @@ class Policy:
             )
         return codec
 
-    def choose(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[Codec], list[int]]:
+    def choose(self, parameters: Sequence[tuple[str, Any]]) -> tuple[list[Codec], list[int]]:
         """The codecs that occur, and for each parameter the number of its own."""
         codecs: list[Codec] = []
         numbers = []
@@ -81,9 +79,9 @@ class Policy:
         return codecs, numbers
 
 
-def is_worth_it(parameter: torch.Tensor) -> bool:
+def is_worth_it(parameter: Any) -> bool:
     """Whether a gradient is compressed unasked: not biases, the weights of norms, and small tensors."""
-    return parameter.dim() > 1 and parameter.numel() >= SMALL_ELEMENTS
+    return len(parameter.shape) > 1 and prod(parameter.shape) >= SMALL_ELEMENTS
 
 
 def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:

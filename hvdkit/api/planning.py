@@ -1,0 +1,103 @@
+"""What ranks agree on before gradients are reduced together: a name for the agreement, and groups."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from hvdkit.api.checks import check_factor
+from hvdkit.kernels.reduce_op import ReduceOp
+
+NO_GROUPS = (
+    "groups should be a non-negative integer or a list of list of {kind}.\n"
+    "{function}: groups: expected a number > 0 or a list of lists, got {got}"
+)
+
+Item = TypeVar("Item")
+
+# Agreeing on a plan is collective, so the n-th time that ranks of a process set do it is the same time on all of them.
+_AGREEMENTS: WeakKeyDictionary[Any, dict[int, Iterable[int]]] = WeakKeyDictionary()
+
+
+def next_title(engine: Any, process_set_id: int, class_name: str) -> str:
+    """A name for the next agreement, the same on all ranks of the process set."""
+    counts = _AGREEMENTS.setdefault(engine, {})
+    number = next(iter(counts.setdefault(process_set_id, itertools.count())))
+    return f"{class_name}.{number}" if process_set_id == 0 else f"{class_name}.{number}.process_set{process_set_id}"
+
+
+def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any], bool]) -> int | list[Any] | None:
+    """``groups``, its members as lists. ``kind`` is what they consist of, for messages.
+
+    Raises ValueError unless it is None, a positive number, or a list of lists that share no member.
+    """
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return groups
+    if not isinstance(groups, list):
+        raise ValueError(NO_GROUPS.format(function=function, kind=kind, got=repr(groups)))
+    for place, group in enumerate(groups):
+        if is_member(group) or not isinstance(group, Iterable):
+            got = f"a {type(group).__name__}" if is_member(group) else repr(group)
+            raise ValueError(NO_GROUPS.format(function=function, kind=kind, got=f"{got} at index {place}"))
+    formed = [list(group) for group in groups]
+    seen: set[int] = set()
+    for place, group in enumerate(formed):
+        for member in group:
+            if not is_member(member):
+                raise ValueError(f"groups must consist of {kind}.\n{function}: got {member!r} in groups[{place}]")
+            if id(member) in seen:
+                raise ValueError(
+                    f"A parameter can only appear once in groups.\n{function}: groups: got one of shape "
+                    f"{tuple(member.shape)} again in groups[{place}]"
+                )
+            seen.add(id(member))
+    return formed
+
+
+def check_predivide(function: str, factor: Any, op: ReduceOp) -> float:
+    """``gradient_predivide_factor``. Raises TypeError unless it is a number, ValueError where it makes no sense."""
+    predivide = check_factor(function, "gradient_predivide_factor", factor)
+    if predivide != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ValueError(
+            "gradient_predivide_factor not supported with op != Average\n"
+            f"{function}: got gradient_predivide_factor={predivide} and op=hvd.{op.name.capitalize()}"
+        )
+    if not predivide > 0.0:
+        raise ValueError(f"{function}: gradient_predivide_factor must be > 0, got {predivide}")
+    return predivide
+
+
+def groups_or_number(groups: Any, num_groups: int) -> Any:
+    """``groups``, or what its deprecated form says."""
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return num_groups if groups is None else groups
+    return groups
+
+
+def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:
+    """``items`` in ``parts`` runs whose lengths differ by at most one, the longer ones first."""
+    length, longer = divmod(len(items), parts)
+    ends = [(part + 1) * length + min(part + 1, longer) for part in range(parts)]
+    return [list(items[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def form_groups(parameters: Sequence[Any], groups: int | list[list[Any]] | None) -> list[list[Any]]:
+    """The parameters that are reduced together; who is alone in a group is left out."""
+    if groups is None:
+        return []
+    if isinstance(groups, int):
+        formed = split_list(parameters, groups)
+    else:
+        present = {id(parameter) for parameter in parameters}
+        formed = [[parameter for parameter in group if id(parameter) in present] for group in groups]
+    return [group for group in formed if len(group) > 1]

@@ -1,0 +1,144 @@
+"""``DistributedOptimizer``: an optimizer of Keras that trains on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdkit.api.compression import Compressions
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.keras.backend import backend
+from hvdkit.keras.optimizer_class import distributed_step, is_distributed, wrap
+from hvdkit.keras.settings import check_settings
+from hvdkit.kernels.reduce_op import ReduceOp
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compressions.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer of the class of ``optimizer`` whose ``apply`` first reduces the gradients over all ranks.
+
+    It shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that saved
+    models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may be
+    inside or around. In a graph gradients travel while the backward pass computes others.
+
+    Arguments:
+        optimizer: a keras.optimizers.Optimizer, also of a class of one's own.
+        name: what its gradients are called in the timeline and in errors, "Distributed" and its class otherwise.
+        device_dense, device_sparse: where reduced gradients are put, as in ``tf.device`` (TensorFlow only).
+        compression: one of hvd.Compression, or for each variable a mapping ``{pattern of paths: codec}`` or a function
+            ``(path, variable) -> codec``; biases, the weights of norms and small variables stay dense unless said so.
+        sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else values and indices are gathered.
+        gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
+        op: hvd.Average or hvd.Sum.
+        backward_passes_per_step: how many calls of ``apply`` add up their gradients before these are reduced and used.
+        average_aggregated_gradients: divide what was added up by that number.
+        num_groups: deprecated, use ``groups``.
+        groups: how many groups of gradients are reduced together, or the groups as lists of variables.
+        process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks.
+
+    Raises TypeError or ValueError for arguments that make no sense, NotImplementedError on other backends than
+    TensorFlow and PyTorch; ``apply`` raises HorovodInternalError on every rank where ranks' variables differ, or if a
+    rank is lost.
+    """
+    import keras
+
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}\n"
+            'HINT: keras.optimizers.get("adam") makes one of a name.'
+        )
+    if is_distributed(optimizer) or distributed_step(optimizer) is not None:
+        raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
+    backend()
+    return wrap(
+        optimizer,
+        check_settings(
+            name or f"Distributed{type(optimizer).__name__}",
+            op=op,
+            compression=compression,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+        ),
+    )
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compressions.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A DistributedOptimizer that leaves the gradients of ``local_layers`` (a layer, or several) to each rank.
+
+    The layers are built already. The other arguments are those of DistributedOptimizer. Raises ValueError for what is
+    no layer, or has no variables yet.
+    """
+    wrapped = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        0,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in local_variables(local_layers):
+        wrapped.register_local_var(variable)
+    return wrapped
+
+
+def local_variables(local_layers: Any) -> list[Any]:
+    """The variables that layers train. Raises ValueError for what is no layer, or was not built."""
+    if local_layers is None:
+        return []
+    layers = local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]
+    found: list[Any] = []
+    for layer in layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"All local layers must be of tf.keras.layers.Layer type.\ngot {layer!r} in local_layers")
+        if not getattr(layer, "built", True):
+            raise ValueError(
+                f"local_layers: layer '{layer.name}' has no variables yet\n"
+                "HINT: build the model before the optimizer is wrapped: model.build(input_shape)."
+            )
+        found += layer.trainable_weights
+    return found

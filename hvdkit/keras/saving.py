@@ -1,0 +1,42 @@
+"""Models that were saved with an optimizer, loaded with a distributed one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdkit.api.compression import Compressions
+from hvdkit.keras.optimizer import DistributedOptimizer
+from hvdkit.keras.optimizer_class import distributed_step
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Sequence[Any] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compressions.none,
+    legacy_opts: bool = False,
+    **options: Any,
+) -> Any:
+    """A saved model, whose optimizer goes on where it was and is a DistributedOptimizer.
+
+    Arguments:
+        filepath: what ``model.save`` wrote.
+        custom_optimizers: classes of optimizers of one's own.
+        custom_objects: other classes and functions of one's own, by name.
+        compression: of the DistributedOptimizer, as are ``options``; settings are not saved with a model.
+        legacy_opts: of Keras 2, not used.
+
+    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all. Errors
+    are those of keras.models.load_model.
+    """
+    import keras
+
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and distributed_step(optimizer) is None:
+        model.optimizer = DistributedOptimizer(optimizer, compression=compression, **options)
+        model.jit_compile = bool(model.jit_compile) and keras.backend.backend() != "tensorflow"
+    return model

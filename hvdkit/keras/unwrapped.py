@@ -1,0 +1,91 @@
+"""No training without synchronisation in silence: what every optimizer of Keras does before its step."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from hvdkit.api.guard import WATCH
+from hvdkit.engine import runtime
+from hvdkit.keras.optimizer_class import apply_reduced, distributed_step, is_distributed
+
+NOT_WRAPPED = (
+    "The optimizer '{name}' ({kind}) updates variables with gradients of rank {rank} alone: the {size} ranks train "
+    "different models.\n"
+    "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer), also after a model was loaded "
+    "(or use hvd.load_model); in a loop of your own use hvd.DistributedGradientTape."
+)
+
+_WARNED = "_hvdkit_warned"
+
+
+def install() -> None:
+    """Have Keras 3's optimizers warn where nobody reduces their gradients, and know those inside of a loss scale."""
+    import keras
+
+    if not keras.__version__.startswith("3."):
+        return
+    from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+    from keras.src.trainers import trainer
+
+    _replace(base_optimizer.BaseOptimizer, "apply", _warning)
+    _replace(loss_scale_optimizer.LossScaleOptimizer, "apply", _reducing_first)
+    for holder in (trainer.Trainer, trainer):
+        _replace(holder, "_resolve_auto_jit_compile", _without_jit)
+        _replace(holder, "resolve_auto_jit_compile", _without_jit)
+
+
+def _replace(holder: Any, name: str, make: Any) -> None:
+    known = vars(holder).get(name)
+    if known is not None and not getattr(known, "asks_hvdkit", False):
+        replaced = functools.wraps(known)(make(known))
+        replaced.asks_hvdkit = True  # type: ignore[attr-defined]
+        setattr(holder, name, replaced)
+
+
+def _warning(apply: Any) -> Any:
+    def warn_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if not WATCH.inside and not WATCH.by_user and not is_distributed(self):
+            _warn(self)
+        return apply(self, grads, trainable_variables)
+
+    return warn_and_apply
+
+
+def _warn(optimizer: Any) -> None:
+    """Once for each optimizer, if there are other ranks."""
+    if vars(optimizer).get(_WARNED) or not runtime.is_initialized() or runtime.engine().topology.size == 1:
+        return
+    vars(optimizer)[_WARNED] = True
+    topology = runtime.engine().topology
+    kind = type(optimizer).__name__
+    warnings.warn(
+        NOT_WRAPPED.format(name=optimizer.name, kind=kind, rank=topology.rank, size=topology.size), stacklevel=4
+    )
+
+
+def _reducing_first(apply: Any) -> Any:
+    """Ranks must agree on whether gradients are finite: they are reduced before a loss scale looks at them."""
+
+    def reduce_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if WATCH.inside or is_distributed(self) or distributed_step(self) is None:
+            apply(self, grads, trainable_variables)
+        else:
+            apply_reduced(self, grads, trainable_variables, functools.partial(apply, self))
+
+    return reduce_and_apply
+
+
+def _without_jit(resolve: Any) -> Any:
+    """jit_compile="auto" is no where hvd's operations are in the step: XLA cannot compile them."""
+
+    def resolve_without_jit(model: Any) -> bool:
+        import keras
+
+        optimizer = getattr(model, "optimizer", None)
+        if keras.backend.backend() == "tensorflow" and distributed_step(optimizer) is not None:
+            return False
+        return bool(resolve(model))
+
+    return resolve_without_jit

@@ -1,0 +1,169 @@
+"""Gradients of variables in a lane's fusion buffers: in a graph each part is handed over as soon as it is computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.api.planning import next_title
+from hvdkit.compression import Codec
+from hvdkit.engine import runtime
+from hvdkit.engine.plan import Slot
+from hvdkit.errors import HorovodInternalError
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.arrays import Array, as_array, as_tensor, copy_of
+from hvdkit.tensorflow.bridge import check_functions, in_order
+from hvdkit.tensorflow.exceptions import mark
+
+# Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
+# beside its copy, enough that the first ones travel while the backward pass computes the last ones.
+PART_BYTES = 4 << 20
+
+
+class PlannedGradients:
+    """The slots of some variables' gradients, reduced together once a step.
+
+    The lane is registered by the first step that runs, not while a graph is traced: there ranks need not be at the
+    same line of the program. A step that an exception left unfinished is given up by the next one.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        slots: Sequence[Slot],
+        op: ReduceOp,
+        scales: tuple[float, float],
+        codecs: Sequence[Codec],
+        groups: Sequence[Sequence[int]],
+        process_set_id: int,
+    ) -> None:
+        self.slots = list(slots)
+        self._title = title
+        self._op, self._scales, self._codecs, self._groups = op, scales, codecs, groups
+        self._process_set_id = process_set_id
+        self._engine: Any = None
+        self._lane: Any = None
+        self._left: set[int] = set()  # slots of this step that were not handed over yet
+
+    def parts(self) -> list[list[int]]:
+        """The slots in parts of a few MB, the last ones first, as the backward pass computes them."""
+        parts: list[list[int]] = []
+        nbytes = PART_BYTES
+        for place in range(len(self.slots) - 1, -1, -1):
+            if nbytes >= PART_BYTES:
+                parts.append([])
+                nbytes = 0
+            parts[-1].append(place)
+            nbytes += self.slots[place].elements * self.slots[place].dtype.itemsize
+        return parts
+
+    def begin(self) -> None:
+        """Have a lane in which no step is under way. Collective where there is none yet."""
+        engine = runtime.engine()
+        if engine is not self._engine or self._lane.error is not None:
+            self.close()
+            prescale, postscale = self._scales
+            self._lane = engine.register_plan(
+                next_title(engine, self._process_set_id, self._title),
+                self.slots,
+                op=self._op,
+                prescale=prescale,
+                postscale=postscale,
+                codecs=self._codecs,
+                process_set_id=self._process_set_id,
+                groups=self._groups,
+            )
+            self._engine = engine
+        elif self._lane.in_flight:
+            self._lane.abandon()
+        self._left = set(range(len(self.slots)))
+
+    def hand_over(self, places: Sequence[int], arrays: Sequence[Array]) -> None:
+        """Copy gradients into their slots, and let them be reduced."""
+        for place, array in zip(places, arrays, strict=True):
+            started = perf_counter()
+            self._lane.slot_array(place)[...] = np.reshape(array, -1)
+            self._lane.copied(place, started)
+            self._left.discard(place)
+            self._lane.ready(place)
+
+    def finish(self) -> list[Array]:
+        """Wait until all are reduced; copies of the slots, since these are of the next step as soon as it begins."""
+        if self._left:
+            raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
+        self._lane.finish()
+        return [copy_of(self._lane.slot_array(place).reshape(slot.shape)) for place, slot in enumerate(self.slots)]
+
+    def close(self) -> None:
+        """Give the lane back."""
+        if self._lane is not None:
+            self._lane.close()
+        self._engine = self._lane = None
+
+
+def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any]:
+    """The reduced gradients, one for each slot of the plan, in eager execution or in a graph."""
+    if tf.executing_eagerly():
+        plan.begin()
+        for part in plan.parts():
+            plan.hand_over(part, [as_array(gradients[place]) for place in part])
+        return [as_tensor(array) for array in plan.finish()]
+    check_functions()
+    for number, part in enumerate(plan.parts()):
+        in_order(lambda part=part, number=number: _hand_over(plan, part, number == 0, gradients))  # type: ignore[misc]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def end() -> list[Array]:
+        try:
+            return plan.finish()
+        except Exception as error:
+            raise mark(error) from None
+
+    # The wait has its place in the order too: then steps that share a lane cannot overtake each other.
+    dtypes = [gradient.dtype for gradient in gradients]
+    results = in_order(lambda: tf.numpy_function(end, [], dtypes, name="hvdkit_end"))
+    for result, slot in zip(results, plan.slots, strict=True):
+        result.set_shape(slot.shape)
+    return list(results)
+
+
+def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, gradients: Sequence[Any]) -> Any:
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def begin(*arrays: Any) -> Any:
+        try:
+            if is_first:
+                plan.begin()
+            plan.hand_over(part, arrays)
+        except Exception as error:
+            raise mark(error) from None
+        return np.int64(0)
+
+    return tf.numpy_function(begin, [gradients[place] for place in part], tf.int64, name="hvdkit_begin")
+
+
+class Plans:
+    """The plans of this process by what they reduce. A plan goes when the first of its variables does."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, PlannedGradients] = {}
+
+    def get(self, key: Any, variable: Any, make: Any) -> PlannedGradients:
+        """The plan of ``key``, made if there is none."""
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make()
+            weakref.finalize(variable, self._forget, key)
+        return plan
+
+    def _forget(self, key: Any) -> None:
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            plan.close()
+
+
+PLANS = Plans()

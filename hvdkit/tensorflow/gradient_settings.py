@@ -1,0 +1,88 @@
+"""How gradients are reduced: the arguments of tapes and optimizers, checked, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks, planning
+from hvdkit.api.compression import NoneCompressor
+from hvdkit.api.compression_policy import Policy, check_policy
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
+
+
+def is_variable(source: Any) -> bool:
+    """Whether it is a tf.Variable, or a variable of Keras."""
+    return isinstance(source, tf.Variable) or (hasattr(source, "assign") and hasattr(source, "shape"))
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """What a user asked of a DistributedGradientTape or a DistributedOptimizer. ``title`` is which of them."""
+
+    title: str
+    op: ReduceOp = ReduceOp.AVERAGE
+    compression: Any = NoneCompressor
+    predivide: float = 1.0
+    groups: int | list[list[Any]] | None = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+    device_dense: str = ""
+    device_sparse: str = ""
+    policy: Policy = field(default_factory=Policy)  # which codec encodes which gradient
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """What a gradient is multiplied with before and after the sum; the 1/size of an average is not in it."""
+        return (1.0 / self.predivide, self.predivide) if self.op is ReduceOp.AVERAGE else (1.0, 1.0)
+
+
+def check_settings(
+    function: str,
+    *,
+    op: Any,
+    compression: Any,
+    gradient_predivide_factor: Any,
+    num_groups: int,
+    groups: Any,
+    sparse_as_dense: bool,
+    process_set: Any,
+    scale_local_gradients: bool,
+    device_dense: str,
+    device_sparse: str,
+) -> GradientSettings:
+    """The settings of ``function``'s arguments. Raises TypeError or ValueError for what makes no sense."""
+    reduce_op = checks.check_op(function, op)
+    checks.check_registered(function, process_set)
+    if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    return GradientSettings(
+        title=function,
+        op=reduce_op,
+        compression=compression,
+        predivide=planning.check_predivide(function, gradient_predivide_factor, reduce_op),
+        groups=planning.check_groups(
+            function, planning.groups_or_number(groups, num_groups), "tf.Variable", is_variable
+        ),
+        sparse_as_dense=bool(sparse_as_dense),
+        process_set=process_set,
+        scale_local_gradients=bool(scale_local_gradients),
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        policy=check_policy(function, compression, reduce_op),
+    )
+
+
+def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
+    """A name for each source, each only once: the variable's own, or its place."""
+    names: list[str] = []
+    for place, source in enumerate(sources):
+        own = getattr(source, "path", None) or (source.name if is_variable(source) else None)
+        name = f"grad_{place}" if use_generic_names or not own else str(own)
+        names.append(name if name not in names else f"{name} ({place})")
+    return names

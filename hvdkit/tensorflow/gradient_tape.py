@@ -1,0 +1,165 @@
+"""``DistributedGradientTape``: a tf.GradientTape whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import guard
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.compression import Compression
+from hvdkit.tensorflow.gradient_settings import GradientSettings, check_settings
+from hvdkit.tensorflow.gradients import reduce_gradients
+
+_FUNCTION = "DistributedGradientTape"
+
+
+def DistributedGradientTape(
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A tape with what ``gradtape`` has recorded, whose ``gradient()`` reduces over all ranks of ``process_set``.
+
+    Arguments:
+        gradtape: the tf.GradientTape; it may be recording still.
+        device_dense, device_sparse: where results are put, as in ``tf.device``.
+        compression: one of hvd.Compression, for each variable by patterns or a function, or a class of one's own with
+            ``compress`` and ``decompress``: as for a DistributedOptimizer.
+        sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else values and indices are gathered.
+        op: hvd.Average, Sum, Min, Max, Product or Adasum.
+        gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
+        num_groups: deprecated, use ``groups``.
+        groups: how many groups of gradients are reduced together, or the groups as lists of variables.
+        process_set: the ranks that take part; on other ranks the tape is an ordinary one.
+        scale_local_gradients: divide the gradients of local sources by the number of ranks.
+
+    ``gradient()`` is collective: all ranks ask for gradients with respect to the same variables in the same order. It
+    raises HorovodInternalError on every rank where they do not, or if a rank is lost. Raises TypeError or ValueError
+    for arguments that make no sense.
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise TypeError(f"{_FUNCTION}: gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
+    if hasattr(type(gradtape), "register_local_source"):
+        raise ValueError(f"{_FUNCTION}: gradtape is a DistributedGradientTape already\nHINT: wrap it once.")
+    settings = check_settings(
+        _FUNCTION,
+        op=op,
+        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    base: Any = type(gradtape)
+    distributed = object.__new__(_tape_class(base))
+    distributed.__dict__ = gradtape.__dict__  # one tape under two names, as far as recording goes
+    distributed._hvdkit_settings = settings
+    distributed._hvdkit_local = {}
+    return distributed
+
+
+def PartialDistributedGradientTape(
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A DistributedGradientTape that leaves the gradients of ``local_layers`` (a Keras layer, or several) to each rank.
+
+    The other arguments are those of DistributedGradientTape. Raises ValueError for what is no layer.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def local_variables(local_layers: Any) -> list[Any]:
+    """The variables that layers train. Raises ValueError for what is no layer."""
+    layers = local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]
+    found: list[Any] = []
+    for layer in layers if local_layers is not None else ():
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"All local layers must be of tf.keras.layers.Layer type.\ngot {layer!r} in local_layers")
+        found += layer.trainable_weights
+    return found
+
+
+@functools.cache
+def _tape_class(base: Any) -> Any:
+    """A subclass of ``base`` with its name."""
+
+    class Distributed(base):  # type: ignore[misc]  # the base is known at run time only
+        _hvdkit_settings: GradientSettings
+        _hvdkit_local: dict[int, Any]
+
+        def register_local_source(self, source: Any) -> None:
+            """Leave the gradient of a variable to each rank."""
+            self._hvdkit_local[id(source)] = source
+
+        def gradient(
+            self,
+            target: Any,
+            sources: Any,
+            output_gradients: Any = None,
+            use_generic_names: bool = False,
+            **options: Any,
+        ) -> Any:
+            """As tf.GradientTape.gradient(), reduced over all ranks; names are by place if ``use_generic_names``."""
+            gradients = super().gradient(target, sources, output_gradients, **options)
+            guard.WATCH.seen()
+            flat = tf.nest.flatten(gradients, expand_composites=False)
+            reduced = reduce_gradients(
+                self._hvdkit_settings, flat, tf.nest.flatten(sources), self._hvdkit_local, use_generic_names
+            )
+            return tf.nest.pack_sequence_as(gradients, reduced)
+
+        def get_local_and_global_gradients(
+            self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+        ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+            """Pairs of source and gradient: of local sources, and of the others."""
+            gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+            pairs = list(zip(sources, gradients, strict=True))
+            local = [pair for pair in pairs if id(pair[0]) in self._hvdkit_local]
+            return local, [pair for pair in pairs if id(pair[0]) not in self._hvdkit_local]
+
+    Distributed.__name__ = base.__name__
+    Distributed.__qualname__ = base.__qualname__
+    Distributed.__doc__ = base.__doc__
+    return Distributed

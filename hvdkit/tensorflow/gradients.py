@@ -1,0 +1,178 @@
+"""A step's gradients, reduced: in a plan, sparse by gathering, or by operations that have names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.api.compression import NoneCompressor
+from hvdkit.api.planning import form_groups
+from hvdkit.engine import runtime
+from hvdkit.engine.plan import Slot
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.bridge import backward, check_functions
+from hvdkit.tensorflow.exceptions import mark
+from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
+from hvdkit.tensorflow.gradient_settings import GradientSettings, is_variable, names_of
+from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
+from hvdkit.tensorflow.reduction import Reduction, reduce
+
+_PLANNED_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+def reduce_gradients(
+    settings: GradientSettings,
+    gradients: Sequence[Any],
+    sources: Sequence[Any],
+    local: Collection[int] = (),
+    use_generic_names: bool = False,
+) -> list[Any]:
+    """The gradients as all ranks of the process set have them.
+
+    ``gradients``: one tensor, tf.IndexedSlices or None for each of ``sources``; None stays None. ``local`` are ids of
+    sources whose gradients stay this rank's, divided by the number of ranks if the settings say so. Collective: every
+    rank has gradients for the same sources. Raises HorovodInternalError on every rank where ranks disagree.
+    """
+    if not takes_part(settings):
+        return list(gradients)
+    results = list(gradients)
+    names = names_of(sources, use_generic_names)
+    planned: list[int] = []
+    sparse: list[int] = []
+    named: list[int] = []
+    for place, (gradient, source) in enumerate(zip(gradients, sources, strict=True)):
+        if gradient is None:
+            continue
+        if id(source) in local:
+            results[place] = _scaled(gradient, settings) if settings.scale_local_gradients else gradient
+        elif isinstance(gradient, tf.IndexedSlices) and not settings.sparse_as_dense:
+            sparse.append(place)
+        else:
+            results[place] = tf.convert_to_tensor(gradient)
+            (planned if _can_be_planned(settings, results[place], source) else named).append(place)
+    for places, way in ((planned, _planned), (named, _named), (sparse, _sparse)):
+        if places:
+            some = (_these(results, places), _these(sources, places), _these(names, places))
+            for place, result in zip(places, way(settings, *some), strict=True):
+                results[place] = result
+    return results
+
+
+def takes_part(settings: GradientSettings) -> bool:
+    """Whether there are other ranks to reduce with. A graph that was traced where there were none keeps watch."""
+    process_set = settings.process_set
+    alone = not process_set.included() or process_set.size() == 1
+    if alone and not tf.executing_eagerly():
+        check_functions()
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def check() -> list[Any]:
+            if runtime.is_initialized() and process_set.included() and process_set.size() != 1:
+                raise mark(
+                    RuntimeError(
+                        f"{settings.title}: this graph was traced when there was one rank, now there are "
+                        f"{process_set.size()}.\nHINT: make the tf.function again after hvd.init(), or compile the "
+                        "model again."
+                    )
+                )
+            return []
+
+        tf.numpy_function(check, [], [], name="hvdkit_alone")
+    return not alone
+
+
+def _these(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [items[place] for place in places]
+
+
+def _can_be_planned(settings: GradientSettings, gradient: Any, source: Any) -> bool:
+    return (
+        is_variable(source)
+        and gradient.dtype in _PLANNED_DTYPES
+        and gradient.shape.is_fully_defined()
+        and settings.op is not ReduceOp.ADASUM
+        and not settings.policy.whole_tensors
+    )
+
+
+def _scaled(gradient: Any, settings: GradientSettings) -> Any:
+    """Divided by the number of ranks, as a variable of all ranks would have it if the others' gradients were zero."""
+    size = checks.size_of(settings.process_set)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / size
+
+
+def _planned(
+    settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
+) -> list[Any]:
+    plan = _plan(settings, gradients, sources, names)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
+        outputs = reduce_planned(plan, inputs)
+
+        def gradient(*upstream: Any) -> list[Any]:
+            reduction = Reduction(settings.op, settings.process_set, False, None, *settings.scales)
+            return backward(outputs, upstream, lambda known: reduce("GroupedAllreduce", known, reduction))
+
+        return outputs, gradient
+
+    with tf.device(settings.device_dense):
+        return list(differentiable(*gradients))
+
+
+def _plan(
+    settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
+) -> PlannedGradients:
+    """The plan of these gradients: the same one each time for the same variables and settings."""
+    codecs, numbers = settings.policy.choose(list(zip(names, sources, strict=True)))
+    slots = [
+        Slot(name, tuple(gradient.shape), np.dtype(gradient.dtype.as_numpy_dtype), number)
+        for name, gradient, number in zip(names, gradients, numbers, strict=True)
+    ]
+    index = {id(source): place for place, source in enumerate(sources)}
+    groups = [[index[id(member)] for member in group] for group in form_groups(sources, settings.groups)]
+    process_set_id = checks.check_process_set(settings.title, settings.process_set)
+    key = (
+        settings.title,
+        tuple(map(id, sources)),
+        tuple(slots),
+        tuple(codec.told for codec in codecs),
+        settings.op,
+        settings.scales,
+        tuple(map(tuple, groups)),
+        process_set_id,
+    )
+    return PLANS.get(
+        key,
+        sources[0],
+        lambda: PlannedGradients(settings.title, slots, settings.op, settings.scales, codecs, groups, process_set_id),
+    )
+
+
+def _named(
+    settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
+) -> list[Any]:
+    prescale, postscale = settings.scales
+    return grouped_allreduce(
+        gradients,
+        device_dense=settings.device_dense,
+        compression=settings.compression if settings.policy.whole_tensors else NoneCompressor,
+        op=settings.op,
+        prescale_factor=prescale,
+        postscale_factor=postscale,
+        process_set=settings.process_set,
+    )
+
+
+def _sparse(
+    settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
+) -> list[Any]:
+    return grouped_allreduce(
+        gradients, device_sparse=settings.device_sparse, op=settings.op, process_set=settings.process_set
+    )

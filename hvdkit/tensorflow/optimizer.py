@@ -1,0 +1,50 @@
+"""``DistributedOptimizer`` of Horovod's TensorFlow API: for optimizers of Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.compression import Compression
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer of Keras that trains on all ranks: see hvdkit.keras.DistributedOptimizer for arguments and errors.
+
+    ``use_locking`` is of TensorFlow 1 and not used; its optimizers (tf.compat.v1.train) raise TypeError.
+    """
+    from hvdkit.tensorflow import keras as hvd_keras
+
+    return hvd_keras.DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
