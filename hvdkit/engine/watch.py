@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -44,6 +46,7 @@ class Watch:
         self._liveness = Liveness(engine.settings.timeout_seconds)
         self._waiting: dict[int, Waiting] = {}
         self._threads: set[int] = set()
+        self._stands_for: dict[int, Collection[int]] = {}
         self._next_look = 0.0
         self._departed_at: dict[int, float] = {}
 
@@ -64,6 +67,16 @@ class Watch:
         self._threads.add(me)
         self._waiting[me] = Waiting(handle, lane, monotonic())
 
+    @contextmanager
+    def standing_for(self, threads: Collection[int]) -> Iterator[None]:
+        """While the calling thread waits in this context, ``threads`` cannot go on: they wait for what it computes."""
+        me = threading.get_ident()
+        self._stands_for[me] = threads
+        try:
+            yield
+        finally:
+            del self._stands_for[me]
+
     def end_waiting(self) -> None:
         """The calling thread goes on."""
         waiting = self._waiting.pop(threading.get_ident(), None)
@@ -81,11 +94,14 @@ class Watch:
         self._look_for_lost(now)
 
     def _tell_blocked(self, now: float) -> None:
-        self._threads &= {thread.ident for thread in threading.enumerate() if thread.ident is not None}
-        if len(self._threads) != 1:
-            return
+        # Less those of a framework's pool, of which Python knows at most that they passed.
+        self._threads &= {
+            thread.ident
+            for thread in threading.enumerate()
+            if thread.ident is not None and not isinstance(thread, threading._DummyThread)
+        }
         for thread, waiting in list(self._waiting.items()):
-            if thread not in self._threads:  # one of a framework's pool, which Python does not list
+            if not self._threads or not self._threads <= {thread, *self._stands_for.get(thread, ())}:
                 continue
             if now - max(waiting.since, waiting.told_at) < BLOCKED_SECONDS:
                 continue

@@ -32,10 +32,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local[id(var)] = var
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if the model and its optimizer have been built on all ranks."""
+        """Broadcast, if the model has been built on all ranks."""
         self.broadcast_done = False
-        built = self.model.built and getattr(self.model.optimizer, "built", True)
-        if all(objects.allgather_object(bool(built), name="BroadcastGlobalVariablesCallback.built")):
+        optimizer = getattr(self.model, "optimizer", None)
+        if self.model.built and optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        if all(objects.allgather_object(bool(self.model.built), name="BroadcastGlobalVariablesCallback.built")):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

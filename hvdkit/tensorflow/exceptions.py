@@ -1,10 +1,11 @@
-"""Exceptions out of graphs: TensorFlow turns them into text, and this turns the text back into the exception."""
+"""Around the run of a graph: TensorFlow turns exceptions into text, and this turns them back; and who waits for it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ import tensorflow as tf
 
 # More than could be on their way to users at a time; of older ones only the text is left.
 KEPT = 64
+
+# The threads that run a graph now, and wait for its end.
+RUNNING: set[int] = set()
 
 _numbers = itertools.count(1)
 _kept: dict[int, BaseException] = {}
@@ -64,12 +68,18 @@ def install() -> None:
 def _raising_originals(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_raising_originals(*arguments: Any, **options: Any) -> Any:
+        me = threading.get_ident()
+        is_outermost = me not in RUNNING
+        RUNNING.add(me)
         try:
             return run(*arguments, **options)
         except tf.errors.OpError as told:
             error = original(str(told.message))
             if error is None:
                 raise
+        finally:
+            if is_outermost:
+                RUNNING.discard(me)
         raise error
 
     run_raising_originals.asks_hvdkit = True  # type: ignore[attr-defined]

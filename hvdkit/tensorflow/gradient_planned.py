@@ -18,7 +18,7 @@ from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.arrays import Array, as_array, as_tensor, copy_of
 from hvdkit.tensorflow.bridge import check_functions, in_order
-from hvdkit.tensorflow.exceptions import mark
+from hvdkit.tensorflow.exceptions import RUNNING, mark
 
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
 # beside its copy, enough that the first ones travel while the backward pass computes the last ones.
@@ -120,7 +120,9 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def end() -> list[Array]:
         try:
-            return plan.finish()
+            # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
+            with runtime.engine().watch.standing_for(RUNNING):
+                return plan.finish()
         except Exception as error:
             raise mark(error) from None
 

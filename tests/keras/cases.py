@@ -1,0 +1,443 @@
+"""DistributedOptimizer, callbacks and saved models of Keras on real ranks, against one process on the joined batch."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvdkit.errors import HorovodInternalError
+from tests.keras.models import (
+    FEATURES,
+    ROWS,
+    batches,
+    check_close,
+    check_same_bits,
+    compiled,
+    joined,
+    model,
+    numbers,
+    steps_of_one_process,
+    train,
+)
+from tests.ranks import Skip
+from tests.told import told
+
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+NOT_WRAPPED = "with gradients of rank"
+
+
+def only_tensorflow() -> None:
+    if not TENSORFLOW:
+        raise Skip("of the TensorFlow backend")
+
+
+def only_with_others(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("needs other ranks")
+
+
+@contextmanager
+def warned(text: str, times: int = 1) -> Iterator[None]:
+    """What runs inside warns with the text, so often."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(one.message) for one in caught if text in str(one.message)]
+    assert len(found) == times, (found, [str(one.message) for one in caught])
+
+
+def optimizers() -> dict[str, Any]:
+    """Every optimizer of Keras, by name."""
+    found = {
+        name: kind
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type)
+        and issubclass(kind, keras.optimizers.Optimizer)
+        and kind not in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+    }
+    assert len(found) >= 11, found
+    return found
+
+
+def new(kind: Any) -> Any:
+    """An optimizer of a class."""
+    if kind.__name__ == "MultiOptimizer":
+        return kind(lambda variable: keras.optimizers.SGD(0.1 if "kernel" in variable.path else 0.01))
+    return kind(learning_rate=0.01)
+
+
+def case_every_optimizer_trains_as_one_process_does(hvd: Any) -> None:
+    for name, kind in optimizers().items():
+        # Muon cannot do float64. Eager, to be quick; other cases are in graphs.
+        options, rtol = ({"dtype": "float32"}, 1e-3) if name == "Muon" else ({}, 1e-5)
+        ours = compiled(hvd.DistributedOptimizer(new(kind)), run_eagerly=True, **options)
+        train(ours, batches(hvd.rank()))
+        assert type(ours.optimizer).__name__ == kind.__name__, name
+        assert isinstance(ours.optimizer, kind), name
+        check_same_bits(hvd, ours)
+        check_close(ours, train(compiled(new(kind), run_eagerly=True, **options), joined(hvd)), rtol, rtol / 100)
+
+
+def case_fit_trains_all_ranks_alike(hvd: Any) -> None:
+    for options in ({}, {"run_eagerly": True}, {"steps_per_execution": 2 if TENSORFLOW else 1}):
+        ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), seed=hvd.rank(), **options)
+        first = numbers(model(0).variables)
+        x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 4), strict=True))
+        history = ours.fit(
+            x,
+            y,
+            batch_size=ROWS,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()],
+        )
+        check_same_bits(hvd, ours)
+        alone = compiled(keras.optimizers.Adam(0.01), seed=0)
+        for variable, value in zip(alone.variables, first, strict=True):
+            variable.assign(value)
+        for _ in range(2):
+            train(alone, joined(hvd, 4))
+        check_close(ours, alone)
+        assert len({tuple(losses) for losses in hvd.allgather_object(history.history["loss"])}) == 1
+
+
+def case_a_train_step_of_ones_own_and_a_loop_of_ones_own(hvd: Any) -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = model()
+
+        def call(self, x: Any) -> Any:
+            return self.inside(x)
+
+        def train_step(self, *arguments: Any) -> Any:
+            return super().train_step(*arguments)
+
+    ours = Own()
+    ours.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    train(ours, batches(hvd.rank()))
+    alone = steps_of_one_process(keras.optimizers.SGD(0.1), hvd)
+    check_close(ours.inside, alone)
+    looped, optimizer = model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for x, y in batches(hvd.rank()):
+        optimizer.apply_gradients(zip(gradients_of(looped, x, y), looped.trainable_variables, strict=True))
+    check_close(looped, alone)
+
+
+def gradients_of(made: Any, x: Any, y: Any) -> list[Any]:
+    """Of the mean square error, by the backend's own means."""
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(made(x) - y))
+        found: list[Any] = tape.gradient(loss, made.trainable_variables)
+        return found
+    import torch
+
+    loss = torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y)))
+    return list(torch.autograd.grad(loss, [variable.value for variable in made.trainable_variables]))
+
+
+def case_sums_scales_groups_and_compression(hvd: Any) -> None:
+    rate = 0.05
+    for options, factor, rtol in (
+        ({"op": hvd.Sum}, hvd.size(), 1e-5),
+        ({"gradient_predivide_factor": 2.0}, 1, 1e-5),
+        ({"groups": 2}, 1, 1e-5),
+        ({"compression": hvd.Compression.fp16}, 1, 0.02),
+        ({"compression": {"*kernel": hvd.Compression.int8(compress="everywhere")}}, 1, 0.02),
+    ):
+        ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)), batches(hvd.rank()))
+        check_same_bits(hvd, ours)
+        check_close(ours, steps_of_one_process(keras.optimizers.SGD(rate * factor), hvd), rtol, rtol / 10)
+
+
+def case_several_passes_make_a_step(hvd: Any) -> None:
+    for average in (True, False):
+        for options in ({}, {"run_eagerly": True}):
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=average
+            )
+            ours = train(compiled(optimizer, **options), batches(hvd.rank(), 5))
+            alone = compiled(keras.optimizers.SGD(0.1 if average else 0.2))
+            data = joined(hvd, 5)
+            pairs = [[np.concatenate(part) for part in zip(*data[i : i + 2], strict=True)] for i in (0, 2)]
+            check_close(train(alone, pairs), ours)
+            assert int(optimizer.iterations.numpy() if TENSORFLOW else optimizer.iterations.value) == 5
+            check_same_bits(hvd, ours)
+
+
+def case_a_loss_scale_inside_or_around(hvd: Any) -> None:
+    scale = {"initial_scale": 8.0, "dynamic_growth_steps": 2}
+    expected = steps_of_one_process(keras.optimizers.SGD(0.1), hvd)
+    for wrap in (
+        lambda one: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(one, **scale)),
+        lambda one: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(one), **scale),
+    ):
+        ours = train(compiled(wrap(keras.optimizers.SGD(0.1))), batches(hvd.rank()))
+        check_close(ours, expected)
+        before = numbers(ours.variables)
+        x, y = batches(hvd.rank())[0]
+        if hvd.rank() == hvd.size() - 1:
+            x = x * np.nan
+        ours.train_on_batch(x, y)  # not finite on one rank: all skip the step
+        for value, other in zip(numbers(ours.variables), before, strict=True):
+            np.testing.assert_array_equal(value, other)
+        check_same_bits(hvd, ours)
+        train(ours, batches(hvd.rank()))
+        check_same_bits(hvd, ours)
+
+
+def case_mixed_precision_scales_the_loss_by_itself(hvd: Any) -> None:
+    ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), dtype="mixed_float16")
+    ours.compile(optimizer=ours.optimizer, loss="mse")
+    train(ours, batches(hvd.rank()))
+    check_same_bits(hvd, ours)
+
+
+def case_saved_models_load_with_and_without_hvdkit(hvd: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in (keras.optimizers.Adam, keras.optimizers.SGD, keras.optimizers.Lamb):
+            path = Path(folder, "model.keras")
+            ours = train(compiled(hvd.DistributedOptimizer(kind(0.01))), batches(hvd.rank()))
+            ours.save(path)
+            loaded = hvd.load_model(path, compression=hvd.Compression.none)
+            for value, other in zip(
+                numbers(loaded.optimizer.variables), numbers(ours.optimizer.variables), strict=True
+            ):
+                np.testing.assert_array_equal(value, other)
+            train(ours, batches(hvd.rank()))
+            train(loaded, batches(hvd.rank()))
+            check_close(loaded, ours)
+            check_same_bits(hvd, loaded)
+            plain = keras.models.load_model(path)
+            assert type(plain.optimizer).__mro__ == type(kind(0.01)).__mro__
+            with warned(NOT_WRAPPED, times=int(hvd.size() > 1)):
+                train(plain, batches(hvd.rank()))
+
+
+@keras.saving.register_keras_serializable(package="hvdkit_tests")
+class Registered(keras.optimizers.SGD):
+    """Somebody's optimizer, registered."""
+
+
+class Own(keras.optimizers.Optimizer):
+    """Somebody's optimizer, with arguments and without get_config."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(learning_rate=rate)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign_sub(variable, keras.ops.cast(learning_rate, variable.dtype) * gradient)
+
+
+def case_optimizers_that_somebody_else_wrote(hvd: Any) -> None:
+    alone = steps_of_one_process(keras.optimizers.SGD(0.1), hvd)
+    for kind in (Own, Registered):
+        ours = train(compiled(hvd.DistributedOptimizer(kind(0.1))), batches(hvd.rank()))
+        check_close(ours, alone)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        ours.save(path)
+        loaded = train(hvd.load_model(path, custom_optimizers=[Registered]), batches(hvd.rank()))
+        assert isinstance(loaded.optimizer, Registered)
+        check_same_bits(hvd, loaded)
+
+
+def case_from_config_is_distributed_too(hvd: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.Sum)
+    again = type(optimizer).from_config(optimizer.get_config())
+    ours = train(compiled(again), batches(hvd.rank()))
+    check_close(ours, steps_of_one_process(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9), hvd))
+
+
+def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
+    times = int(hvd.size() > 1)
+    with warned(NOT_WRAPPED, times):
+        train(compiled(keras.optimizers.Adam(0.01)), batches(hvd.rank()))
+    with warned(NOT_WRAPPED, 0):
+        train(compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))), batches(hvd.rank()))
+    with warned(NOT_WRAPPED, times):  # a second one, left as it was
+        second = keras.optimizers.SGD(0.01)
+        made = model()
+        for x, y in batches(hvd.rank()):
+            second.apply(gradients_of(made, x, y), made.trainable_variables)
+
+
+def case_local_layers_stay_local(hvd: Any) -> None:
+    ours = model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=ours.layers[0], scale_local_gradients=False
+    )
+    ours.compile(optimizer=optimizer, loss="mse")
+    train(ours, batches(hvd.rank(), 1))
+    mine = train(compiled(keras.optimizers.SGD(0.1)), batches(hvd.rank(), 1))
+    alone = steps_of_one_process(keras.optimizers.SGD(0.1), hvd, 1)
+    check_close(ours.layers[0], mine.layers[0])
+    check_close(ours.layers[1], alone.layers[1])
+
+
+def case_process_sets(hvd: Any) -> None:
+    if hvd.size() < 3:
+        raise Skip("needs a rank outside")
+    pair = hvd.add_process_set([0, 2])
+    ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=pair)), batches(hvd.rank()))
+    members = [0, 2] if pair.included() else [hvd.rank()]
+    everyones = [batches(rank) for rank in members]
+    data = [[np.concatenate([own[step][part] for own in everyones]) for part in (0, 1)] for step in range(3)]
+    check_close(ours, train(compiled(keras.optimizers.SGD(0.1)), data))
+    hvd.remove_process_set(pair)
+
+
+def case_embeddings(hvd: Any) -> None:
+    def embedding(optimizer: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        made = keras.Sequential(
+            [
+                keras.layers.Input((3,), dtype="int32"),
+                keras.layers.Embedding(10, 4, dtype="float64"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1, dtype="float64"),
+            ]
+        )
+        made.compile(optimizer=optimizer, loss="mse")
+        return made
+
+    def rows(rank: int) -> Any:
+        return np.random.default_rng(rank).integers(0, 10, size=(ROWS, 3)), np.full((ROWS, 1), float(rank))
+
+    everyones = [np.concatenate(part) for part in zip(*map(rows, range(hvd.size())), strict=True)]
+    # Of indices that occur several times Keras's Adagrad adds up the squares, unless they are dense.
+    for as_dense, kind in (
+        (False, keras.optimizers.SGD),
+        (True, keras.optimizers.SGD),
+        (False, keras.optimizers.Adagrad),
+    ):
+        optimizer = hvd.DistributedOptimizer(kind(0.1), sparse_as_dense=as_dense)
+        ours = train(embedding(optimizer), [rows(hvd.rank())] * 3)
+        check_same_bits(hvd, ours)
+        check_close(ours, train(embedding(kind(0.1)), [everyones] * 3), 1e-4, 1e-6)
+
+
+def case_learning_rates_warm_up_and_fall(hvd: Any) -> None:
+    told_rates: list[float] = []
+
+    class Tell(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            told_rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.8, momentum=0.5)))
+    x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 2), strict=True))
+    history = ours.fit(
+        x,
+        y,
+        batch_size=ROWS,
+        epochs=4,
+        verbose=0,
+        callbacks=[
+            hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2),
+            hvd.callbacks.LearningRateScheduleCallback(0.8, lambda epoch: 0.1**epoch, start_epoch=2),
+            Tell(),
+        ],
+    )
+    size = hvd.size()
+    warm = [0.8 / size * ((step + 1) / 2 * (size - 1) / 2 + 1) for step in range(4)]
+    np.testing.assert_allclose(told_rates, [*warm, 0.008, 0.008, 0.0008, 0.0008], rtol=1e-5)
+    np.testing.assert_allclose(history.history["lr"], [warm[1], 0.8, 0.008, 0.0008], rtol=1e-5)
+    check_same_bits(hvd, ours)
+
+
+def case_a_velocity_follows_the_learning_rate(hvd: Any) -> None:
+    made = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5)))
+    train(made, batches(hvd.rank(), 1))
+    before = numbers(made.optimizer.momentums)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: 0.25)
+    schedule.set_model(made)
+    schedule.on_train_batch_begin(0)
+    for value, other in zip(numbers(made.optimizer.momentums), before, strict=True):
+        np.testing.assert_allclose(value, 0.25 * other)
+
+
+def case_ranks_with_other_metrics_are_told(hvd: Any) -> None:
+    only_with_others(hvd)
+    ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    x, y = batches(hvd.rank(), 1)[0]
+    validation = {"validation_data": (x, y)} if hvd.rank() == 0 else {}
+    with told(ValueError, "different metrics", "rank 0: loss, val_loss", "rank 1: loss"):
+        ours.fit(x, y, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()], **validation)
+
+
+def case_other_numbers_of_batches_are_an_error_and_no_hang(hvd: Any) -> None:
+    only_with_others(hvd)
+    ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 3 if hvd.rank() else 4), strict=True))
+    with told(HorovodInternalError, "MetricAverageCallback"):
+        ours.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
+
+
+def case_ranks_with_other_models_are_told_which_variable(hvd: Any) -> None:
+    only_with_others(hvd)
+    keras.utils.set_random_seed(1)
+    made = keras.Sequential([keras.layers.Input((FEATURES,)), keras.layers.Dense(hvd.rank() + 1, name="lopsided")])
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    with told(HorovodInternalError, "lopsided"):
+        made.train_on_batch(np.ones((ROWS, FEATURES)), np.ones((ROWS, 1)))
+
+
+def case_operations_take_what_becomes_a_tensor(hvd: Any) -> None:
+    everyone = range(hvd.size())
+    for result, expected in (
+        (hvd.allreduce([1.0 * hvd.rank(), 2.0], name="a"), [np.mean(everyone), 2.0]),
+        (hvd.allreduce(np.array([hvd.rank()]), op=hvd.Sum), [sum(everyone)]),
+        (hvd.allgather([[hvd.rank()]]), [[rank] for rank in everyone]),
+        (hvd.broadcast(np.array([hvd.rank()]), hvd.size() - 1), [hvd.size() - 1]),
+    ):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(result), expected)
+    with told(RuntimeError, "broadcast_global_variables"):
+        hvd.broadcast_global_variables(0)
+    ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), seed=hvd.rank()), [])
+    ours.optimizer.build(ours.trainable_variables)
+    hvd.broadcast_global_variables(0, ours)
+    check_same_bits(hvd, ours)
+
+
+def case_what_makes_no_sense_is_told(hvd: Any) -> None:
+    wrap = hvd.DistributedOptimizer
+    for error, text, make in (
+        (TypeError, "keras.optimizers.get", lambda one: wrap("adam")),
+        (ValueError, "once", lambda one: wrap(wrap(one))),
+        (ValueError, "Average and Sum", lambda one: wrap(one, op=2)),
+        (ValueError, "backward_passes_per_step", lambda one: wrap(one, backward_passes_per_step=0)),
+        (ValueError, "groups", lambda one: wrap(one, groups=[3])),
+        (TypeError, "compression", lambda one: wrap(one, compression="fp16")),
+        (ValueError, "local_layers", lambda one: hvd.PartialDistributedOptimizer(one, local_layers=[3])),
+    ):
+        with told(error, text):
+            make(keras.optimizers.SGD(0.1))
+
+
+def case_jit_is_off_by_itself_and_told_where_asked_for(hvd: Any) -> None:
+    only_tensorflow()
+    only_with_others(hvd)
+    import tensorflow as tf
+
+    class Gpu:
+        device_type = "GPU"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf.config, "list_physical_devices", lambda *_: [Gpu()])
+        assert compiled(keras.optimizers.SGD(0.1)).jit_compile
+        assert not compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))).jit_compile
+    asked = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    with told(NotImplementedError, "jit_compile=False"):
+        train(asked, batches(hvd.rank(), 1))

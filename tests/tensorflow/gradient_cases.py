@@ -1,0 +1,381 @@
+"""DistributedGradientTape against what one process computes from all ranks' batches, eager and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdkit.errors import HorovodInternalError
+from tests.ranks import Skip
+from tests.tensorflow.data import ways
+from tests.told import told
+
+ROWS = 4
+
+
+class Model(tf.Module):
+    """Two layers whose weights all ranks have alike, large enough that a graph hands them over in several parts."""
+
+    def __init__(self, dtype: Any = tf.float32, width: int = 5) -> None:
+        super().__init__()
+        numbers = np.random.default_rng(3)
+        self.first = tf.Variable(tf.cast(numbers.normal(size=(3, width)), dtype), name="first")
+        self.bias = tf.Variable(tf.zeros([width], dtype), name="bias")
+        self.second = tf.Variable(tf.cast(numbers.normal(size=(width, 2)), dtype), name="second")
+
+    @property
+    def weights(self) -> list[Any]:
+        return [self.first, self.bias, self.second]
+
+    def loss(self, x: Any) -> Any:
+        return tf.reduce_mean(tf.square(tf.tanh(x @ self.first + self.bias) @ self.second))
+
+
+def batch(rank: int, dtype: Any = tf.float32, step: int = 0) -> Any:
+    """A rank's rows."""
+    return tf.cast(np.random.default_rng([rank, step]).normal(size=(ROWS, 3)), dtype)
+
+
+def joined(hvd: Any, dtype: Any = tf.float32, step: int = 0) -> Any:
+    """All ranks' rows."""
+    return tf.concat([batch(rank, dtype, step) for rank in range(hvd.size())], 0)
+
+
+def plain(loss: Callable[[], Any], sources: Any) -> Any:
+    """The gradients of this process alone."""
+    with tf.GradientTape() as tape:
+        value = loss()
+    return tape.gradient(value, sources)
+
+
+def close(gradients: Any, expected: Any, rtol: float = 1e-5) -> None:
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient.dtype == other.dtype
+        other = tf.cast(other, tf.float64).numpy()
+        np.testing.assert_allclose(tf.cast(gradient, tf.float64), other, rtol, rtol * np.abs(other).max())
+
+
+def case_gradients_are_those_of_the_joined_batch(hvd: Any) -> None:
+    for dtype, width in ((tf.float32, 5), (tf.float64, 5), (tf.float32, 300_000)):
+        model = Model(dtype, width)
+        expected = plain(lambda model=model, dtype=dtype: model.loss(joined(hvd, dtype)), model.weights)
+
+        def step(x: Any, model: Any = model) -> Any:
+            with tf.GradientTape() as tape:
+                loss = model.loss(x)
+            return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
+
+        for run in ways(step):
+            for _ in range(3):
+                close(run(batch(hvd.rank(), dtype)), expected, 1e-4 if width > 5 else 1e-5)
+
+
+def case_it_records_as_the_tape_does(hvd: Any) -> None:
+    model = Model()
+    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = model.loss(batch(hvd.rank()))
+    assert isinstance(tape, tf.GradientTape)
+    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
+    close(tape.gradient(loss, model.weights), expected)
+    close([tape.gradient(loss, model.bias)], expected[1:2])
+    close(list(tape.gradient(loss, {"a": model.first, "b": model.second}).values()), expected[::2])
+    local, reduced = tape.get_local_and_global_gradients(loss, model.weights)
+    assert not local
+    assert [source is weight for (source, _), weight in zip(reduced, model.weights, strict=True)] == [True] * 3
+
+
+def case_sums_and_scales(hvd: Any) -> None:
+    model = Model()
+    mean = plain(lambda: model.loss(joined(hvd)), model.weights)
+    for options, factor in (
+        ({"op": hvd.Sum}, hvd.size()),
+        ({"gradient_predivide_factor": 4.0}, 1),
+        ({"groups": 2}, 1),
+        ({"groups": [[model.first, model.second]]}, 1),
+    ):
+
+        def step(x: Any, options: Any = options) -> Any:
+            with tf.GradientTape() as tape:
+                loss = model.loss(x)
+            return hvd.DistributedGradientTape(tape, **options).gradient(loss, model.weights)
+
+        for run in ways(step):
+            close(run(batch(hvd.rank())), [factor * one for one in mean])
+
+
+def case_what_has_no_gradient_stays_none(hvd: Any) -> None:
+    model, unused = Model(), tf.Variable([1.0, 2.0], name="unused")
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.loss(x)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, [model.first, unused, model.second])
+        assert gradients[1] is None
+        return [gradients[0], gradients[2]]
+
+    expected = plain(lambda: model.loss(joined(hvd)), [model.first, model.second])
+    for run in ways(step):
+        close(run(batch(hvd.rank())), expected)
+
+
+def case_gradients_with_respect_to_tensors_are_reduced(hvd: Any) -> None:
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(x * float(hvd.rank() + 1))
+        return hvd.DistributedGradientTape(tape).gradient(loss, [x])
+
+    for run in ways(step):
+        close(run(tf.ones([3])), [tf.fill([3], (hvd.size() + 1) / 2)])
+
+
+def case_slices_are_gathered_or_dense(hvd: Any) -> None:
+    table = tf.Variable(tf.reshape(tf.range(12.0), [6, 2]), name="table")
+
+    def loss(rows: Any) -> Any:
+        return tf.reduce_sum(tf.square(tf.gather(table, rows)))
+
+    rows = [tf.constant([rank, 2, 2]) for rank in range(hvd.size())]
+    expected = sum(tf.convert_to_tensor(plain(lambda one=one: loss(one), table)) for one in rows) / hvd.size()
+    for as_dense in (False, True):
+
+        def step(mine: Any, as_dense: bool = as_dense) -> Any:
+            with tf.GradientTape() as tape:
+                value = loss(mine)
+            tape = hvd.DistributedGradientTape(tape, sparse_as_dense=as_dense)
+            gradient = tape.gradient(value, table)
+            assert hvd.size() == 1 or isinstance(gradient, tf.IndexedSlices) != as_dense
+            return tf.convert_to_tensor(gradient)
+
+        for run in ways(step):
+            close([run(rows[hvd.rank()])], [expected])
+
+
+def case_local_sources_stay_local(hvd: Any) -> None:
+    model = Model()
+    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
+    mine = plain(lambda: model.loss(batch(hvd.rank())), model.weights)
+    for scale in (True, False):
+
+        def step(x: Any, scale: bool = scale) -> Any:
+            with tf.GradientTape() as tape:
+                loss = model.loss(x)
+            tape = hvd.DistributedGradientTape(tape, scale_local_gradients=scale)
+            tape.register_local_source(model.bias)
+            return tape.gradient(loss, model.weights)
+
+        for run in ways(step):
+            first, bias, second = run(batch(hvd.rank()))
+            close([first, second], expected[::2])
+            close([bias], [mine[1] / (hvd.size() if scale else 1)])
+    layer = tf.keras.layers.Dense(2)
+    layer.build((ROWS, 3))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(batch(hvd.rank())))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer, scale_local_gradients=False)
+    kernel = tape.gradient(loss, layer.trainable_weights)[0]
+    np.testing.assert_allclose(kernel[:, 0], tf.reduce_sum(batch(hvd.rank()), 0), rtol=1e-5)
+
+
+def case_compression(hvd: Any) -> None:
+    model = Model(width=2000)
+    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
+
+    class Halves(hvd.Compression.fp16):
+        """A class of the user's, which compresses tensor by tensor."""
+
+    for compression, rtol in (
+        (hvd.Compression.fp16, 1e-2),
+        (hvd.Compression.bf16, 5e-2),
+        (Halves, 1e-2),
+        ({"first*": hvd.Compression.fp16}, 1e-2),
+        (hvd.Compression.int8(compress="everywhere"), None),
+    ):
+
+        def step(x: Any, compression: Any = compression) -> Any:
+            with tf.GradientTape() as tape:
+                loss = model.loss(x)
+            return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, model.weights)
+
+        for run in ways(step):
+            gradients = run(batch(hvd.rank()))
+            for gradient, other in zip(gradients, expected, strict=True):
+                scale = float(tf.reduce_max(tf.abs(other)))
+                error = float(tf.reduce_max(tf.abs(gradient - other))) / scale
+                assert error < (0.02 if rtol is None else rtol), (compression, error)
+
+
+def case_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("one rank sends nothing")
+    weight = tf.Variable(tf.zeros([64, 64]), name="weight")
+    slope = tf.constant(np.random.default_rng(1).normal(size=(64, 64)), tf.float32)
+    topk = hvd.Compression.topk(0.1, compress="everywhere")
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * slope)
+        return hvd.DistributedGradientTape(tape, compression=topk).gradient(loss, weight)
+
+    for run in ways(step):
+        applied = sum(run() for _ in range(40)) / 40
+        assert float(tf.norm(applied - slope) / tf.norm(slope)) < 0.3
+
+
+def case_gradients_of_gradients(hvd: Any) -> None:
+    weight = tf.Variable([1.0, 2.0], name="weight")
+
+    def step(factor: Any) -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(factor * weight**3)
+            gradient = hvd.DistributedGradientTape(inner).gradient(loss, weight)
+            penalty = tf.reduce_sum(gradient)
+        return [outer.gradient(penalty, weight)]
+
+    factor = float(hvd.rank() + 1)  # backwards the ones of all ranks are averaged
+    for run in ways(step):
+        close(run(tf.constant(factor)), [tf.constant([6.0 * factor, 12.0 * factor])])
+
+
+def case_several_steps_in_one_graph(hvd: Any) -> None:
+    ours, alone = Model(), Model()
+
+    def descend(model: Model, gradients: Any) -> None:
+        for weight, gradient in zip(model.weights, gradients, strict=True):
+            weight.assign_sub(0.1 * gradient)
+
+    def steps(batches: Any) -> Any:
+        for number in tf.range(tf.shape(batches)[0]):
+            with tf.GradientTape(persistent=True) as tape:
+                loss = ours.loss(batches[number])
+                half = 0.5 * loss
+            tape = hvd.DistributedGradientTape(tape)
+            descend(ours, tape.gradient(loss, ours.weights))
+            descend(ours, tape.gradient(half, ours.weights))
+        return ours.weights[0]
+
+    for run in ways(steps):
+        for _ in range(2):
+            run(tf.stack([batch(hvd.rank(), step=step) for step in range(4)]))
+            for step in range(4):
+                gradients = plain(lambda step=step: alone.loss(joined(hvd, step=step)), alone.weights)
+                descend(alone, [1.5 * one for one in gradients])
+            close(ours.weights, alone.weights, 1e-4)
+
+
+def case_process_sets(hvd: Any) -> None:
+    if hvd.size() < 3:
+        raise Skip("needs a rank outside")
+    model, pair = Model(), hvd.add_process_set([0, 2])
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.loss(x)
+        return hvd.DistributedGradientTape(tape, process_set=pair).gradient(loss, model.weights)
+
+    rows = tf.concat([batch(0), batch(2)], 0) if pair.included() else batch(1)
+    expected = plain(lambda: model.loss(rows), model.weights)
+    for run in ways(step):
+        close(run(batch(hvd.rank())), expected)
+    hvd.remove_process_set(pair)
+
+
+def case_adasum_of_equal_gradients_is_one_of_them(hvd: Any) -> None:
+    if not hvd.check_num_rank_power_of_2(hvd.size()):
+        raise Skip("Adasum needs a power of two")
+    model = Model()
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.loss(x)
+        return hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(loss, model.weights)
+
+    expected = plain(lambda: model.loss(batch(0)), model.weights)
+    for run in ways(step):
+        close(run(batch(0)), expected)
+
+
+def case_a_step_that_fails_leaves_the_next_one_whole(hvd: Any) -> None:
+    model = Model(width=300_000)
+    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
+
+    @tf.function
+    def step(x: Any, fails: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = x @ model.first + model.bias
+            # The gradient of the last layer is handed over; that of the first one is never computed.
+            y = _failing_backward(y, fails)
+            loss = tf.reduce_mean(tf.square(tf.tanh(y) @ model.second))
+        return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
+
+    for fails in (False, True, True, False):
+        if fails:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="asked to fail"):
+                step(batch(hvd.rank()), tf.constant(True))
+        else:
+            close(step(batch(hvd.rank()), tf.constant(False)), expected, 1e-4)
+
+
+@tf.custom_gradient
+def _failing_backward(x: Any, fails: Any) -> Any:
+    def gradient(upstream: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(fails), ["asked to fail"])]):
+            return tf.identity(upstream), None
+
+    return tf.identity(x), gradient
+
+
+def case_ranks_that_differ_are_told_which_variable(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody to differ from")
+    shape = [3, 4] if hvd.rank() else [4, 3]
+    weight = tf.Variable(tf.ones(shape), name="lopsided")
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight)
+        return hvd.DistributedGradientTape(tape).gradient(loss, weight)
+
+    for run in ways(step):
+        with told(HorovodInternalError, "lopsided"):
+            run()
+
+
+def case_what_makes_no_sense_is_told(hvd: Any) -> None:
+    for error, text, make in (
+        (TypeError, "tf.GradientTape", lambda _: hvd.DistributedGradientTape(3)),
+        (ValueError, "once", lambda tape: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))),
+        (ValueError, "op must", lambda tape: hvd.DistributedGradientTape(tape, op=17)),
+        (ValueError, "groups", lambda tape: hvd.DistributedGradientTape(tape, groups=-1)),
+        (
+            ValueError,
+            "predivide",
+            lambda tape: hvd.DistributedGradientTape(tape, op=hvd.Sum, gradient_predivide_factor=2.0),
+        ),
+        (TypeError, "compression", lambda tape: hvd.DistributedGradientTape(tape, compression=3)),
+        (ValueError, "local_layers", lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=[3])),
+    ):
+        with told(error, text):
+            make(tf.GradientTape())
+
+
+def case_after_shutdown_and_init_the_same_graph_goes_on(hvd: Any) -> None:
+    model = Model()
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.loss(x)
+        return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
+
+    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
+    close(step(batch(hvd.rank())), expected)
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    close(step(batch(hvd.rank())), expected)
