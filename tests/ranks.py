@@ -139,21 +139,22 @@ def case_names(module: str) -> list[str]:
 
 
 class RankedCases:
-    """The cases of one module; a job of a size on a transport runs once, the first time one of its cases is checked."""
+    """The cases of some modules; a job of a size on a transport runs once, the first time one of them is checked."""
 
     def __init__(
-        self, module: str, runner: str = "tests.ranks", per_node: int | None = None, **environment: str
+        self, *modules: str, runner: str = "tests.ranks", per_node: int | None = None, **environment: str
     ) -> None:
-        self.module = module
+        self.modules = ",".join(modules)
         self.per_node = per_node
         self.runner = runner
         self.environment = environment
-        self.names = case_names(module)
+        self.names = [name for module in modules for name in case_names(module)]
+        assert len(set(self.names)) == len(self.names), "cases of one job need different names"
         self._results = functools.lru_cache(maxsize=None)(self._run)
 
     def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", self.runner, self.module, folder]
+            command = [sys.executable, "-m", self.runner, self.modules, folder]
             status, output = run_ranks(command, size, transport, per_node=self.per_node, **self.environment)
             reports = [
                 json.loads(path.read_text()) if (path := Path(folder, f"{rank}.json")).exists() else {}
@@ -175,28 +176,29 @@ class RankedCases:
         assert not problems, "\n".join([*problems, output])
 
 
-def main(module_name: str, folder: str) -> None:
+def main(modules: str, folder: str) -> None:
     """What a rank runs: every case, its result written at once so that a crash in a later one loses nothing."""
     import hvdkit.torch as hvd
 
     hvd.init()
-    run_cases(module_name, Path(folder, f"{hvd.rank()}.json"), hvd)
+    run_cases(modules, Path(folder, f"{hvd.rank()}.json"), hvd)
     hvd.shutdown()
 
 
-def run_cases(module_name: str, path: Path, hvd: Any) -> None:
-    """Run every case on this rank, and report in ``path``."""
-    module = importlib.import_module(module_name)
+def run_cases(modules: str, path: Path, hvd: Any) -> None:
+    """Run every case of modules, whose names commas part, on this rank, and report in ``path``."""
     report: dict[str, str] = {}
-    for name in case_names(module_name):
-        try:
-            getattr(module, name)(hvd)
-            report[name] = "passed"
-        except Skip as skip:
-            report[name] = f"{SKIPPED}{skip}"
-        except BaseException:
-            report[name] = traceback.format_exc()
-        path.write_text(json.dumps(report))
+    for module in modules.split(","):
+        imported = importlib.import_module(module)
+        for name in case_names(module):
+            try:
+                getattr(imported, name)(hvd)
+                report[name] = "passed"
+            except Skip as skip:
+                report[name] = f"{SKIPPED}{skip}"
+            except BaseException:
+                report[name] = traceback.format_exc()
+            path.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

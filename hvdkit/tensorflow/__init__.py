@@ -1,5 +1,7 @@
 """Horovod's API for TensorFlow 2: ``import hvdkit.tensorflow as hvd``."""
 
+from typing import Any
+
 from hvdkit.api.checks import handle_average_backwards_compatibility
 from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdkit.api.job import (
@@ -57,6 +59,20 @@ from hvdkit.tensorflow.ops_ranks import (
 from hvdkit.tensorflow.ops_reducescatter import grouped_reducescatter, reducescatter
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
 
+try:
+    from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
+except ImportError as error:  # operations need no Keras
+    _without_keras = error
+
+    def __getattr__(name: str) -> Any:
+        """Say what is missing, to those who want it."""
+        if name == "SyncBatchNormalization":
+            raise ImportError(
+                f"SyncBatchNormalization: {_without_keras}\nHINT: TF_USE_LEGACY_KERAS=1 needs tf_keras installed."
+            ) from _without_keras
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 exceptions.install()
 
 __all__ = [
@@ -72,6 +88,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",

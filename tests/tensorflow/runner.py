@@ -21,7 +21,7 @@ class WithoutTorch(MetaPathFinder):
         return None if name.partition(".")[0] == "torch" else self._finder.find_spec(name, path, target)
 
 
-def main(module: str, folder: str) -> None:
+def main(modules: str, folder: str) -> None:
     if os.environ["HVDKIT_TRANSPORT"] == "mpi":
         sys.meta_path[:] = [WithoutTorch(finder) for finder in sys.meta_path]
     import tensorflow as tf
@@ -32,7 +32,7 @@ def main(module: str, folder: str) -> None:
     from tests.ranks import run_cases
 
     hvd.init(process_sets="dynamic")
-    run_cases(module, Path(folder, f"{hvd.rank()}.json"), hvd)
+    run_cases(modules, Path(folder, f"{hvd.rank()}.json"), hvd)
     hvd.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Operations on tensors of TensorFlow, on real ranks, in eager execution and in graphs; and beside PyTorch."""
+"""TensorFlow's operations and layers on real ranks, in eager execution and in graphs; and beside PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from tests.ranks import RankedCases
 
-RESULTS = RankedCases("tests.tensorflow.ops_cases", runner="tests.tensorflow.runner")
+MODULES = ("tests.tensorflow.ops_cases", "tests.tensorflow.batch_norm_cases")
+RESULTS = RankedCases(*MODULES, runner="tests.tensorflow.runner")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

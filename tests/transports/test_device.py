@@ -10,10 +10,10 @@ from hvdkit.transports.nccl import exchange, shared_gpus, within
 from tests.ranks import RankedCases
 
 RUNNER = "tests.transports.pretend_device"
-CASES = RankedCases("tests.transports.device_cases", RUNNER)
-OPERATIONS = RankedCases("tests.torch.ops_cases", RUNNER)
-OPTIMIZER = RankedCases("tests.torch.optimizer_cases", RUNNER)
-COMPRESSION = RankedCases("tests.torch.compression_cases", RUNNER, HVDKIT_COMPRESSION="always")
+CASES = RankedCases("tests.transports.device_cases", runner=RUNNER)
+OPERATIONS = RankedCases("tests.torch.ops_cases", runner=RUNNER)
+OPTIMIZER = RankedCases("tests.torch.optimizer_cases", runner=RUNNER)
+COMPRESSION = RankedCases("tests.torch.compression_cases", runner=RUNNER, HVDKIT_COMPRESSION="always")
 # It looks for the addresses of numpy arrays.
 HOST_ONLY = {"case_gradients_live_in_the_fusion_buffer"}
 

@@ -1,0 +1,123 @@
+"""Batch normalisation for Keras over the batches of all ranks together, as if one process had them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.api.job import Sum
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.ops_allreduce import allreduce
+
+_REFUSED = {
+    "fused": "TensorFlow's fused kernel cannot be told the statistics of all ranks.\nHINT: leave fused out.",
+    "renorm": "it makes up for small batches, and here the batch is that of all ranks.\nHINT: leave renorm out.",
+    "virtual_batch_size": "statistics are those of all batches.\nHINT: leave it out, or use Keras' BatchNormalization.",
+    "synchronized": "that is for tf.distribute, and here ranks are synchronised.\nHINT: leave synchronized out.",
+}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for option, reason in _REFUSED.items():
+        if options.get(option):
+            raise ValueError(f"SyncBatchNormalization does not support {option}: {reason}")
+
+
+@tf.keras.utils.register_keras_serializable(package="hvdkit")
+class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
+    """Batch normalisation with the statistics of the batches of all ranks of ``process_set`` while training.
+
+    Arguments are those of ``keras.layers.BatchNormalization``, of Keras 3 or of tf_keras, whichever ``tf.keras`` is.
+    Batches and masks may differ between ranks, and be empty on some; each value counts once. Every rank of the set
+    calls the layer equally often while training, and the layer has the same name on all of them. On a rank that is not
+    in the set, and on one that is alone in it, this is the layer of Keras. Gradients of gamma and beta are those of
+    this rank's batch, and are reduced like all others. A process set is not saved: a layer made from a configuration
+    has the one of all ranks.
+
+    Raises ValueError for ``fused``, ``renorm``, ``virtual_batch_size`` and ``synchronized``. In training, raises
+    ValueError for a set that is not registered, NotInitializedError before init(), and HorovodInternalError on every
+    rank where ranks disagree on the shape of the statistics.
+    """
+
+    def __init__(
+        self,
+        axis: Any = -1,
+        *,
+        process_set: ProcessSet = global_process_set,
+        fused: bool | None = False,
+        **options: Any,
+    ) -> None:
+        _check_options({"fused": fused is None or fused, **options})
+        options.pop("virtual_batch_size", None)  # which Keras 3 does not know
+        if _is_legacy():  # which would choose the fused kernel
+            options["fused"] = False
+        super().__init__(axis=axis, **options)
+        self.process_set = process_set
+        self.supports_jit = False  # or model.compile() would choose XLA, which cannot talk to other processes
+
+    def _moments(self, inputs: Any, *given: Any, **options: Any) -> tuple[Any, Any]:
+        """Mean and variance of each channel, in the type of ``inputs``.
+
+        Keras 3 calls this with the mask; tf_keras with the axes, then ``keep_dims`` and ``mask`` by name.
+        """
+        checks.check_registered("SyncBatchNormalization", self.process_set)
+        if not self.process_set.included() or checks.size_of(self.process_set) == 1:
+            moments: tuple[Any, Any] = super()._moments(inputs, *given, **options)
+            return moments
+        mask = options["mask"] if "mask" in options else given[0]
+        axes = [self.axis] if isinstance(self.axis, int) else self.axis
+        channels = {axis % inputs.shape.rank for axis in axes}
+        over = [dimension for dimension in range(inputs.shape.rank) if dimension not in channels]
+        sums = allreduce(
+            _local_sums(inputs, over, mask),
+            op=Sum,
+            name=f"{self.name}.statistics",
+            process_set=self.process_set,
+            ignore_name_scope=True,
+        )
+        mean, variance = (tf.cast(moment, inputs.dtype) for moment in _combine(sums))
+        if len(channels) == 1:
+            return tf.squeeze(mean, over), tf.squeeze(variance, over)
+        return mean, variance
+
+
+def _is_legacy() -> bool:
+    """Whether ``tf.keras`` is tf_keras, that is Keras 2."""
+    return hasattr(tf.keras.layers.BatchNormalization, "_fused_batch_norm")
+
+
+def _local_sums(inputs: Any, over: list[int], mask: Any) -> Any:
+    """Counts, sums and sums of squares of this rank's values, stacked, in float64; the dimensions ``over`` are 1.
+
+    In float64, so that their difference is the variance even where the mean is large against the deviation. The large
+    tensors stay in their type: they are shifted by about this rank's mean, and the sums are those of what was shifted.
+    """
+    shape = tf.shape(inputs, tf.int64)
+    if mask is not None:
+        mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], shape)
+
+    def chosen(values: Any) -> Any:
+        return values if mask is None else tf.where(mask, values, tf.zeros([], values.dtype))
+
+    total = tf.reduce_sum(chosen(inputs), over, keepdims=True)
+    if mask is None:
+        count = tf.reduce_prod(tf.gather(shape, over)) * tf.ones_like(total, tf.int64)
+    else:
+        count = tf.math.count_nonzero(mask, over, keepdims=True)
+    # The sums do not depend on the shift, which therefore has no gradient of any order.
+    shift = tf.stop_gradient(tf.math.divide_no_nan(total, tf.cast(count, inputs.dtype)))
+    shifted = chosen(inputs - shift)
+    rest = tf.cast(tf.reduce_sum(shifted, over, keepdims=True), tf.float64)
+    squares = tf.cast(tf.reduce_sum(tf.square(shifted), over, keepdims=True), tf.float64)
+    count, shift = tf.cast(count, tf.float64), tf.cast(shift, tf.float64)
+    return tf.stack([count, count * shift + rest, squares + 2.0 * shift * rest + count * tf.square(shift)])
+
+
+def _combine(sums: Any) -> tuple[Any, Any]:
+    """Mean and variance from the sums of all ranks; zeros where no rank has a value."""
+    count, total, squares = tf.unstack(sums)
+    mean = tf.math.divide_no_nan(total, count)
+    return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
