@@ -18,7 +18,7 @@ train: $(VENV)/.ready-train ## set up .venv and train the digits example on NP=2
 	$(BIN)/hvdkitrun -np $(NP) $(BIN)/python examples/pytorch_digits.py $(ARGS)
 
 test: $(VENV)/.ready-test ## set up .venv and run the tests (ARGS=... to pytest)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q --durations=25 $(ARGS)
 
 lint: $(VENV)/.ready-test ## ruff, mypy and clang-format, changing nothing
 	$(BIN)/ruff check

@@ -59,7 +59,7 @@ def close(gradients: Any, expected: Any, rtol: float = 1e-5) -> None:
         np.testing.assert_allclose(tf.cast(gradient, tf.float64), other, rtol, rtol * np.abs(other).max())
 
 
-def case_gradients_are_those_of_the_joined_batch(hvd: Any) -> None:
+def case_tape_gradients_are_those_of_the_joined_batch(hvd: Any) -> None:
     for dtype, width in ((tf.float32, 5), (tf.float64, 5), (tf.float32, 300_000)):
         model = Model(dtype, width)
         expected = plain(lambda model=model, dtype=dtype: model.loss(joined(hvd, dtype)), model.weights)
@@ -74,7 +74,7 @@ def case_gradients_are_those_of_the_joined_batch(hvd: Any) -> None:
                 close(run(batch(hvd.rank(), dtype)), expected, 1e-4 if width > 5 else 1e-5)
 
 
-def case_it_records_as_the_tape_does(hvd: Any) -> None:
+def case_tape_it_records_as_the_tape_does(hvd: Any) -> None:
     model = Model()
     with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         loss = model.loss(batch(hvd.rank()))
@@ -88,7 +88,7 @@ def case_it_records_as_the_tape_does(hvd: Any) -> None:
     assert [source is weight for (source, _), weight in zip(reduced, model.weights, strict=True)] == [True] * 3
 
 
-def case_sums_and_scales(hvd: Any) -> None:
+def case_tape_sums_and_scales(hvd: Any) -> None:
     model = Model()
     mean = plain(lambda: model.loss(joined(hvd)), model.weights)
     for options, factor in (
@@ -107,7 +107,7 @@ def case_sums_and_scales(hvd: Any) -> None:
             close(run(batch(hvd.rank())), [factor * one for one in mean])
 
 
-def case_what_has_no_gradient_stays_none(hvd: Any) -> None:
+def case_tape_what_has_no_gradient_stays_none(hvd: Any) -> None:
     model, unused = Model(), tf.Variable([1.0, 2.0], name="unused")
 
     def step(x: Any) -> Any:
@@ -122,7 +122,7 @@ def case_what_has_no_gradient_stays_none(hvd: Any) -> None:
         close(run(batch(hvd.rank())), expected)
 
 
-def case_gradients_with_respect_to_tensors_are_reduced(hvd: Any) -> None:
+def case_tape_gradients_with_respect_to_tensors_are_reduced(hvd: Any) -> None:
     def step(x: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -133,7 +133,7 @@ def case_gradients_with_respect_to_tensors_are_reduced(hvd: Any) -> None:
         close(run(tf.ones([3])), [tf.fill([3], (hvd.size() + 1) / 2)])
 
 
-def case_slices_are_gathered_or_dense(hvd: Any) -> None:
+def case_tape_slices_are_gathered_or_dense(hvd: Any) -> None:
     table = tf.Variable(tf.reshape(tf.range(12.0), [6, 2]), name="table")
 
     def loss(rows: Any) -> Any:
@@ -155,7 +155,7 @@ def case_slices_are_gathered_or_dense(hvd: Any) -> None:
             close([run(rows[hvd.rank()])], [expected])
 
 
-def case_local_sources_stay_local(hvd: Any) -> None:
+def case_tape_local_sources_stay_local(hvd: Any) -> None:
     model = Model()
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
     mine = plain(lambda: model.loss(batch(hvd.rank())), model.weights)
@@ -181,7 +181,7 @@ def case_local_sources_stay_local(hvd: Any) -> None:
     np.testing.assert_allclose(kernel[:, 0], tf.reduce_sum(batch(hvd.rank()), 0), rtol=1e-5)
 
 
-def case_compression(hvd: Any) -> None:
+def case_tape_compression(hvd: Any) -> None:
     model = Model(width=2000)
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
 
@@ -209,7 +209,7 @@ def case_compression(hvd: Any) -> None:
                 assert error < (0.02 if rtol is None else rtol), (compression, error)
 
 
-def case_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
+def case_tape_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("one rank sends nothing")
     weight = tf.Variable(tf.zeros([64, 64]), name="weight")
@@ -226,7 +226,7 @@ def case_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
         assert float(tf.norm(applied - slope) / tf.norm(slope)) < 0.3
 
 
-def case_gradients_of_gradients(hvd: Any) -> None:
+def case_tape_gradients_of_gradients(hvd: Any) -> None:
     weight = tf.Variable([1.0, 2.0], name="weight")
 
     def step(factor: Any) -> Any:
@@ -242,7 +242,7 @@ def case_gradients_of_gradients(hvd: Any) -> None:
         close(run(tf.constant(factor)), [tf.constant([6.0 * factor, 12.0 * factor])])
 
 
-def case_several_steps_in_one_graph(hvd: Any) -> None:
+def case_tape_several_steps_in_one_graph(hvd: Any) -> None:
     ours, alone = Model(), Model()
 
     def descend(model: Model, gradients: Any) -> None:
@@ -268,7 +268,7 @@ def case_several_steps_in_one_graph(hvd: Any) -> None:
             close(ours.weights, alone.weights, 1e-4)
 
 
-def case_process_sets(hvd: Any) -> None:
+def case_tape_process_sets(hvd: Any) -> None:
     if hvd.size() < 3:
         raise Skip("needs a rank outside")
     model, pair = Model(), hvd.add_process_set([0, 2])
@@ -285,7 +285,7 @@ def case_process_sets(hvd: Any) -> None:
     hvd.remove_process_set(pair)
 
 
-def case_adasum_of_equal_gradients_is_one_of_them(hvd: Any) -> None:
+def case_tape_adasum_of_equal_gradients_is_one_of_them(hvd: Any) -> None:
     if not hvd.check_num_rank_power_of_2(hvd.size()):
         raise Skip("Adasum needs a power of two")
     model = Model()
@@ -300,7 +300,7 @@ def case_adasum_of_equal_gradients_is_one_of_them(hvd: Any) -> None:
         close(run(batch(0)), expected)
 
 
-def case_a_step_that_fails_leaves_the_next_one_whole(hvd: Any) -> None:
+def case_tape_a_step_that_fails_leaves_the_next_one_whole(hvd: Any) -> None:
     model = Model(width=300_000)
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
 
@@ -330,7 +330,7 @@ def _failing_backward(x: Any, fails: Any) -> Any:
     return tf.identity(x), gradient
 
 
-def case_ranks_that_differ_are_told_which_variable(hvd: Any) -> None:
+def case_tape_ranks_that_differ_are_told_which_variable(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("nobody to differ from")
     shape = [3, 4] if hvd.rank() else [4, 3]
@@ -346,7 +346,7 @@ def case_ranks_that_differ_are_told_which_variable(hvd: Any) -> None:
             run()
 
 
-def case_what_makes_no_sense_is_told(hvd: Any) -> None:
+def case_tape_what_makes_no_sense_is_told(hvd: Any) -> None:
     for error, text, make in (
         (TypeError, "tf.GradientTape", lambda _: hvd.DistributedGradientTape(3)),
         (ValueError, "once", lambda tape: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))),
@@ -364,7 +364,7 @@ def case_what_makes_no_sense_is_told(hvd: Any) -> None:
             make(tf.GradientTape())
 
 
-def case_after_shutdown_and_init_the_same_graph_goes_on(hvd: Any) -> None:
+def case_tape_after_shutdown_and_init_the_same_graph_goes_on(hvd: Any) -> None:
     model = Model()
 
     @tf.function

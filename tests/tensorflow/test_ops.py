@@ -9,11 +9,11 @@ import pytest
 
 from tests.ranks import RankedCases
 
-MODULES = ("tests.tensorflow.ops_cases", "tests.tensorflow.batch_norm_cases")
+MODULES = ("tests.tensorflow.ops_cases", "tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases")
 RESULTS = RankedCases(*MODULES, runner="tests.tensorflow.runner")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), (3, "mpi"), (2, "torch")])
 @pytest.mark.parametrize("case", RESULTS.names)
 def test_ops(case: str, ranks: int, transport: str) -> None:
     RESULTS.check(case, ranks, transport)
