@@ -9,14 +9,23 @@ import pytest
 
 from tests.ranks import RankedCases
 
-MODULES = ("tests.tensorflow.ops_cases", "tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases")
-RESULTS = RankedCases(*MODULES, runner="tests.tensorflow.runner")
+RUNNER = "tests.tensorflow.runner"
+OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER)
+GRADIENTS = RankedCases("tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases", runner=RUNNER)
+
+jobs = pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), (3, "mpi"), (2, "torch")])
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), (3, "mpi"), (2, "torch")])
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_ops(case: str, ranks: int, transport: str) -> None:
-    RESULTS.check(case, ranks, transport)
+@jobs
+@pytest.mark.parametrize("case", OPERATIONS.names)
+def test_operations(case: str, ranks: int, transport: str) -> None:
+    OPERATIONS.check(case, ranks, transport)
+
+
+@jobs
+@pytest.mark.parametrize("case", GRADIENTS.names)
+def test_gradients(case: str, ranks: int, transport: str) -> None:
+    GRADIENTS.check(case, ranks, transport)
 
 
 @pytest.mark.parametrize(
