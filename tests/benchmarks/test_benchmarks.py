@@ -34,6 +34,7 @@ BENCHMARKS = {
         ["hvdkit fusion buffer", "hvdkit torch in place", "mpi4py", "Gloo"],
     ),
     "step": ([*SMALL_STEP, "--model", "transformer"], ["alone", "DDP fp16", "hvdkit mpi", "hvdkit torch fp16"]),
+    "keras_fit": (SMALL_STEP, ["alone", "hvdkit"]),
     "idle": (["--seconds", "0.2", "--slow-seconds", "0.2"], ["torch", "hvdkit mpi"]),
     "memory": ([*SMALL_MODEL, "--steps", "1"], ["plain", "DDP", "hvdkit torch wrapped"]),
     "compression": (["--elements", "20000", "--rounds", "2", "--settle", "2"], []),

@@ -206,7 +206,7 @@ def case_tape_compression(hvd: Any) -> None:
             for gradient, other in zip(gradients, expected, strict=True):
                 scale = float(tf.reduce_max(tf.abs(other)))
                 error = float(tf.reduce_max(tf.abs(gradient - other))) / scale
-                assert error < (0.02 if rtol is None else rtol), (compression, error)
+                assert error < (0.05 if rtol is None else rtol), (compression, error)
 
 
 def case_tape_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
