@@ -137,6 +137,76 @@ def test_synthetic_benchmark_reports_as_horovods(flag: str | None) -> None:
     assert output.count("Total img/sec") == 1, output
 
 
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which PyTorch cannot be imported: TensorFlow's users need none."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text('raise ImportError("there shall be no PyTorch")')
+    return {"PYTHONPATH": f"{folder}:{ROOT}", "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
+
+
+def test_tensorflow_digits_reach_97_percent_and_resume_without_pytorch(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
+    name, flags = "tensorflow2_digits.py", ["--checkpoint-dir", tmp_path]
+    output, progress = run_example(name, *flags, "--epochs", 8, **without_torch)
+    assert digits_accuracy(output) >= 97
+    assert len(lines(output)) == 1, output
+    assert progress.count(" 0/184 ") == 1, progress
+    assert sorted(path.name.partition(".")[0] for path in tmp_path.iterdir()) == ["checkpoint", "digits-8", "digits-8"]
+
+    output, _ = run_example(name, *flags, "--resume", "--epochs", 8, **without_torch)
+    assert f"resumed from {tmp_path / 'digits-8'} after epoch 8" in output
+    assert "nothing left to train: 8 epochs are done" in output
+    assert digits_accuracy(output) >= 97
+    assert_only_one_rank_prints(output)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_keras_digits_reach_97_percent_and_resume(backend: str, tmp_path: Path, without_torch: dict[str, str]) -> None:
+    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
+    name, flags = "keras_digits.py", ["--checkpoint-dir", tmp_path]
+    output, _ = run_example(name, *flags, "--epochs", 10, **environment)
+    assert digits_accuracy(output) >= 97
+    assert_only_one_rank_prints(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"digits-{epoch:03d}.keras" for epoch in range(1, 11)]
+
+    output, _ = run_example(name, *flags, "--resume", "--epochs", 11, **environment)
+    assert f"resumed from {tmp_path / 'digits-010.keras'} after epoch 10" in output
+    assert "nothing left to train" not in output
+    assert digits_accuracy(output) >= 97
+    assert_only_one_rank_prints(output)
+
+
+@pytest.mark.parametrize(("backend", "compression"), [("tensorflow", "none"), ("torch", "fp16")])
+def test_keras_text_reports_speed_loss_and_bytes(backend: str, compression: str, without_torch: dict[str, str]) -> None:
+    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
+    flags = ["--steps", 3, "--report-every", 2, "--layers", 1, "--width", 64, "--context", 32, "--batch-size", 2]
+    flags += ["--max-bytes", 500_000, "--compression", compression]
+    output, _ = run_example("keras_text.py", *flags, **environment)
+    reports = re.findall(r"step (\d): loss ([\d.]+), ([\d,]+) tokens/s, ([\d.]+) MB sent per rank", output)
+    assert [report[0] for report in reports] == ["2", "3"], output
+    for _, loss, speed, megabytes in reports:
+        assert 4 < float(loss) < 7  # ln 256 = 5.5 for a guess
+        assert int(speed.replace(",", "")) > 0
+        assert float(megabytes) > 0
+    assert "validation loss" in output
+    assert_only_one_rank_prints(output)
+
+
+@pytest.mark.parametrize("flag", ["--fp16-allreduce", "--use-adasum"])
+def test_tensorflow_synthetic_benchmark_reports_as_horovods(flag: str, without_torch: dict[str, str]) -> None:
+    flags = ["--model", "MobileNet", "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1]
+    flags += ["--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 2, flag]
+    output, _ = run_example("tensorflow2_synthetic_benchmark.py", *flags, **without_torch)
+    assert re.search(r"Model: MobileNet\n", output), output
+    assert re.search(r"Iter #1: [\d.]+ img/sec per CPU", output), output
+    assert re.search(r"Img/sec per CPU: [\d.]+ \+-[\d.]+", output), output
+    assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+", output), output
+    assert output.count("Total img/sec") == 1, output
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_explain_their_options(name: str) -> None:
     output, _ = run_example(name, "--help", size=1)
