@@ -126,6 +126,7 @@ def work(args: argparse.Namespace) -> None:
         import tensorflow as tf
 
         tf.config.threading.set_intra_op_parallelism_threads(args.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(args.threads)  # 0 would take both cores
     import keras
     from keras_text import ByteTransformer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -82,6 +83,20 @@ def groups_or_number(groups: Any, num_groups: int) -> Any:
         )
         return num_groups if groups is None else groups
     return groups
+
+
+def names_of_paths(paths: Sequence[str]) -> list[str]:
+    """A name for each variable of a model, each only once: its layer's and its own, the same on all ranks.
+
+    Of a path only these two are told, and no number that Keras counted up for the layer: a loaded model, and one made
+    after others were, has other paths.
+    """
+    names: list[str] = []
+    for place, path in enumerate(paths):
+        *layer, own = path.split("/")[-2:]
+        name = "/".join([*(re.sub(r"_\d+$", "", one) for one in layer), own])
+        names.append(name if name not in names else f"{name} ({place})")
+    return names
 
 
 def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:

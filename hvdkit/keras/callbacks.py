@@ -10,12 +10,15 @@ import keras
 from hvdkit.api import job, objects
 from hvdkit.keras.functions import average_numbers, broadcast_variables
 
+# Of Dropout and other layers that draw at random, which shall draw other numbers on each rank.
+_SEED_STATE = "seed_generator_state"
+
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Gives all ranks the variables that ``root_rank`` begins with: of the model and of its optimizer.
 
-    Before the first batch where they exist by then, else after it. ``device`` is taken for compatibility;
-    ``local_variables`` stay each rank's own.
+    Before the first batch where they exist by then, else after it; but for the state of random numbers. ``device`` is
+    taken for compatibility; ``local_variables`` stay each rank's own.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -48,7 +51,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def _broadcast(self) -> None:
         optimizer = getattr(self.model, "optimizer", None)
         variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else ())]
-        broadcast_variables([one for one in variables if id(one) not in self._local], self.root_rank)
+        shared = [one for one in variables if id(one) not in self._local and one.name != _SEED_STATE]
+        broadcast_variables(shared, self.root_rank)
         self.broadcast_done = True
 
 

@@ -58,6 +58,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
     Raises ValueError for variables without values yet, HorovodInternalError on every rank where ranks disagree.
     """
+    variables = list(variables)
     if backend() == "tensorflow":
         from hvdkit.tensorflow.functions import broadcast_variables as broadcast_tensorflow
 
@@ -68,8 +69,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     from hvdkit.torch import broadcast_parameters
 
     with torch.no_grad():
-        pairs = [(f"{place}.{variable.path}", variable.value.data) for place, variable in enumerate(variables)]
-        broadcast_parameters(pairs, root_rank)
+        # By place: of a model that one rank loaded the variables have other paths.
+        named = [(f"variables[{place}]", variable.value.data) for place, variable in enumerate(variables)]
+        broadcast_parameters(named, root_rank)
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None) -> None:

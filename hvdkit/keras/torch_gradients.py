@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.planning import names_of_paths
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer
@@ -81,10 +82,11 @@ class TorchGradients:
         settings, groups = self._settings, self._settings.groups
         if isinstance(groups, list):
             groups = [[variable.value for variable in group] for group in groups]
+        names = names_of_paths([variable.path for variable in variables])
         synchronizer = GradientSynchronizer(
             self._parameters,  # type: ignore[arg-type]  # only asked for its param_groups
             Settings(
-                names=[(variable.path, variable.value) for variable in variables],
+                names=list(zip(names, [variable.value for variable in variables], strict=True)),
                 compression=settings.compression,
                 backward_passes_per_step=1,
                 op=settings.op,

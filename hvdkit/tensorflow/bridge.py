@@ -91,6 +91,17 @@ def run(tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequenc
     return list(results)
 
 
+def is_recorded() -> bool:
+    """Whether somebody may ask for gradients of what is done now: in a graph always, eagerly while a tape records."""
+    if not tf.executing_eagerly():
+        return True
+    try:
+        from tensorflow.python.eager import record
+    except ImportError:  # another layout of TensorFlow: slower, and as right
+        return True
+    return bool(record.could_possibly_record())
+
+
 def in_order(make: Callable[[], Any]) -> Any:
     """What ``make`` makes, one operation's output or outputs, to run after all that was made so before.
 

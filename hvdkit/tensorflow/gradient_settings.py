@@ -79,10 +79,8 @@ def check_settings(
 
 
 def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
-    """A name for each source, each only once: the variable's own, or its place."""
-    names: list[str] = []
-    for place, source in enumerate(sources):
-        own = getattr(source, "path", None) or (source.name if is_variable(source) else None)
-        name = f"grad_{place}" if use_generic_names or not own else str(own)
-        names.append(name if name not in names else f"{name} ({place})")
-    return names
+    """A name for each source, each only once and the same on all ranks: the variable's, or its place."""
+    if use_generic_names:
+        return [f"grad_{place}" for place in range(len(sources))]
+    paths = [getattr(source, "path", None) or (is_variable(source) and source.name) for source in sources]
+    return planning.names_of_paths([str(path or f"grad_{place}") for place, path in enumerate(paths)])

@@ -167,6 +167,8 @@ def _named(
         prescale_factor=prescale,
         postscale_factor=postscale,
         process_set=settings.process_set,
+        ignore_name_scope=True,
+        name=f"{settings.title}.{names[0]}",
     )
 
 
@@ -174,5 +176,10 @@ def _sparse(
     settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
 ) -> list[Any]:
     return grouped_allreduce(
-        gradients, device_sparse=settings.device_sparse, op=settings.op, process_set=settings.process_set
+        gradients,
+        device_sparse=settings.device_sparse,
+        op=settings.op,
+        process_set=settings.process_set,
+        ignore_name_scope=True,
+        name=f"{settings.title}.{names[0]}.slices",
     )

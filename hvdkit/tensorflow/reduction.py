@@ -14,7 +14,7 @@ from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.arrays import Array, empty_like
-from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
+from hvdkit.tensorflow.bridge import backward, gradient_name, is_recorded, operation_name, run
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,16 @@ def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]
         )
         return handle, lambda _: outputs
 
+    def reduced(inputs: Sequence[Any]) -> list[Any]:
+        name = operation_name(kind, reduction.name, inputs, reduction.ignore_name_scope)
+        return run(inputs, name, start, [(tensor.dtype, tensor.shape) for tensor in inputs])
+
+    if not is_recorded():
+        return reduced(tensors)
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
-        name = operation_name(kind, reduction.name, inputs, reduction.ignore_name_scope)
-        outputs = run(inputs, name, start, [(tensor.dtype, tensor.shape) for tensor in inputs])
+        outputs = reduced(inputs)
 
         def gradient(*gradients: Any) -> list[Any]:
             return backward(outputs, gradients, lambda known: reduce(kind, known, reduction.backward()))

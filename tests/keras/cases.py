@@ -241,6 +241,33 @@ class Own(keras.optimizers.Optimizer):
         self.assign_sub(variable, keras.ops.cast(learning_rate, variable.dtype) * gradient)
 
 
+def case_a_model_that_one_rank_loaded_is_given_to_all(hvd: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        if hvd.rank() == 0:
+            train(compiled(keras.optimizers.Adam(0.01), seed=7), batches(0)).save(path)
+            ours = hvd.load_model(path)
+        else:
+            [model() for _ in range(2)]  # which Keras counts in the names of layers
+            ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+        x, y = batches(hvd.rank(), 1)[0]
+        ours.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        check_same_bits(hvd, ours)
+        assert int(ours.optimizer.iterations.numpy() if TENSORFLOW else ours.optimizer.iterations.value) == 4
+
+
+def case_random_numbers_stay_each_ranks_own(hvd: Any) -> None:
+    keras.utils.set_random_seed(hvd.rank())
+    made = keras.Sequential([keras.layers.Input((FEATURES,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)])
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    x, y = batches(hvd.rank(), 1)[0]
+    made.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    states = hvd.allgather_object(numbers(made.non_trainable_variables)[-1].tolist(), name="states")
+    assert len({tuple(state) for state in states}) == hvd.size(), states
+    weights = hvd.allgather_object([value.tolist() for value in numbers(made.trainable_variables)], name="weights")
+    assert all(one == weights[0] for one in weights)
+
+
 def case_optimizers_that_somebody_else_wrote(hvd: Any) -> None:
     alone = steps_of_one_process(keras.optimizers.SGD(0.1), hvd)
     for kind in (Own, Registered):
