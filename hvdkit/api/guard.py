@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+_MARK = "_hvdkit_reduced"
 
 
 class GradientWatch:
-    """Who reduces gradients in this process: the user, by a tape, or a wrapped optimizer, around a plain one."""
+    """Who reduces gradients in this process: the user, by a tape or an operation, or a wrapped optimizer."""
 
     def __init__(self) -> None:
-        self.by_user = False
+        self._sources: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id
         self._thread = threading.local()
 
-    def seen(self) -> None:
-        """The user's program reduced gradients itself, and may give them to any optimizer."""
-        self.by_user = True
+    def seen(self, sources: Iterable[Any]) -> None:
+        """The user's program reduced the gradients of variables, and may give them to any optimizer."""
+        for source in sources:
+            for one in _both(source):
+                self._sources[id(one)] = one
+
+    def knows(self, variable: Any) -> bool:
+        """Whether the user's program has reduced the gradients of a variable."""
+        return any(self._sources.get(id(one)) is one for one in _both(variable))
 
     @property
     def inside(self) -> bool:
@@ -31,6 +41,23 @@ class GradientWatch:
             yield
         finally:
             self._thread.depth -= 1
+
+
+def _both(variable: Any) -> list[Any]:
+    """A variable, and the framework's own under one of Keras."""
+    under = getattr(variable, "_value", None)
+    return [variable] if under is None or callable(under) else [variable, under]
+
+
+def mark(tensors: Iterable[Any]) -> None:
+    """Remember that tensors are what an operation of the user's has reduced."""
+    for tensor in tensors:
+        setattr(tensor, _MARK, True)
+
+
+def is_marked(tensor: Any) -> bool:
+    """Whether the user's program has reduced this very tensor."""
+    return getattr(tensor, _MARK, False) is True
 
 
 WATCH = GradientWatch()

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from hvdkit.api.handles import HANDLES
+from hvdkit.api.imports import after_import
 from hvdkit.api.init_arguments import check_comm, check_process_sets
 from hvdkit.engine import runtime
 from hvdkit.engine.compression_report import CompressionStatistics, compression_statistics
@@ -31,7 +32,12 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
     if not runtime.is_initialized():
         HANDLES.clear()
     runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda)
-    if "keras" in sys.modules:  # it may train without a word of ours in the script
+    after_import("keras", _watch_keras)
+
+
+def _watch_keras() -> None:
+    """Have Keras 3 warn where it trains with gradients that nobody reduces, without a word of ours in the script."""
+    if getattr(sys.modules["keras"], "__version__", "").startswith("3."):
         importlib.import_module("hvdkit.keras.unwrapped").install()
 
 

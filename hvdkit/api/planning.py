@@ -116,3 +116,21 @@ def form_groups(parameters: Sequence[Any], groups: int | list[list[Any]] | None)
         present = {id(parameter) for parameter in parameters}
         formed = [[parameter for parameter in group if id(parameter) in present] for group in groups]
     return [group for group in formed if len(group) > 1]
+
+
+def local_variables(local_layers: Any) -> list[Any]:
+    """The variables that layers train. Raises ValueError for what is no layer, or was not built."""
+    if local_layers is None:
+        return []
+    layers = local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]
+    found: list[Any] = []
+    for layer in layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"All local layers must be of tf.keras.layers.Layer type.\ngot {layer!r} in local_layers")
+        if not getattr(layer, "built", True):
+            raise ValueError(
+                f"local_layers: layer '{layer.name}' has no variables yet\n"
+                "HINT: build the model before: model.build(input_shape)."
+            )
+        found += layer.trainable_weights
+    return found

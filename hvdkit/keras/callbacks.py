@@ -9,6 +9,7 @@ import keras
 
 from hvdkit.api import job, objects
 from hvdkit.keras.functions import average_numbers, broadcast_variables
+from hvdkit.keras.optimizer_class import distributed_step
 
 # Of Dropout and other layers that draw at random, which shall draw other numbers on each rank.
 _SEED_STATE = "seed_generator_state"
@@ -51,7 +52,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def _broadcast(self) -> None:
         optimizer = getattr(self.model, "optimizer", None)
         variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else ())]
-        shared = [one for one in variables if id(one) not in self._local and one.name != _SEED_STATE]
+        step = distributed_step(optimizer)
+        local = self._local if step is None else {**self._local, **step.local}
+        shared = [one for one in variables if id(one) not in local and one.name != _SEED_STATE]
         broadcast_variables(shared, self.root_rank)
         self.broadcast_done = True
 
@@ -157,7 +160,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         velocities = getattr(optimizer, "momentums", None) if isinstance(optimizer, keras.optimizers.SGD) else None
         if self.momentum_correction and velocities and old > 0.0:
             for velocity in velocities:
-                velocity.assign(velocity * (new / old))
+                if velocity is not None:
+                    velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

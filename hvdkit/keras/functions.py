@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.api import checks
+from hvdkit.api import checks, guard
 from hvdkit.api.compression import Compressions
 from hvdkit.engine import runtime
 from hvdkit.keras.backend import adapter, backend, tensor
@@ -28,7 +28,7 @@ def allreduce(
     ``value`` has the same shape and type on all ranks. Returns a tensor of the backend. Errors are those of the
     backend's allreduce().
     """
-    return adapter().allreduce(
+    result = adapter().allreduce(
         tensor(value),
         name=name,
         op=checks.op_or_average("allreduce", op, average),
@@ -36,6 +36,8 @@ def allreduce(
         postscale_factor=postscale_factor,
         compression=compression,
     )
+    guard.mark([result])
+    return result
 
 
 def allgather(value: Any, name: str | None = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdkit.api import planning
 from hvdkit.api.compression import Compressions
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend
@@ -45,6 +46,7 @@ def DistributedOptimizer(
         gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
         op: hvd.Average or hvd.Sum.
         backward_passes_per_step: how many calls of ``apply`` add up their gradients before these are reduced and used.
+            ``iterations`` counts the updates; Horovod counted the calls.
         average_aggregated_gradients: divide what was added up by that number.
         num_groups: deprecated, use ``groups``.
         groups: how many groups of gradients are reduced together, or the groups as lists of variables.
@@ -122,24 +124,6 @@ def PartialDistributedOptimizer(
         process_set,
         scale_local_gradients,
     )
-    for variable in local_variables(local_layers):
+    for variable in planning.local_variables(local_layers):
         wrapped.register_local_var(variable)
     return wrapped
-
-
-def local_variables(local_layers: Any) -> list[Any]:
-    """The variables that layers train. Raises ValueError for what is no layer, or was not built."""
-    if local_layers is None:
-        return []
-    layers = local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]
-    found: list[Any] = []
-    for layer in layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise ValueError(f"All local layers must be of tf.keras.layers.Layer type.\ngot {layer!r} in local_layers")
-        if not getattr(layer, "built", True):
-            raise ValueError(
-                f"local_layers: layer '{layer.name}' has no variables yet\n"
-                "HINT: build the model before the optimizer is wrapped: model.build(input_shape)."
-            )
-        found += layer.trainable_weights
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from hvdkit.api.guard import WATCH
@@ -38,6 +39,7 @@ def wrap(optimizer: Any, settings: OptimizerSettings) -> Any:
     cls = distributed_class(type(optimizer), settings)
     wrapped = object.__new__(cls)
     vars(wrapped).update(vars(optimizer))
+    weakref.finalize(wrapped, _forget_name, cls)
     return wrapped
 
 
@@ -53,6 +55,12 @@ def distributed_class(base: Any, settings: OptimizerSettings) -> Any:
         def register_local_var(self, var: Any) -> None:
             """Leave the gradient of a variable to each rank."""
             step_of(self).register_local(var)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Of a copy, or a pickle: that of the plain optimizer, wrapped again."""
+            plain = object.__new__(base)
+            vars(plain).update({key: value for key, value in vars(self).items() if key != _STEP})
+            return wrap, (plain, step_of(self).settings)
 
         def apply(self, grads: Any, trainable_variables: Any = None) -> None:
             """Reduce the gradients over all ranks, and update the variables. Collective."""
@@ -81,16 +89,27 @@ def apply_reduced(optimizer: Any, grads: Any, trainable_variables: Any, apply: A
         # Outside of branches of a graph, where no variable can be made.
         optimizer.build(variables)
         optimizer.built = True
-    step.run(optimizer, grads, variables, apply)
+    step.prepare(optimizer._trainable_variables)
+    step.run(grads, variables, apply)
 
 
 def _save_as(cls: Any, base: Any) -> None:
     """Let Keras write the name of ``base`` into saved models, not that of a class that nobody could import."""
+    for names in _saved_names():
+        if base in names:
+            names[cls] = names[base]
+
+
+def _forget_name(cls: Any) -> None:
+    for names in _saved_names():
+        names.pop(cls, None)
+
+
+def _saved_names() -> list[dict[Any, str]]:
+    """Where Keras looks up the names of its classes, and of those that users registered."""
     try:
         from keras.src import api_export
         from keras.src.saving import object_registration
     except ImportError:  # another layout of Keras: saved models name the module and class of base
-        return
-    for names in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):
-        if base in names:
-            names[cls] = names[base]
+        return []
+    return [api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES]

@@ -17,6 +17,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compressions.none,
     legacy_opts: bool = False,
+    safe_mode: bool = True,
     **options: Any,
 ) -> Any:
     """A saved model, whose optimizer goes on where it was and is a DistributedOptimizer.
@@ -27,6 +28,7 @@ def load_model(
         custom_objects: other classes and functions of one's own, by name.
         compression: of the DistributedOptimizer, as are ``options``; settings are not saved with a model.
         legacy_opts: of Keras 2, not used.
+        safe_mode: whether to refuse functions that are part of the file, which could do anything.
 
     Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all. Errors
     are those of keras.models.load_model.
@@ -34,7 +36,7 @@ def load_model(
     import keras
 
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})}, safe_mode=safe_mode)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and distributed_step(optimizer) is None:
         model.optimizer = DistributedOptimizer(optimizer, compression=compression, **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdkit.api import checks, planning
 from hvdkit.api.compression_policy import Policy, check_policy
-from hvdkit.engine.process_sets import ProcessSet
+from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
 _FUNCTION = "DistributedOptimizer"
@@ -30,6 +30,20 @@ class OptimizerSettings:
     device_sparse: str
     backward_passes_per_step: int
     average_aggregated_gradients: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSettings:
+        """The same: it does not change, and a process set must stay the one that it is."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The process set of all ranks is every process's own; one of some ranks cannot be pickled."""
+        if self.process_set is not global_process_set:
+            raise TypeError(f"{_FUNCTION}: it can be pickled with the process set of all ranks only")
+        return _with_all_ranks, ({name: value for name, value in vars(self).items() if name != "process_set"},)
+
+
+def _with_all_ranks(values: dict[str, Any]) -> OptimizerSettings:
+    return OptimizerSettings(process_set=global_process_set, **values)
 
 
 def check_settings(

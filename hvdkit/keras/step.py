@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvdkit.api.guard import WATCH
-from hvdkit.keras.backend import backend
+from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.settings import OptimizerSettings
+from hvdkit.kernels.reduce_op import ReduceOp
 
 Apply = Callable[[list[Any], list[Any]], None]
 
@@ -25,16 +26,35 @@ class DistributedStep:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings
-        self._local: dict[int, Any] = {}
+        self.local: dict[int, Any] = {}
         self._gradients: Gradients | None = None
         self._accumulators: dict[int, Any] = {}  # by the variable's id
         self._passes: Any = None
+        self._touched: set[int] = set()  # ids of variables with a gradient since the last update
 
     def register_local(self, variable: Any) -> None:
         """Leave the gradient of a variable to each rank."""
-        self._local[id(variable)] = variable
+        self.local[id(variable)] = variable
 
-    def run(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> None:
+    def prepare(self, variables: Sequence[Any]) -> None:
+        """Make what adds up the gradients of variables, if n passes make a step: in a graph it cannot be made later."""
+        if self.settings.backward_passes_per_step == 1:
+            return
+        import keras
+
+        if self._passes is None:
+            self._passes = keras.Variable(0, dtype="int32", trainable=False, name="hvdkit_passes")
+        for variable in variables:
+            if id(variable) not in self._accumulators:
+                self._accumulators[id(variable)] = keras.Variable(
+                    keras.initializers.Zeros(),
+                    shape=tuple(variable.shape),
+                    dtype=keras.backend.standardize_dtype(variable.dtype),
+                    trainable=False,
+                    name="hvdkit_accumulated",
+                )
+
+    def run(self, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> None:
         """Call ``apply`` with reduced gradients and their variables; after every n-th call, if n passes make a step."""
         gradients, variables = list(gradients), list(variables)
         if self.settings.backward_passes_per_step == 1:
@@ -42,53 +62,63 @@ class DistributedStep:
             return
         import keras
 
-        accumulators = self._accumulate(gradients, variables)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is None:
+                continue
+            held, gradient = self._accumulators[id(variable)], keras.ops.convert_to_tensor(gradient, sparse=False)
+            held.assign(keras.ops.maximum(held, gradient) if is_overwritten(variable) else held + gradient)
+            self._touched.add(id(variable))
         passes = self.settings.backward_passes_per_step
         self._passes.assign(keras.ops.mod(self._passes + 1, passes))
 
         def update() -> None:
             scale = passes if self.settings.average_aggregated_gradients else 1
-            total = [None if one is None else keras.ops.convert_to_tensor(one) / scale for one in accumulators]
+            # Also what had a gradient in an earlier one of the passes only.
+            used = [self._accumulators[id(one)] if id(one) in self._touched else None for one in variables]
+            total = [
+                None if one is None else keras.ops.convert_to_tensor(one) / (1 if is_overwritten(variable) else scale)
+                for one, variable in zip(used, variables, strict=True)
+            ]
+            self._touched.clear()
             self._apply(total, variables, apply)
-            for one in accumulators:
+            for one in used:
                 if one is not None:
                     one.assign(keras.ops.zeros_like(one))
 
-        def skip() -> None:
-            optimizer.iterations.assign_add(1)
-
-        keras.ops.cond(keras.ops.equal(self._passes, 0), update, skip)
+        # The optimizer counts updates, not passes: its averages and corrections of bias go by that.
+        keras.ops.cond(keras.ops.equal(self._passes, 0), update, lambda: None)
 
     def _apply(self, gradients: list[Any], variables: list[Any], apply: Apply) -> None:
         if self._gradients is None:
             self._gradients = _gradients(self.settings)
-        reduced = self._gradients.reduce(gradients, variables, self._local)
+        replaced = [
+            place
+            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if gradient is not None and is_overwritten(variable) and id(variable) not in self.local
+        ]
+        others = [None if place in replaced else gradient for place, gradient in enumerate(gradients)]
+        reduced = self._gradients.reduce(others, variables, self.local)
+        for place, value in zip(replaced, self._largest([gradients[place] for place in replaced]), strict=True):
+            reduced[place] = value
         with WATCH.reduced():
             apply(reduced, variables)
 
-    def _accumulate(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Add gradients to what was added up before; the variables that hold it, None where there is no gradient."""
-        import keras
+    def _largest(self, values: list[Any]) -> list[Any]:
+        """The elementwise largest of all ranks."""
+        process_set = self.settings.process_set
+        if not values or not process_set.included():
+            return values
+        name = f"{self.settings.title}.overwritten"
+        largest = adapter().grouped_allreduce(values, name=name, op=ReduceOp.MAX, process_set=process_set)
+        return list(largest)
 
-        if self._passes is None:
-            self._passes = keras.Variable(0, dtype="int32", trainable=False, name="hvdkit_passes")
-        held: list[Any] = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            if gradient is None:
-                held.append(None)
-                continue
-            if id(variable) not in self._accumulators:
-                self._accumulators[id(variable)] = keras.Variable(
-                    keras.initializers.Zeros(),
-                    shape=tuple(variable.shape),
-                    dtype=keras.backend.standardize_dtype(gradient.dtype),
-                    trainable=False,
-                    name="hvdkit_accumulated",
-                )
-            accumulator = self._accumulators[id(variable)]
-            accumulator.assign_add(keras.ops.convert_to_tensor(gradient, sparse=False))
-            held.append(accumulator)
-        return held
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether a variable's gradient is no gradient but its next value, as the scales of float8 layers are.
+
+    Keras takes the largest of several.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _gradients(settings: OptimizerSettings) -> Gradients:

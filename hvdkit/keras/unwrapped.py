@@ -6,7 +6,7 @@ import functools
 import warnings
 from typing import Any
 
-from hvdkit.api.guard import WATCH
+from hvdkit.api.guard import WATCH, is_marked
 from hvdkit.engine import runtime
 from hvdkit.keras.optimizer_class import apply_reduced, distributed_step, is_distributed
 
@@ -14,7 +14,8 @@ NOT_WRAPPED = (
     "The optimizer '{name}' ({kind}) updates variables with gradients of rank {rank} alone: the {size} ranks train "
     "different models.\n"
     "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer), also after a model was loaded "
-    "(or use hvd.load_model); in a loop of your own use hvd.DistributedGradientTape."
+    "(or use hvd.load_model). Where a loop of your own reduces gradients, hvdkit.tensorflow.DistributedGradientTape "
+    "or hvd.allreduce say so."
 )
 
 _WARNED = "_hvdkit_warned"
@@ -22,10 +23,6 @@ _WARNED = "_hvdkit_warned"
 
 def install() -> None:
     """Have Keras 3's optimizers warn where nobody reduces their gradients, and know those inside of a loss scale."""
-    import keras
-
-    if not keras.__version__.startswith("3."):
-        return
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
 
@@ -46,11 +43,18 @@ def _replace(holder: Any, name: str, make: Any) -> None:
 
 def _warning(apply: Any) -> Any:
     def warn_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if not WATCH.inside and not WATCH.by_user and not is_distributed(self):
+        if not (WATCH.inside or is_distributed(self) or _is_reduced(self, grads, trainable_variables)):
             _warn(self)
         return apply(self, grads, trainable_variables)
 
     return warn_and_apply
+
+
+def _is_reduced(optimizer: Any, grads: Any, variables: Any) -> bool:
+    """Whether the user's program seems to have reduced the gradients that it gives to an optimizer."""
+    grads = grads if isinstance(grads, list | tuple) else []
+    known = variables if isinstance(variables, list | tuple) else getattr(optimizer, "_trainable_variables", ())
+    return any(map(is_marked, grads)) or any(map(WATCH.knows, known))
 
 
 def _warn(optimizer: Any) -> None:

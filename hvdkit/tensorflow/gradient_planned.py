@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,15 @@ from hvdkit.tensorflow.exceptions import RUNNING, mark
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
 # beside its copy, enough that the first ones travel while the backward pass computes the last ones.
 PART_BYTES = 4 << 20
+
+
+GIVEN_UP = (
+    "%s: an exception ended a step on this rank after some of its gradients were handed over. Ranks of process set %d "
+    "on which it did not have used that step, with zeros for the rest, and differ from this one.\n"
+    "HINT: let the exception end the job, or broadcast the variables before going on."
+)
+
+logger = logging.getLogger("hvdkit")
 
 
 class PlannedGradients:
@@ -80,6 +90,7 @@ class PlannedGradients:
             )
             self._engine = engine
         elif self._lane.in_flight:
+            logger.warning(GIVEN_UP, self._lane.name, self._process_set_id)
             self._lane.abandon()
         self._left = set(range(len(self.slots)))
 
@@ -149,17 +160,18 @@ def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, grad
 
 
 class Plans:
-    """The plans of this process by what they reduce. A plan goes when the first of its variables does."""
+    """The plans of this process by what they reduce. A plan goes when one of its variables does."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, PlannedGradients] = {}
 
-    def get(self, key: Any, variable: Any, make: Any) -> PlannedGradients:
-        """The plan of ``key``, made if there is none."""
+    def get(self, key: Any, variables: Sequence[Any], make: Callable[[], PlannedGradients]) -> PlannedGradients:
+        """The plan of ``key``, which has ids of ``variables``, made if there is none."""
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = make()
-            weakref.finalize(variable, self._forget, key)
+            for variable in variables:
+                weakref.finalize(variable, self._forget, key)
         return plan
 
     def _forget(self, key: Any) -> None:

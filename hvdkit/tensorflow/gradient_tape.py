@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api import guard
+from hvdkit.api import guard, planning
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
@@ -90,7 +90,8 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """A DistributedGradientTape that leaves the gradients of ``local_layers`` (a Keras layer, or several) to each rank.
 
-    The other arguments are those of DistributedGradientTape. Raises ValueError for what is no layer.
+    The other arguments are those of DistributedGradientTape. Raises ValueError for what is no layer, or has no
+    variables yet.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -105,20 +106,9 @@ def PartialDistributedGradientTape(
         process_set,
         scale_local_gradients,
     )
-    for variable in local_variables(local_layers):
+    for variable in planning.local_variables(local_layers):
         tape.register_local_source(variable)
     return tape
-
-
-def local_variables(local_layers: Any) -> list[Any]:
-    """The variables that layers train. Raises ValueError for what is no layer."""
-    layers = local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]
-    found: list[Any] = []
-    for layer in layers if local_layers is not None else ():
-        if not hasattr(layer, "trainable_weights"):
-            raise ValueError(f"All local layers must be of tf.keras.layers.Layer type.\ngot {layer!r} in local_layers")
-        found += layer.trainable_weights
-    return found
 
 
 @functools.cache
@@ -126,6 +116,9 @@ def _tape_class(base: Any) -> Any:
     """A subclass of ``base`` with its name."""
 
     class Distributed(base):  # type: ignore[misc]  # the base is known at run time only
+        # Not in the dictionary, which all tapes around one have in common.
+        __slots__ = ("_hvdkit_local", "_hvdkit_settings")
+
         _hvdkit_settings: GradientSettings
         _hvdkit_local: dict[int, Any]
 
@@ -138,12 +131,14 @@ def _tape_class(base: Any) -> Any:
             target: Any,
             sources: Any,
             output_gradients: Any = None,
-            use_generic_names: bool = False,
+            use_generic_names: Any = False,
             **options: Any,
         ) -> Any:
             """As tf.GradientTape.gradient(), reduced over all ranks; names are by place if ``use_generic_names``."""
+            if isinstance(use_generic_names, tf.UnconnectedGradients):  # what stands there in tf.GradientTape
+                options["unconnected_gradients"], use_generic_names = use_generic_names, False
             gradients = super().gradient(target, sources, output_gradients, **options)
-            guard.WATCH.seen()
+            guard.WATCH.seen(tf.nest.flatten(sources))
             flat = tf.nest.flatten(gradients, expand_composites=False)
             reduced = reduce_gradients(
                 self._hvdkit_settings, flat, tf.nest.flatten(sources), self._hvdkit_local, use_generic_names

@@ -13,8 +13,9 @@ from hvdkit.api.compression import NoneCompressor
 from hvdkit.api.planning import form_groups
 from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
+from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.bridge import backward, check_functions
+from hvdkit.tensorflow.bridge import backward, check_functions, in_order
 from hvdkit.tensorflow.exceptions import mark
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
 from hvdkit.tensorflow.gradient_settings import GradientSettings, is_variable, names_of
@@ -63,26 +64,30 @@ def reduce_gradients(
 
 
 def takes_part(settings: GradientSettings) -> bool:
-    """Whether there are other ranks to reduce with. A graph that was traced where there were none keeps watch."""
-    process_set = settings.process_set
-    alone = not process_set.included() or process_set.size() == 1
-    if alone and not tf.executing_eagerly():
+    """Whether there are other ranks to reduce with. In a graph this is decided once, and must hold on."""
+    traced = _ranks(settings.process_set)
+    if not tf.executing_eagerly():
         check_functions()
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def check() -> list[Any]:
-            if runtime.is_initialized() and process_set.included() and process_set.size() != 1:
-                raise mark(
-                    RuntimeError(
-                        f"{settings.title}: this graph was traced when there was one rank, now there are "
-                        f"{process_set.size()}.\nHINT: make the tf.function again after hvd.init(), or compile the "
-                        "model again."
-                    )
+        def check() -> Any:
+            now = _ranks(settings.process_set) if runtime.is_initialized() else traced
+            if now != traced:
+                error = RuntimeError(
+                    f"{settings.title}: this graph was traced for the ranks {traced[1]}, now they are {now[1]}.\n"
+                    "HINT: make the tf.function again after hvd.init(), or compile the model again."
                 )
-            return []
+                raise mark(error)
+            return np.int64(0)
 
-        tf.numpy_function(check, [], [], name="hvdkit_alone")
-    return not alone
+        in_order(lambda: tf.numpy_function(check, [], tf.int64, name="hvdkit_check"))
+    return len(traced[1]) > 1
+
+
+def _ranks(process_set: ProcessSet) -> tuple[int | None, list[int]]:
+    """A process set's number and its ranks; none where this rank is not in it."""
+    members = list(process_set.ranks or range(runtime.engine().topology.size)) if process_set.included() else []
+    return process_set.process_set_id, members
 
 
 def _these(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
@@ -150,7 +155,7 @@ def _plan(
     )
     return PLANS.get(
         key,
-        sources[0],
+        sources,
         lambda: PlannedGradients(settings.title, slots, settings.op, settings.scales, codecs, groups, process_set_id),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api import checks
+from hvdkit.api import checks, guard
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -44,7 +44,9 @@ def _reduced(
     with tf.device(device):
         compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
         reduced = reduce(_KINDS[function], compressed, reduction)
-        return [compressor.decompress(result, context) for result, context in zip(reduced, contexts, strict=True)]
+        results = [compressor.decompress(result, context) for result, context in zip(reduced, contexts, strict=True)]
+    guard.mark(results)
+    return results
 
 
 def allreduce(

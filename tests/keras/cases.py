@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ import keras
 import numpy as np
 import pytest
 
+from hvdkit.engine import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.keras.models import (
     FEATURES,
@@ -163,18 +167,40 @@ def case_sums_scales_groups_and_compression(hvd: Any) -> None:
 
 
 def case_several_passes_make_a_step(hvd: Any) -> None:
-    for average in (True, False):
-        for options in ({}, {"run_eagerly": True}):
-            optimizer = hvd.DistributedOptimizer(
-                keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=average
-            )
-            ours = train(compiled(optimizer, **options), batches(hvd.rank(), 5))
-            alone = compiled(keras.optimizers.SGD(0.1 if average else 0.2))
-            data = joined(hvd, 5)
-            pairs = [[np.concatenate(part) for part in zip(*data[i : i + 2], strict=True)] for i in (0, 2)]
-            check_close(train(alone, pairs), ours)
-            assert int(optimizer.iterations.numpy() if TENSORFLOW else optimizer.iterations.value) == 5
-            check_same_bits(hvd, ours)
+    data = joined(hvd, 5)
+    pairs = [[np.concatenate(part) for part in zip(*data[i : i + 2], strict=True)] for i in (0, 2)]
+    for wrapped, alone, options in (
+        ({"average_aggregated_gradients": True}, keras.optimizers.SGD(0.1), {}),
+        ({"average_aggregated_gradients": False}, keras.optimizers.SGD(0.2), {"run_eagerly": True}),
+        ({"average_aggregated_gradients": True}, keras.optimizers.Adam(0.01, use_ema=True), {}),
+    ):
+        kind = keras.optimizers.SGD(0.1) if alone.name.startswith("sgd") else keras.optimizers.Adam(0.01, use_ema=True)
+        optimizer = hvd.DistributedOptimizer(kind, backward_passes_per_step=2, **wrapped)
+        ours = train(compiled(optimizer, **options), batches(hvd.rank(), 5))
+        one = train(compiled(alone), pairs)
+        check_close(one, ours)
+        for mine, theirs in zip(numbers(optimizer.variables), numbers(alone.variables), strict=True):
+            if mine.ndim:  # not the learning rates
+                np.testing.assert_allclose(mine, theirs, 1e-5, 1e-7)
+        assert count(optimizer) == 2  # of the fifth pass nothing was used yet
+        check_same_bits(hvd, ours)
+
+
+def count(optimizer: Any) -> int:
+    """How many updates an optimizer has made."""
+    return int(keras.ops.convert_to_numpy(optimizer.iterations))
+
+
+def case_what_had_a_gradient_in_one_of_several_passes_is_used_in_that_step(hvd: Any) -> None:
+    variables = [keras.Variable(np.zeros(2), dtype="float64", name=name) for name in ("a", "b")]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    one = keras.ops.ones(2, "float64") * (hvd.rank() + 1)
+    mean = (hvd.size() + 1) / 2
+    for gradients in ((one, one), (one, None), (one, None)):
+        optimizer.apply(list(gradients), variables)
+    optimizer.apply([one, None], variables)
+    for value, factor in zip(numbers(variables), (-4, -1), strict=True):
+        np.testing.assert_allclose(value, np.full(2, factor * mean))
 
 
 def case_a_loss_scale_inside_or_around(hvd: Any) -> None:
@@ -199,10 +225,29 @@ def case_a_loss_scale_inside_or_around(hvd: Any) -> None:
 
 
 def case_mixed_precision_scales_the_loss_by_itself(hvd: Any) -> None:
-    ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), dtype="mixed_float16")
-    ours.compile(optimizer=ours.optimizer, loss="mse")
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), dtype="mixed_float16")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer)
+    before = numbers(ours.trainable_variables)
     train(ours, batches(hvd.rank()))
     check_same_bits(hvd, ours)
+    assert all(np.any(value != other) for value, other in zip(numbers(ours.trainable_variables), before, strict=True))
+
+
+def case_values_that_replace_a_variable_are_the_largest_of_all(hvd: Any) -> None:
+    weight = keras.Variable(np.zeros(2), dtype="float64", name="weight")
+    scale = keras.Variable(np.zeros(2), dtype="float64", name="scale")
+    scale.overwrite_with_gradient = True
+    for passes in (1, 2):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum, backward_passes_per_step=passes)
+        value = keras.ops.convert_to_tensor(np.array([1.0, -1.0]) * (hvd.rank() + 1))
+        for _ in range(passes):
+            optimizer.apply([value, value], [weight, scale])
+        largest = [hvd.size(), -1.0 if passes == 1 else 0.0]  # as Keras, which begins with zero
+        np.testing.assert_allclose(numbers([scale])[0], largest)
 
 
 def case_saved_models_load_with_and_without_hvdkit(hvd: Any) -> None:
@@ -253,7 +298,7 @@ def case_a_model_that_one_rank_loaded_is_given_to_all(hvd: Any) -> None:
         x, y = batches(hvd.rank(), 1)[0]
         ours.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
         check_same_bits(hvd, ours)
-        assert int(ours.optimizer.iterations.numpy() if TENSORFLOW else ours.optimizer.iterations.value) == 4
+        assert count(ours.optimizer) == 4
 
 
 def case_random_numbers_stay_each_ranks_own(hvd: Any) -> None:
@@ -288,6 +333,15 @@ def case_from_config_is_distributed_too(hvd: Any) -> None:
     check_close(ours, steps_of_one_process(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9), hvd))
 
 
+def case_copies_are_distributed_too(hvd: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.Sum)
+    alone = steps_of_one_process(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9), hvd)
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301 (our own)
+        check_close(train(compiled(again), batches(hvd.rank())), alone)
+        assert again is not optimizer
+    assert not optimizer.built
+
+
 def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
     times = int(hvd.size() > 1)
     with warned(NOT_WRAPPED, times):
@@ -299,19 +353,51 @@ def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
         made = model()
         for x, y in batches(hvd.rank()):
             second.apply(gradients_of(made, x, y), made.trainable_variables)
+    with warned(NOT_WRAPPED, 0):  # whose gradients a loop reduces by hand
+        by_hand = keras.optimizers.SGD(0.01)
+        for x, y in batches(hvd.rank()):
+            by_hand.apply([hvd.allreduce(one) for one in gradients_of(made, x, y)], made.trainable_variables)
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        import hvdkit.tensorflow
+
+        other, plain = model(), keras.optimizers.SGD(0.01)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(made(x))
+        gradients = hvdkit.tensorflow.DistributedGradientTape(tape).gradient(loss, made.trainable_variables)
+        with warned(NOT_WRAPPED, 0):
+            keras.optimizers.SGD(0.01).apply(gradients, made.trainable_variables)
+        with warned(NOT_WRAPPED, times):  # of another model nobody reduced them
+            plain.apply(gradients_of(other, x, y), other.trainable_variables)
+
+
+def case_what_a_model_took_goes_with_it(hvd: Any) -> None:
+    def lanes() -> int:
+        gc.collect()
+        return len(runtime.engine().lanes)
+
+    before = lanes()
+    ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True), batches(hvd.rank()))
+    assert hvd.size() == 1 or lanes() == before + 1
+    keras.backend.clear_session()
+    del ours
+    assert lanes() == before
 
 
 def case_local_layers_stay_local(hvd: Any) -> None:
-    ours = model()
-    optimizer = hvd.PartialDistributedOptimizer(
-        keras.optimizers.SGD(0.1), local_layers=ours.layers[0], scale_local_gradients=False
-    )
-    ours.compile(optimizer=optimizer, loss="mse")
-    train(ours, batches(hvd.rank(), 1))
-    mine = train(compiled(keras.optimizers.SGD(0.1)), batches(hvd.rank(), 1))
-    alone = steps_of_one_process(keras.optimizers.SGD(0.1), hvd, 1)
-    check_close(ours.layers[0], mine.layers[0])
-    check_close(ours.layers[1], alone.layers[1])
+    for scale in (False, True):
+        ours = model()
+        optimizer = hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1), local_layers=ours.layers[0], scale_local_gradients=scale
+        )
+        ours.compile(optimizer=optimizer, loss="mse")
+        train(ours, batches(hvd.rank(), 1))
+        rate = 0.1 / hvd.size() if scale else 0.1
+        mine = train(compiled(keras.optimizers.SGD(rate)), batches(hvd.rank(), 1))
+        alone = steps_of_one_process(keras.optimizers.SGD(0.1), hvd, 1)
+        check_close(ours.layers[0], mine.layers[0])
+        check_close(ours.layers[1], alone.layers[1])
 
 
 def case_process_sets(hvd: Any) -> None:

@@ -88,6 +88,20 @@ def case_tape_it_records_as_the_tape_does(hvd: Any) -> None:
     assert [source is weight for (source, _), weight in zip(reduced, model.weights, strict=True)] == [True] * 3
 
 
+def case_tape_after_tape_has_settings_of_its_own(hvd: Any) -> None:
+    weight = tf.Variable([1.0, 2.0], name="weight")
+    unused = tf.Variable([3.0], name="unused")
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(weight * float(hvd.rank() + 1))
+    mean = hvd.DistributedGradientTape(tape)
+    mean.register_local_source(weight)
+    total = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+    close([mean.gradient(loss, weight)], [tf.fill([2], (hvd.rank() + 1) / hvd.size())])
+    close([total.gradient(loss, weight)], [tf.fill([2], hvd.size() * (hvd.size() + 1) / 2)])
+    zeros = total.gradient(loss, [weight, unused], None, tf.UnconnectedGradients.ZERO)[1]
+    close([zeros], [tf.zeros([1])])
+
+
 def case_tape_sums_and_scales(hvd: Any) -> None:
     model = Model()
     mean = plain(lambda: model.loss(joined(hvd)), model.weights)

@@ -33,6 +33,8 @@ def test_gradients(case: str, ranks: int, transport: str) -> None:
     [
         "import sys, hvdkit.torch; assert 'tensorflow' not in sys.modules",
         "import sys, hvdkit.tensorflow; assert 'torch' not in sys.modules",
+        "import hvdkit.torch as hvd, sys; hvd.init(); assert 'keras' not in sys.modules; import keras; "
+        "assert keras.optimizers.SGD.apply.asks_hvdkit",
         "import torch, hvdkit.torch, tensorflow, hvdkit.tensorflow as hvd; hvd.init(); "
         "assert hvdkit.torch.size() == 1; hvdkit.torch.allreduce(torch.ones(2)); hvd.allreduce(tensorflow.ones(2))",
     ],
