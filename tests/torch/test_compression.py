@@ -29,13 +29,13 @@ def test_between_nodes(case: str, ranks: int, per_node: int, transport: str) -> 
 
 
 @pytest.mark.parametrize("case", EVERYWHERE.names)
-def test_without_shared_memory(case: str, transport: str) -> None:
-    WITHOUT_MEMORY.check(case, 2, transport)
+def test_without_shared_memory(case: str) -> None:
+    WITHOUT_MEMORY.check(case, 2, "torch")
 
 
 @pytest.mark.parametrize("case", EVERYWHERE.names)
-def test_with_a_bucket_for_each_gradient(case: str, transport: str) -> None:
-    SMALL_BUCKETS.check(case, 2, transport)
+def test_with_a_bucket_for_each_gradient(case: str) -> None:
+    SMALL_BUCKETS.check(case, 2, "mpi")
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (2, 1), (3, 2)])
