@@ -50,7 +50,7 @@ def distributed_class(base: Any, settings: OptimizerSettings) -> Any:
         @property
         def process_set(self) -> Any:
             """The ranks among which gradients are reduced."""
-            return step_of(self).settings.process_set
+            return step_of(self).settings.gradients.process_set
 
         def register_local_var(self, var: Any) -> None:
             """Leave the gradient of a variable to each rank."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
 
+from hvdkit.api.gradient_settings import GradientSettings
 from hvdkit.api.guard import WATCH
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Apply = Callable[[list[Any], list[Any]], None]
-
-
-class Gradients(Protocol):
-    """Reduces the gradients of one backend."""
-
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Any) -> list[Any]:
-        """The gradients as all ranks have them."""
-        ...
+# Gradients, their variables and the local ones among these in, reduced gradients out.
+Reduce = Callable[[Sequence[Any], Sequence[Any], Collection[int]], list[Any]]
 
 
 class DistributedStep:
@@ -27,7 +23,7 @@ class DistributedStep:
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings
         self.local: dict[int, Any] = {}
-        self._gradients: Gradients | None = None
+        self._reduce: Reduce | None = None
         self._accumulators: dict[int, Any] = {}  # by the variable's id
         self._passes: Any = None
         self._touched: set[int] = set()  # ids of variables with a gradient since the last update
@@ -89,15 +85,15 @@ class DistributedStep:
         keras.ops.cond(keras.ops.equal(self._passes, 0), update, lambda: None)
 
     def _apply(self, gradients: list[Any], variables: list[Any], apply: Apply) -> None:
-        if self._gradients is None:
-            self._gradients = _gradients(self.settings)
+        if self._reduce is None:
+            self._reduce = _reduction(self.settings.gradients)
         replaced = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if gradient is not None and is_overwritten(variable) and id(variable) not in self.local
         ]
         others = [None if place in replaced else gradient for place, gradient in enumerate(gradients)]
-        reduced = self._gradients.reduce(others, variables, self.local)
+        reduced = self._reduce(others, variables, self.local)
         for place, value in zip(replaced, self._largest([gradients[place] for place in replaced]), strict=True):
             reduced[place] = value
         with WATCH.reduced():
@@ -105,10 +101,10 @@ class DistributedStep:
 
     def _largest(self, values: list[Any]) -> list[Any]:
         """The elementwise largest of all ranks."""
-        process_set = self.settings.process_set
+        process_set = self.settings.gradients.process_set
         if not values or not process_set.included():
             return values
-        name = f"{self.settings.title}.overwritten"
+        name = f"{self.settings.gradients.title}.overwritten"
         largest = adapter().grouped_allreduce(values, name=name, op=ReduceOp.MAX, process_set=process_set)
         return list(largest)
 
@@ -121,11 +117,12 @@ def is_overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def _gradients(settings: OptimizerSettings) -> Gradients:
+def _reduction(settings: GradientSettings) -> Reduce:
+    """What reduces the gradients of the backend."""
     if backend() == "tensorflow":
-        from hvdkit.keras.tensorflow_gradients import TensorFlowGradients
+        from hvdkit.tensorflow.gradients import reduce_gradients
 
-        return TensorFlowGradients(settings)
+        return partial(reduce_gradients, settings)
     from hvdkit.keras.torch_gradients import TorchGradients
 
-    return TorchGradients(settings)
+    return TorchGradients(settings).reduce

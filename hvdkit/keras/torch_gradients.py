@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdkit.api.planning import names_of_paths
-from hvdkit.keras.settings import OptimizerSettings
+from hvdkit.api.gradient_settings import GradientSettings, names_of
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer
 
@@ -43,7 +42,7 @@ class _NoHooks:
 class TorchGradients:
     """Reduces the gradients of the parameters under Keras's variables."""
 
-    def __init__(self, settings: OptimizerSettings) -> None:
+    def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
         self._parameters = _Parameters()
         self._synchronizer: GradientSynchronizer | None = None
@@ -82,7 +81,7 @@ class TorchGradients:
         settings, groups = self._settings, self._settings.groups
         if isinstance(groups, list):
             groups = [[variable.value for variable in group] for group in groups]
-        names = names_of_paths([variable.path for variable in variables])
+        names = names_of(variables, use_generic_names=False)
         synchronizer = GradientSynchronizer(
             self._parameters,  # type: ignore[arg-type]  # only asked for its param_groups
             Settings(

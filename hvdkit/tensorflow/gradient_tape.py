@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import guard, planning
+from hvdkit.api.gradient_settings import GradientSettings, check_settings
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
-from hvdkit.tensorflow.gradient_settings import GradientSettings, check_settings
 from hvdkit.tensorflow.gradients import reduce_gradients
 
 _FUNCTION = "DistributedGradientTape"

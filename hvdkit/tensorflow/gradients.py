@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.compression import NoneCompressor
+from hvdkit.api.gradient_settings import GradientSettings, is_variable, names_of
 from hvdkit.api.planning import form_groups
 from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
@@ -18,7 +19,6 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.bridge import backward, check_functions, in_order
 from hvdkit.tensorflow.exceptions import mark
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
-from hvdkit.tensorflow.gradient_settings import GradientSettings, is_variable, names_of
 from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
 from hvdkit.tensorflow.reduction import Reduction, reduce
 

@@ -6,18 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import tensorflow as tf
-
 from hvdkit.api import checks, planning
 from hvdkit.api.compression import NoneCompressor
 from hvdkit.api.compression_policy import Policy, check_policy
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-
-
-def is_variable(source: Any) -> bool:
-    """Whether it is a tf.Variable, or a variable of Keras."""
-    return isinstance(source, tf.Variable) or (hasattr(source, "assign") and hasattr(source, "shape"))
 
 
 @dataclass(frozen=True)
@@ -55,20 +48,22 @@ def check_settings(
     scale_local_gradients: bool,
     device_dense: str,
     device_sparse: str,
+    title: str | None = None,
 ) -> GradientSettings:
-    """The settings of ``function``'s arguments. Raises TypeError or ValueError for what makes no sense."""
+    """The settings of ``function``'s arguments; ``title`` if they are to be told by another name.
+
+    Raises TypeError or ValueError for what makes no sense.
+    """
     reduce_op = checks.check_op(function, op)
     checks.check_registered(function, process_set)
     if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return GradientSettings(
-        title=function,
+        title=title or function,
         op=reduce_op,
         compression=compression,
         predivide=planning.check_predivide(function, gradient_predivide_factor, reduce_op),
-        groups=planning.check_groups(
-            function, planning.groups_or_number(groups, num_groups), "tf.Variable", is_variable
-        ),
+        groups=planning.check_groups(function, planning.groups_or_number(groups, num_groups), "variables", is_variable),
         sparse_as_dense=bool(sparse_as_dense),
         process_set=process_set,
         scale_local_gradients=bool(scale_local_gradients),
@@ -76,6 +71,11 @@ def check_settings(
         device_sparse=device_sparse,
         policy=check_policy(function, compression, reduce_op),
     )
+
+
+def is_variable(source: Any) -> bool:
+    """Whether it is a tf.Variable, or a variable of Keras."""
+    return hasattr(source, "assign") and hasattr(source, "shape")
 
 
 def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
