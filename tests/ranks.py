@@ -28,9 +28,12 @@ from typing import Any
 
 import pytest
 
+from tests.preloaded import preloaded
+
 ROOT = Path(__file__).resolve().parent.parent
 JOB_TIMEOUT_SECONDS = 240
 SKIPPED = "skipped: "
+TORCH = ("torch", "torch._dynamo", "pytest")  # torch.optim loads the second, which takes as long as the first
 
 
 class Skip(Exception):  # noqa: N818 (not an error)
@@ -79,13 +82,21 @@ def place_on_node(rank: int, size: int, per_node: int) -> dict[str, int]:
 
 
 def start_ranks(
-    command: list[str], size: int, transport: str, per_node: int | None = None, **extra: str
+    command: list[str],
+    size: int,
+    transport: str,
+    per_node: int | None = None,
+    preload: tuple[str, ...] = (),
+    **extra: str,
 ) -> list[subprocess.Popen[str]]:
     """Start ``command`` on ``size`` ranks: one mpirun for ``mpi``, one process a rank for ``torch``.
 
-    ``per_node``: how many ranks shall take each other for ranks of one node; all, if None.
+    ``per_node``: how many ranks shall take each other for ranks of one node; all, if None. ``preload``: modules that
+    ranks have imported when they start, which saves their time; ``command`` is then ``python -m module``.
     """
     environment = rank_environment(HVDKIT_TRANSPORT=transport, RANKS_PER_NODE=str(per_node or size), **extra)
+    if preload:
+        command = preloaded(command, preload, environment)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     if transport == "mpi":
         if per_node is not None:
@@ -112,10 +123,11 @@ def run_ranks(
     transport: str,
     timeout: float = JOB_TIMEOUT_SECONDS,
     per_node: int | None = None,
+    preload: tuple[str, ...] = (),
     **extra: str,
 ) -> tuple[int, str]:
     """Run ``command`` on ``size`` ranks to its end. Returns the largest exit status and all that was printed."""
-    processes = start_ranks(command, size, transport, per_node, **extra)
+    processes = start_ranks(command, size, transport, per_node, preload, **extra)
     outputs, statuses = [], []
     try:
         for process in processes:
@@ -142,11 +154,17 @@ class RankedCases:
     """The cases of some modules; a job of a size on a transport runs once, the first time one of them is checked."""
 
     def __init__(
-        self, *modules: str, runner: str = "tests.ranks", per_node: int | None = None, **environment: str
+        self,
+        *modules: str,
+        runner: str = "tests.ranks",
+        per_node: int | None = None,
+        preload: tuple[str, ...] = TORCH,
+        **environment: str,
     ) -> None:
         self.modules = ",".join(modules)
         self.per_node = per_node
         self.runner = runner
+        self.preload = preload
         self.environment = environment
         self.names = [name for module in modules for name in case_names(module)]
         assert len(set(self.names)) == len(self.names), "cases of one job need different names"
@@ -155,7 +173,9 @@ class RankedCases:
     def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", self.runner, self.modules, folder]
-            status, output = run_ranks(command, size, transport, per_node=self.per_node, **self.environment)
+            status, output = run_ranks(
+                command, size, transport, per_node=self.per_node, preload=self.preload, **self.environment
+            )
             reports = [
                 json.loads(path.read_text()) if (path := Path(folder, f"{rank}.json")).exists() else {}
                 for rank in range(size)

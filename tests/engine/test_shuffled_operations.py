@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.ranks import run_ranks
+from tests.ranks import TORCH, run_ranks
 
 step = st.fixed_dictionaries(
     {
@@ -37,7 +37,7 @@ def test_operations_in_any_order_give_what_numpy_gives(programs, ranks, transpor
         path = Path(folder, "programs.json")
         path.write_text(json.dumps(programs))
         status, output = run_ranks(
-            [sys.executable, "-m", "tests.engine.programs", str(path)], ranks, transport, timeout=120
+            [sys.executable, "-m", "tests.engine.programs", str(path)], ranks, transport, timeout=120, preload=TORCH
         )
     assert status == 0, output
     assert output.count("AGREES") == ranks

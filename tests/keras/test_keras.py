@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import RankedCases
+from tests.ranks import TORCH, RankedCases
 
+PRELOADS = {"tensorflow": ("tensorflow", "keras", "pytest"), "torch": (*TORCH, "keras")}
 RESULTS = {
-    backend: RankedCases("tests.keras.cases", runner="tests.keras.runner", KERAS_BACKEND=backend)
-    for backend in ("tensorflow", "torch")
+    backend: RankedCases("tests.keras.cases", runner="tests.keras.runner", preload=preload, KERAS_BACKEND=backend)
+    for backend, preload in PRELOADS.items()
 }
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 

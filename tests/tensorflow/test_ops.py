@@ -10,8 +10,11 @@ import pytest
 from tests.ranks import RankedCases
 
 RUNNER = "tests.tensorflow.runner"
-OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER)
-GRADIENTS = RankedCases("tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases", runner=RUNNER)
+PRELOAD = ("tensorflow", "pytest")
+OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER, preload=PRELOAD)
+GRADIENTS = RankedCases(
+    "tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases", runner=RUNNER, preload=PRELOAD
+)
 
 jobs = pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), (3, "mpi"), (2, "torch")])
 

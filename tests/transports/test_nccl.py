@@ -12,7 +12,7 @@ from tests.ranks import RankedCases
 
 needs_cuda = pytest.mark.skipif(not nccl_available(), reason="no CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no CUDA device for each of 2 ranks")
-CASES = RankedCases("tests.transports.nccl_cases")
+CASES = RankedCases("tests.transports.nccl_cases", preload=())  # CUDA does not live through a fork
 
 
 def finish(transfer) -> None:

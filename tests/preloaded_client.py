@@ -1,0 +1,32 @@
+"""Stands in for a rank that a server of tests/preloaded.py forks: asks for it, waits for it and ends as it does."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+
+STARTED_WITHIN_SECONDS = 120  # what the server imports takes seconds, on a slow machine many
+
+addresses, arguments = sys.argv[1:3], sys.argv[3:]
+rank = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+server = socket.socket(socket.AF_UNIX)
+deadline = time.monotonic() + STARTED_WITHIN_SECONDS
+while True:
+    try:
+        server.connect(addresses[rank % len(addresses)])
+        break
+    except OSError:
+        if time.monotonic() > deadline:
+            raise
+        time.sleep(0.05)
+request = json.dumps({"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}).encode() + b"\0"
+sent = socket.send_fds(server, [request], [0, 1, 2])
+server.sendall(request[sent:])
+status = struct.unpack("i", server.recv(4) or struct.pack("i", 1))[0]
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+sys.exit(status)

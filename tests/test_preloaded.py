@@ -1,0 +1,44 @@
+"""Ranks that are forked from a process with the framework loaded are what ranks started alone are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.ranks import ROOT, start_ranks
+
+PRELOAD = ("pytest",)
+
+
+def started(how: str) -> list[subprocess.Popen[str]]:
+    return start_ranks([sys.executable, "-m", "tests.preloaded_rank", how], 2, "torch", preload=PRELOAD)
+
+
+@pytest.mark.parametrize(("how", "status"), [("0", 0), ("7", 7), ("killed", -signal.SIGKILL)])
+def test_a_rank_is_given_what_its_client_has_and_the_client_ends_as_it_does(how, status):
+    processes = started(how)
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [status, status], outputs
+    told = [json.loads(output) for output in outputs]
+    assert [one["rank"] for one in told] == ["0", "1"]
+    assert all(one["folder"] == str(ROOT) and one["arguments"] == [how] and one["loaded"] for one in told)
+    assert len({one["hash"] for one in told}) == 2, "ranks share the hashes of strings"
+
+
+def test_a_rank_does_not_outlive_its_client():
+    processes = started("waits")
+    assert all(process.stdout is not None for process in processes)
+    pids = [json.loads(process.stdout.readline())["pid"] for process in processes]
+    for process in processes:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.02)
