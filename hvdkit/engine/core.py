@@ -181,6 +181,10 @@ class Engine(NamedOperations):
         """Have the driver tell the coordinator something."""
         self.defer(lambda: self.negotiation.send_to_coordinator(message))
 
+    def tell_later(self, ranks: Sequence[int], message: Message) -> None:
+        """Have the driver tell those of ``ranks`` that are others something."""
+        self.defer(lambda: self.negotiation.tell(ranks, message))
+
     def defer(self, action: Callable[[], None]) -> None:
         """Have the driver do something in its next round."""
         self._inbox.append(action)
@@ -305,6 +309,12 @@ class Engine(NamedOperations):
         lane = self.lanes.get(lane_id)
         if lane is not None:
             lane.fail(HorovodInternalError(text))
+
+    def lane_given_up(self, rank: int, lane_id: int, step: int) -> None:
+        """``rank`` will not use the results of a step of a lane."""
+        lane = self.lanes.get(lane_id)
+        if lane is not None:
+            lane.given_up_by(rank, step)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.compression_report import told
+from hvdkit.engine.given_up import GIVEN_UP, GivenUpSteps
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.schedule import Piece
@@ -77,6 +78,7 @@ class Lane:
         self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
         self._weighing = Weighing(engine, group, home)
+        self._given_up = GivenUpSteps()
         self._lock = threading.Lock()
         self._step = 0  # steps that are over
         self._started = 0  # operations of this step
@@ -136,8 +138,16 @@ class Lane:
     def finish(self) -> None:
         """Wait until every bucket is reduced. Every slot must be ready.
 
-        Raises HorovodInternalError where a rank is lost or does something else.
+        Raises HorovodInternalError where a rank is lost, does something else or has given the step up.
         """
+        step = self._step
+        self._end()
+        rank = self._given_up.use(step)
+        if rank is not None:
+            self._fail_everywhere(rank)
+            raise self.error or AssertionError("a lane that failed has no error")
+
+    def _end(self) -> None:
         assert not self.unready_slots(), "finish() before every slot was ready"
         self._finishing = True
         self._engine.drive_lane(self)
@@ -147,12 +157,17 @@ class Lane:
             self._end_step()
 
     def abandon(self) -> None:
-        """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used."""
+        """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used.
+
+        Where another rank does use them, the lane fails on all ranks.
+        """
         if self.in_flight and self.error is None:
+            self._given_up.here(self._step)
+            self._engine.tell_later(self.group.members, ["given_up", self.lane_id, self._step])
             for slot in self.unready_slots():
                 self.slot_array(slot)[...] = 0
                 self.ready(slot)
-            self.finish()
+            self._end()
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
@@ -239,6 +254,11 @@ class Lane:
             for place in range(min(self._completed, len(self._pieces)), min(self._started, len(self._pieces))):
                 self._engine.timeline_end(self._piece_row(place))
 
+    def given_up_by(self, rank: int, step: int) -> None:
+        """``rank`` does not use the results of ``step``."""
+        if self._given_up.heard(rank, step):
+            self._fail_everywhere(rank)
+
     def names_in(self, place: int) -> list[str]:
         """The tensors of an operation of this step, for messages."""
         if place >= len(self._pieces):
@@ -252,6 +272,13 @@ class Lane:
         return f"optimizer '{self.name}', operation {self._completed} of {len(self._pieces)} ({told})"
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _fail_everywhere(self, rank: int) -> None:
+        """``rank`` gave a step up that was used here."""
+        engine = self._engine
+        text = GIVEN_UP % (engine.topology.told(rank), self.name, engine.told())
+        self.fail(HorovodInternalError(text))
+        engine.tell_later(self.group.members, ["lane_error", self.lane_id, text])
 
     def _planned(self) -> int:
         return len(self._pieces) + (self._step == 0 or self._weighs)

@@ -21,11 +21,12 @@ SHAPES = {
     # from the coordinator
     "run": 6,  # sequence, process set, kind, [[name, extra], ...], signatures or null
     "error": 5,  # process set, kind, name, text
-    "lane_error": 3,  # lane id, text
     "joined": 2,  # rank
     "join_done": 2,  # last rank
     "join_error": 2,  # text
     # from anyone
+    "lane_error": 3,  # lane id, text
+    "given_up": 3,  # lane id, step: the sender will not use its results
     "lane": 3,  # lane id, sequence: a rank that has joined takes part up to here
     "ping": 1,
     "pong": 1,

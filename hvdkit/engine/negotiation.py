@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import marshal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,11 @@ class Negotiation:
 
     def tell_everyone(self, message: Message) -> None:
         """Send to all other ranks, as far as they can be reached."""
-        for rank in range(self._engine.transport.size):
+        self.tell(range(self._engine.transport.size), message)
+
+    def tell(self, ranks: Iterable[int], message: Message) -> None:
+        """Send to those of ``ranks`` that are others, as far as they can be reached."""
+        for rank in ranks:
             if rank != self._rank:
                 try:
                     self.send(rank, message)
@@ -134,6 +138,8 @@ class Negotiation:
             engine.joining.fail(HorovodInternalError(message[1]))
         elif kind == "lane":
             engine.joining.follow(message[1], message[2])
+        elif kind == "given_up":
+            engine.lane_given_up(sender, message[1], message[2])
         elif kind == "lane_error":
             engine.lane_failed(message[1], message[2])
         elif kind == "ping":

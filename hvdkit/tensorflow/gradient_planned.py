@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -26,20 +25,12 @@ from hvdkit.tensorflow.exceptions import RUNNING, mark
 PART_BYTES = 4 << 20
 
 
-GIVEN_UP = (
-    "%s: an exception ended a step on this rank after some of its gradients were handed over. Ranks of process set %d "
-    "on which it did not have used that step, with zeros for the rest, and differ from this one.\n"
-    "HINT: let the exception end the job, or broadcast the variables before going on."
-)
-
-logger = logging.getLogger("hvdkit")
-
-
 class PlannedGradients:
     """The slots of some variables' gradients, reduced together once a step.
 
     The lane is registered by the first step that runs, not while a graph is traced: there ranks need not be at the
     same line of the program. A step that an exception left unfinished is given up by the next one.
+    Where other ranks use it, all ranks fail.
     """
 
     def __init__(
@@ -90,7 +81,6 @@ class PlannedGradients:
             )
             self._engine = engine
         elif self._lane.in_flight:
-            logger.warning(GIVEN_UP, self._lane.name, self._process_set_id)
             self._lane.abandon()
         self._left = set(range(len(self.slots)))
 

@@ -109,6 +109,11 @@ class Routes:
         """Whether the lane has gradients of a step that is not over."""
         return self.planned is not None and self.planned.lane.in_flight
 
+    @property
+    def failed(self) -> bool:
+        """Whether the lane is of no use any more."""
+        return self.planned is not None and self.planned.lane.error is not None
+
     def finish(self, name_of: NameOf) -> None:
         """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
         if self.planned is not None:

@@ -281,7 +281,7 @@ class GradientSynchronizer:
             return
         if is_current(self._engine):
             self._routes.abandon()
-        else:
+        if not is_current(self._engine) or self._routes.failed:
             self._routes.move_out()
             self._routes = None
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.errors import HorovodInternalError
+from hvdkit.tensorflow.gradient_planned import PLANS
 from tests.ranks import Skip
 from tests.tensorflow.data import ways
 from tests.told import told
@@ -315,33 +316,68 @@ def case_tape_adasum_of_equal_gradients_is_one_of_them(hvd: Any) -> None:
 
 
 def case_tape_a_step_that_fails_leaves_the_next_one_whole(hvd: Any) -> None:
-    model = Model(width=300_000)
+    model = Model(width=600_000)
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
-
-    @tf.function
-    def step(x: Any, fails: Any) -> Any:
-        with tf.GradientTape() as tape:
-            y = x @ model.first + model.bias
-            # The gradient of the last layer is handed over; that of the first one is never computed.
-            y = _failing_backward(y, fails)
-            loss = tf.reduce_mean(tf.square(tf.tanh(y) @ model.second))
-        return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
-
+    step = _failing_step(hvd, model)
     for fails in (False, True, True, False):
         if fails:
             with pytest.raises(tf.errors.InvalidArgumentError, match="asked to fail"):
                 step(batch(hvd.rank()), tf.constant(True))
+            _begin_a_step(hvd, model)
         else:
             close(step(batch(hvd.rank()), tf.constant(False)), expected, 1e-4)
 
 
-@tf.custom_gradient
-def _failing_backward(x: Any, fails: Any) -> Any:
-    def gradient(upstream: Any) -> Any:
-        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(fails), ["asked to fail"])]):
-            return tf.identity(upstream), None
+def case_tape_a_step_that_fails_on_one_rank_is_an_error_on_all(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody to differ from")
+    model = Model(width=600_000)
+    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
+    step = _failing_step(hvd, model)
+    close(step(batch(hvd.rank()), tf.constant(False)), expected, 1e-4)
+    failing = hvd.size() - 1
 
-    return tf.identity(x), gradient
+    def many_steps() -> None:
+        for _ in range(100):  # a rank may learn of it while it is in the next steps
+            step(batch(hvd.rank()), tf.constant(False))
+
+    if hvd.rank() == failing:
+        _begin_a_step(hvd, model)
+    with pytest.raises(HorovodInternalError, match=rf"(?s)rank {failing}\b.* gave up a step .*exception"):
+        many_steps()
+    close(step(batch(hvd.rank()), tf.constant(False)), expected, 1e-4)
+
+
+def _failing_step(hvd: Any, model: Model) -> Any:
+    """A step in a graph whose backward pass fails if its second argument says so."""
+
+    @tf.custom_gradient
+    def maybe_failing(x: Any, fails: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            factor = tf.where(fails, np.float32("nan"), 1.0)
+            return upstream * tf.debugging.check_numerics(factor, "asked to fail"), None
+
+        return tf.identity(x), gradient
+
+    @tf.function
+    def step(x: Any, fails: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = maybe_failing(x @ model.first + model.bias, fails)
+            loss = tf.reduce_mean(tf.square(tf.tanh(y) @ model.second))
+        return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
+
+    return step
+
+
+def _begin_a_step(hvd: Any, model: Model) -> None:
+    """What an exception leaves behind that ends a step when the last layer's gradient is handed over."""
+    if hvd.size() > 1:
+        [plan] = [plan for plan in PLANS._plans.values() if plan.slots[0].shape == model.first.shape]
+        first_part, *rest = plan.parts()
+        assert rest, "all gradients are handed over at once: make the model larger"
+        plan.begin()
+        plan.hand_over(first_part, [np.zeros(plan.slots[place].shape, np.float32) for place in first_part])
+        assert plan._lane.in_flight
 
 
 def case_tape_ranks_that_differ_are_told_which_variable(hvd: Any) -> None:

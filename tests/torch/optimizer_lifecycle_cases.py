@@ -9,6 +9,7 @@ import pickle
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -258,6 +259,35 @@ def case_load_state_dict_forgets_a_half_done_step(hvd: Any) -> None:
     with optimizer.skip_synchronize():
         optimizer.load_state_dict(saved)
         assert optimizer._synchronizer.should_synchronize
+
+
+def case_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    assert_reduces(hvd, optimizer, net)
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(net.state_dict())
+    forgetful = hvd.size() - 1
+    loss_of(net, batch(hvd.rank())).backward()
+    if hvd.rank() == forgetful:
+        optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+        loss_of(net, batch(hvd.rank())).backward()
+
+    def many_steps() -> None:
+        for _ in range(100):  # a rank may learn of it while it is in the next steps
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_of(net, batch(hvd.rank())).backward()
+
+    if hvd.size() > 1:
+        with pytest.raises(hvd.HorovodInternalError, match=rf"(?s)rank {forgetful}\b.* gave up a .*load_state_dict"):
+            many_steps()
+    # All ranks go back, and on from there.
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    net.load_state_dict(weights)
+    assert_reduces(hvd, optimizer, net)
 
 
 def case_wrapping_again_takes_the_parameters_over(hvd: Any) -> None:
