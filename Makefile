@@ -39,6 +39,8 @@ clean: ## remove what was built, and the caches; .venv stays
 # One stamp per set of extras: what either target needs is added to the same .venv, and a second make does nothing.
 $(VENV)/.ready-train: EXTRAS := torch,mpi,examples
 $(VENV)/.ready-test: EXTRAS := torch,tensorflow,mpi,test
+# It asks for tensorflow, which tensorflow-cpu is without pip's knowing.
+$(VENV)/.ready-test: ALONE := tf-keras
 
 # The pinned build tools come first, so that the build is as reproducible as the rest. Of pip's progress the big
 # downloads are shown and errors in full; the rest is in the log, where setup.py also says if nothing could be compiled.
@@ -50,5 +52,6 @@ $(VENV)/.ready-train $(VENV)/.ready-test: pyproject.toml constraints.txt setup.p
 	@{ $(PIP_INSTALL) --no-build-isolation --log $(VENV)/pip.log -e '.[$(EXTRAS)]'; echo $$? > $(VENV)/pip.status; } \
 	    | grep -E --line-buffered '^ *(Downloading|Using cached) .* MB|^Installing collected' | cut -c 1-110; \
 	    exit $$(cat $(VENV)/pip.status)
+	@test -z '$(ALONE)' || $(PIP_INSTALL) -q --no-deps $(ALONE)
 	@grep -o 'hvdkit: no .*, using the numpy kernels' $(VENV)/pip.log | head -n 1
 	@touch $@

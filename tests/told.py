@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,3 +16,13 @@ def told(kind: type[BaseException], *texts: str) -> Iterator[pytest.ExceptionInf
         yield caught
     missing = [text for text in texts if text not in str(caught.value)]
     assert not missing, f"{missing} not in: {caught.value}"
+
+
+@contextmanager
+def warned(text: str, times: int = 1) -> Iterator[None]:
+    """What runs inside warns with the text, so often."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(one.message) for one in caught if text in str(one.message)]
+    assert len(found) == times, (found, [str(one.message) for one in caught])

@@ -33,11 +33,12 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
         HANDLES.clear()
     runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda)
     after_import("keras", _watch_keras)
+    after_import("tf_keras", _watch_keras)
 
 
 def _watch_keras() -> None:
-    """Have Keras 3 warn where it trains with gradients that nobody reduces, without a word of ours in the script."""
-    if getattr(sys.modules["keras"], "__version__", "").startswith("3."):
+    """Have Keras warn where it trains with gradients that nobody reduces, without a word of ours in the script."""
+    if "tf_keras" in sys.modules or getattr(sys.modules["keras"], "__version__", "").startswith("3."):
         importlib.import_module("hvdkit.keras.unwrapped").install()
 
 

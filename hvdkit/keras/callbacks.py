@@ -2,197 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import keras
 
-from hvdkit.api import job, objects
-from hvdkit.keras.functions import average_numbers, broadcast_variables
-from hvdkit.keras.optimizer_class import distributed_step
-
-# Of Dropout and other layers that draw at random, which shall draw other numbers on each rank.
-_SEED_STATE = "seed_generator_state"
+from hvdkit.keras import callback_parts as parts
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Gives all ranks the variables that ``root_rank`` begins with: of the model and of its optimizer.
-
-    Before the first batch where they exist by then, else after it; but for the state of random numbers. ``device`` is
-    taken for compatibility; ``local_variables`` stay each rank's own.
-    """
-
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        self.root_rank = root_rank
-        self.device = device
-        self.broadcast_done = False
-        if local_variables is not None and not isinstance(local_variables, Iterable):
-            local_variables = [local_variables]
-        self._local = {id(variable): variable for variable in local_variables or ()}
-
-    def register_local_var(self, var: Any) -> None:
-        """Leave a variable to each rank."""
-        self._local[id(var)] = var
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if the model has been built on all ranks."""
-        self.broadcast_done = False
-        optimizer = getattr(self.model, "optimizer", None)
-        if self.model.built and optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        if all(objects.allgather_object(bool(self.model.built), name="BroadcastGlobalVariablesCallback.built")):
-            self._broadcast()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if not done before."""
-        if not self.broadcast_done:
-            self._broadcast()
-
-    def _broadcast(self) -> None:
-        optimizer = getattr(self.model, "optimizer", None)
-        variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else ())]
-        step = distributed_step(optimizer)
-        local = self._local if step is None else {**self._local, **step.local}
-        shared = [one for one in variables if id(one) not in local and one.name != _SEED_STATE]
-        broadcast_variables(shared, self.root_rank)
-        self.broadcast_done = True
+class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.BroadcastGlobalVariables."""
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Averages metrics over all ranks at the end of each epoch, in place, for the callbacks that come after it."""
-
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
-        self.device = device
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average ``logs``. Raises ValueError on all ranks where they have different metrics."""
-        logs = {} if logs is None else logs
-        names = sorted(name for name, value in logs.items() if isinstance(value, int | float) or _is_scalar(value))
-        everyones = objects.allgather_object(names, name="MetricAverageCallback.names")
-        if any(others != names for others in everyones):
-            told = "; ".join(f"rank {rank}: {', '.join(others) or 'none'}" for rank, others in enumerate(everyones))
-            raise ValueError(
-                f"MetricAverageCallback: ranks have different metrics at the end of epoch {epoch + 1}: {told}\n"
-                "HINT: pass validation_data, and the same metrics, on all ranks."
-            )
-        averages = average_numbers([float(logs[name]) for name in names], "MetricAverageCallback")
-        logs.update(zip(names, averages, strict=True))
+class MetricAverageCallback(parts.MetricAverage, keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.MetricAverage."""
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` to before ``end_epoch``.
-
-    ``multiplier``: a function of the epoch, or a number, whose power by the epochs since ``start_epoch`` is taken.
-    ``staircase``: once an epoch, else with each batch, where the epoch is a fraction, for which ``steps_per_epoch`` is
-    needed if Keras does not know it. ``momentum_correction``: a velocity that was added up under the old rate is
-    scaled to the new one, as P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), remark 2, advise.
-    """
-
-    def __init__(
-        self,
-        initial_lr: float,
-        multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__()
-        if initial_lr is None:
-            raise ValueError("Parameter `initial_lr` is required")
-        self.initial_lr = float(initial_lr)
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
-        self.staircase = staircase
-        self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
-        self.current_epoch = 0
-        self._multiplier = multiplier
-
-    def multiplier(self, epoch: float) -> float:
-        """What the learning rate is multiplied by at an epoch."""
-        if callable(self._multiplier):
-            return float(self._multiplier(epoch))
-        return float(self._multiplier ** (epoch - self.start_epoch))
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how many steps an epoch has. Raises ValueError where that is needed and not known."""
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
-            if not self.steps_per_epoch:
-                raise ValueError(
-                    "Could not autodetect the number of steps per epoch. Please specify the steps_per_epoch parameter "
-                    f"to the {type(self).__name__}()."
-                )
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remember the epoch."""
-        self.current_epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the learning rate."""
-        ended = self.end_epoch is not None and self.current_epoch >= self.end_epoch
-        if self.current_epoch < self.start_epoch or ended:
-            return
-        if not self.staircase:
-            assert self.steps_per_epoch is not None
-            self._adjust(self.current_epoch + batch / self.steps_per_epoch)
-        elif batch == 0:
-            self._adjust(self.current_epoch)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tell the learning rate."""
-        if logs is not None:
-            logs["lr"] = self._learning_rate()
-
-    def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-
-    def _adjust(self, epoch: float) -> None:
-        old, new = self._learning_rate(), self.initial_lr * self.multiplier(epoch)
-        if new == old:
-            return
-        self.model.optimizer.learning_rate = new
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        velocities = getattr(optimizer, "momentums", None) if isinstance(optimizer, keras.optimizers.SGD) else None
-        if self.momentum_correction and velocities and old > 0.0:
-            for velocity in velocities:
-                if velocity is not None:
-                    velocity.assign(velocity * (new / old))
+class LearningRateScheduleCallback(parts.LearningRateSchedule, keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.LearningRateSchedule."""
 
 
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate, batch by batch, from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``.
-
-    ``initial_lr`` is the rate for all ranks together, as a rule the rate for one multiplied by ``hvd.size()``.
-    ``verbose``: say on rank 0 when it is there.
-    """
-
-    def __init__(
-        self,
-        initial_lr: float,
-        warmup_epochs: int = 5,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-        verbose: int = 0,
-    ) -> None:
-        def warm_up(epoch: float) -> float:
-            # A step further, so that an epoch ends on a round number.
-            epoch += 1.0 / (self.steps_per_epoch or 1)
-            return 1.0 / job.size() * (epoch * (job.size() - 1) / warmup_epochs + 1)
-
-        super().__init__(initial_lr, warm_up, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
-        self.verbose = verbose
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tell the learning rate."""
-        super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and job.rank() == 0:
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._learning_rate():g}.")
-
-
-def _is_scalar(value: Any) -> bool:
-    return getattr(value, "shape", None) == ()
+class LearningRateWarmupCallback(parts.LearningRateWarmup, keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.LearningRateWarmup."""

@@ -8,6 +8,7 @@ from hvdkit.api import planning
 from hvdkit.api.compression import Compressions
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend
+from hvdkit.keras.legacy import optimizer_classes
 from hvdkit.keras.optimizer_class import distributed_step, is_distributed, wrap
 from hvdkit.keras.settings import check_settings
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -36,7 +37,7 @@ def DistributedOptimizer(
     inside or around. In a graph gradients travel while the backward pass computes others.
 
     Arguments:
-        optimizer: a keras.optimizers.Optimizer, also of a class of one's own.
+        optimizer: a keras.optimizers.Optimizer, also of a class of one's own, or one of tf_keras.
         name: what its gradients are called in the timeline and in errors, "Distributed" and its class otherwise.
         device_dense, device_sparse: where reduced gradients are put, as in ``tf.device`` (TensorFlow only).
         compression: one of hvd.Compression, or for each variable a mapping ``{pattern of names: codec}`` or a function
@@ -59,7 +60,7 @@ def DistributedOptimizer(
     """
     import keras
 
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not isinstance(optimizer, (keras.optimizers.Optimizer, *optimizer_classes())):
         raise TypeError(
             f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}\n"
             'HINT: keras.optimizers.get("adam") makes one of a name.'

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from hvdkit.api.guard import WATCH
+from hvdkit.keras.legacy import init_scope, optimizer_classes
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.keras.step import DistributedStep
 
@@ -62,12 +63,21 @@ def distributed_class(base: Any, settings: OptimizerSettings) -> Any:
             vars(plain).update({key: value for key, value in vars(self).items() if key != _STEP})
             return wrap, (plain, step_of(self).settings)
 
-        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-            """Reduce the gradients over all ranks, and update the variables. Collective."""
-            if WATCH.inside:  # an optimizer around this one has reduced them
-                super().apply(grads, trainable_variables)
-            else:
-                apply_reduced(self, grads, trainable_variables, super().apply)
+        if issubclass(base, optimizer_classes()):  # Keras 2
+
+            def apply_gradients(self, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+                """Reduce the gradients over all ranks, and update the variables. Collective."""
+                apply = super().apply_gradients
+                return apply_pairs(self, grads_and_vars, lambda pairs: apply(pairs, *args, **options))
+
+        else:
+
+            def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+                """Reduce the gradients over all ranks, and update the variables. Collective."""
+                if WATCH.inside:  # an optimizer around this one has reduced them
+                    super().apply(grads, trainable_variables)
+                else:
+                    apply_reduced(self, grads, trainable_variables, super().apply)
 
     setattr(Distributed, _SETTINGS, settings)
     for name in ("__name__", "__qualname__", "__doc__", "__module__"):
@@ -91,6 +101,20 @@ def apply_reduced(optimizer: Any, grads: Any, trainable_variables: Any, apply: A
         optimizer.built = True
     step.prepare(optimizer._trainable_variables)
     step.run(grads, variables, apply)
+
+
+def apply_pairs(optimizer: Any, grads_and_vars: Any, apply: Any) -> Any:
+    """The step of an optimizer of Keras 2 that is distributed, or has a distributed one inside."""
+    pairs = list(grads_and_vars)
+    if WATCH.inside or not pairs:
+        return apply(pairs)
+    step = distributed_step(optimizer)
+    assert step is not None
+    grads, variables = zip(*pairs, strict=True)
+    with init_scope():  # in a graph no variable can be made
+        step.prepare(variables)
+    step.run(grads, variables, lambda reduced, theirs: apply(list(zip(reduced, theirs, strict=True))))
+    return optimizer.iterations
 
 
 def _save_as(cls: Any, base: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from hvdkit.api.guard import WATCH, is_marked
 from hvdkit.engine import runtime
-from hvdkit.keras.optimizer_class import apply_reduced, distributed_step, is_distributed
+from hvdkit.keras.legacy import loss_scale_classes, optimizer_classes
+from hvdkit.keras.optimizer_class import apply_pairs, apply_reduced, distributed_step, is_distributed
 
 NOT_WRAPPED = (
     "The optimizer '{name}' ({kind}) updates variables with gradients of rank {rank} alone: the {size} ranks train "
@@ -22,7 +23,11 @@ _WARNED = "_hvdkit_warned"
 
 
 def install() -> None:
-    """Have Keras 3's optimizers warn where nobody reduces their gradients, and know those inside of a loss scale."""
+    """Have Keras's optimizers warn where nobody reduces their gradients, and know those inside of a loss scale."""
+    for kind in optimizer_classes():
+        _replace(kind, "apply_gradients", _warning_of_pairs)
+    for kind in loss_scale_classes():
+        _replace(kind, "apply_gradients", _reducing_pairs_first)
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
 
@@ -50,6 +55,19 @@ def _warning(apply: Any) -> Any:
     return warn_and_apply
 
 
+def _warning_of_pairs(apply: Any) -> Any:
+    """The same in Keras 2."""
+
+    def warn_and_apply(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+        pairs = list(grads_and_vars)
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        if not (WATCH.inside or is_distributed(self) or _is_reduced(self, grads, variables)):
+            _warn(self)
+        return apply(self, pairs, *args, **options)
+
+    return warn_and_apply
+
+
 def _is_reduced(optimizer: Any, grads: Any, variables: Any) -> bool:
     """Whether the user's program seems to have reduced the gradients that it gives to an optimizer."""
     grads = grads if isinstance(grads, list | tuple) else []
@@ -63,10 +81,9 @@ def _warn(optimizer: Any) -> None:
         return
     vars(optimizer)[_WARNED] = True
     topology = runtime.engine().topology
-    kind = type(optimizer).__name__
-    warnings.warn(
-        NOT_WRAPPED.format(name=optimizer.name, kind=kind, rank=topology.rank, size=topology.size), stacklevel=4
-    )
+    name = getattr(optimizer, "name", None) or getattr(optimizer, "_name", "")  # of Keras 2's old ones
+    told = NOT_WRAPPED.format(name=name, kind=type(optimizer).__name__, rank=topology.rank, size=topology.size)
+    warnings.warn(told, stacklevel=4)
 
 
 def _reducing_first(apply: Any) -> Any:
@@ -77,6 +94,17 @@ def _reducing_first(apply: Any) -> Any:
             apply(self, grads, trainable_variables)
         else:
             apply_reduced(self, grads, trainable_variables, functools.partial(apply, self))
+
+    return reduce_and_apply
+
+
+def _reducing_pairs_first(apply: Any) -> Any:
+    """The same in Keras 2."""
+
+    def reduce_and_apply(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+        if WATCH.inside or is_distributed(self) or distributed_step(self) is None:
+            return apply(self, grads_and_vars, *args, **options)
+        return apply_pairs(self, grads_and_vars, lambda pairs: apply(self, pairs, *args, **options))
 
     return reduce_and_apply
 

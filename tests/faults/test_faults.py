@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.ranks import run_ranks, start_ranks
+from tests.ranks import TORCH, run_ranks, start_ranks
 
 WORKER = [sys.executable, "-m", "tests.faults.worker"]
 channels = pytest.mark.parametrize("channel", ["named", "planned"])
@@ -27,7 +27,7 @@ def noticed(output: str) -> dict[int, str]:
 @channels
 @pytest.mark.parametrize("scenario", ["raises", "exits", "exits-late"])
 def test_a_rank_that_fails_ends_an_mpi_job(scenario, channel):
-    status, output = run_ranks([*WORKER, scenario, channel], 3, "mpi", timeout=60)
+    status, output = run_ranks([*WORKER, scenario, channel], 3, "mpi", timeout=60, preload=TORCH)
     assert status != 0
     assert "WENT ON" not in output
     if scenario == "raises":
@@ -37,7 +37,7 @@ def test_a_rank_that_fails_ends_an_mpi_job(scenario, channel):
 
 
 def test_an_interrupted_sum_is_an_error_on_all_ranks(transport):
-    _, output = run_ranks([*WORKER, "interrupted", "planned"], 3, transport, timeout=60)
+    _, output = run_ranks([*WORKER, "interrupted", "planned"], 3, transport, timeout=60, preload=TORCH)
     assert "WENT ON" not in output
     assert noticed(output), output
     assert all("interrupted by KeyboardInterrupt" in text for text in noticed(output).values()), output
@@ -53,7 +53,7 @@ def test_an_interrupted_sum_is_an_error_on_all_ranks(transport):
     ],
 )
 def test_the_others_learn_which_rank_is_gone(scenario, channel):
-    _, output = run_ranks([*WORKER, scenario, channel], 3, "torch", timeout=60)
+    _, output = run_ranks([*WORKER, scenario, channel], 3, "torch", timeout=60, preload=TORCH)
     errors = noticed(output)
     assert sorted(errors) == [0, 2], output
     assert all("rank 1" in text for text in errors.values()), output
@@ -63,14 +63,14 @@ def test_the_others_learn_which_rank_is_gone(scenario, channel):
 
 @channels
 def test_a_killed_rank_ends_an_mpi_job(channel):
-    status, output = run_ranks([*WORKER, "killed", channel], 3, "mpi", timeout=60)
+    status, output = run_ranks([*WORKER, "killed", channel], 3, "mpi", timeout=60, preload=TORCH)
     assert status != 0
     assert "WENT ON" not in output
 
 
 @pytest.mark.parametrize("channel", ["planned", "polled", "joined"])
 def test_a_stopped_rank_is_lost_after_the_timeout(channel, transport):
-    processes = start_ranks([*WORKER, "stopped", channel], 3, transport, HVDKIT_TIMEOUT_SECONDS="4")
+    processes = start_ranks([*WORKER, "stopped", channel], 3, transport, preload=TORCH, HVDKIT_TIMEOUT_SECONDS="4")
     outputs: list[str] = []
     try:
         deadline = time.monotonic() + 60
@@ -96,7 +96,9 @@ def test_a_stopped_rank_is_lost_after_the_timeout(channel, transport):
 
 def test_an_mpi_job_ends_though_a_survivor_caught_the_error():
     # The lost rank can never come to MPI_Finalize, so the others must not wait for it there.
-    processes = start_ranks([*WORKER, "stopped-and-caught", "named"], 2, "mpi", HVDKIT_TIMEOUT_SECONDS="3")
+    processes = start_ranks(
+        [*WORKER, "stopped-and-caught", "named"], 2, "mpi", preload=TORCH, HVDKIT_TIMEOUT_SECONDS="3"
+    )
     output = processes[0].communicate(timeout=60)[0]
     assert 0 in noticed(output), output
     assert processes[0].returncode != 0
@@ -123,7 +125,7 @@ def test_init_names_the_ranks_that_did_not_come(transport):
 @channels
 def test_a_late_rank_is_waited_for_and_warned_about(channel, transport):
     settings = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HVDKIT_TIMEOUT_SECONDS": "3"}
-    status, output = run_ranks([*WORKER, "late", channel], 3, transport, timeout=60, **settings)
+    status, output = run_ranks([*WORKER, "late", channel], 3, transport, timeout=60, preload=TORCH, **settings)
     assert status == 0, output
     assert output.count("WENT ON") == 3
     warning = re.search(r".*(not by ranks \[1\]|waits for ranks \[1).*", output)
@@ -134,7 +136,7 @@ def test_a_late_rank_is_waited_for_and_warned_about(channel, transport):
 @channels
 def test_a_rank_that_is_too_late_becomes_an_error(channel, transport):
     settings = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    status, output = run_ranks([*WORKER, "late", channel], 2, transport, timeout=60, **settings)
+    status, output = run_ranks([*WORKER, "late", channel], 2, transport, timeout=60, preload=TORCH, **settings)
     assert status != 0
     assert 0 in noticed(output), output
     assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in noticed(output)[0]

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.ranks import start_ranks
+from tests.ranks import TORCH, start_ranks
 from tests.transports.shared import needs_memory_files, needs_native
 
 pytestmark = [needs_native, needs_memory_files]
@@ -39,6 +39,7 @@ def output_of(scenario: str, channels: list[str], ranks: int, transport: str, ti
         ranks,
         transport,
         per_node=2,
+        preload=TORCH,
         HVDKIT_TIMEOUT_SECONDS=str(timeout_seconds),
         HOROVOD_FUSION_THRESHOLD=str(1 << 20),  # many operations, of which few are in flight
     )

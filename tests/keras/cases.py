@@ -6,9 +6,6 @@ import copy
 import gc
 import pickle
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +15,12 @@ import pytest
 
 from hvdkit.engine import runtime
 from hvdkit.errors import HorovodInternalError
-from tests.keras.models import (
-    FEATURES,
-    ROWS,
-    batches,
-    check_close,
-    check_same_bits,
-    compiled,
-    joined,
-    model,
-    numbers,
-    steps_of_one_process,
-    train,
-)
+from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, train
+from tests.keras.models import check_close, check_same_bits, compiled, model, numbers, steps_of_one_process
 from tests.ranks import Skip
-from tests.told import told
+from tests.told import told, warned
 
 TENSORFLOW = keras.backend.backend() == "tensorflow"
-NOT_WRAPPED = "with gradients of rank"
 
 
 def only_tensorflow() -> None:
@@ -46,16 +31,6 @@ def only_tensorflow() -> None:
 def only_with_others(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("needs other ranks")
-
-
-@contextmanager
-def warned(text: str, times: int = 1) -> Iterator[None]:
-    """What runs inside warns with the text, so often."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    found = [str(one.message) for one in caught if text in str(one.message)]
-    assert len(found) == times, (found, [str(one.message) for one in caught])
 
 
 def optimizers() -> dict[str, Any]:

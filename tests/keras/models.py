@@ -9,24 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-ROWS = 4
-FEATURES = 6
-
-
-def batches(rank: int, steps: int = 3) -> list[tuple[Any, Any]]:
-    """A rank's batches, in float64."""
-    numbers = np.random.default_rng(rank)
-    inputs = numbers.normal(size=(steps, ROWS, FEATURES))
-    return [(x, (x.sum(1, keepdims=True) > 0).astype(np.float64)) for x in inputs]
-
-
-def joined(hvd: Any, steps: int = 3) -> list[tuple[Any, Any]]:
-    """All ranks' batches, one after the other."""
-    everyones = [batches(rank, steps) for rank in range(hvd.size())]
-    return [
-        (np.concatenate([own[step][0] for own in everyones]), np.concatenate([own[step][1] for own in everyones]))
-        for step in range(steps)
-    ]
+from tests.keras.batches import FEATURES, joined, train
 
 
 def model(seed: int = 1, dtype: str = "float64") -> Any:
@@ -45,13 +28,6 @@ def compiled(optimizer: Any, seed: int = 1, dtype: str = "float64", **options: A
     """The model with an optimizer."""
     made = model(seed, dtype)
     made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **options)
-    return made
-
-
-def train(made: Any, data: Sequence[tuple[Any, Any]]) -> Any:
-    """A step for each batch."""
-    for x, y in data:
-        made.train_on_batch(x, y)
     return made
 
 

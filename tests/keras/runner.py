@@ -19,7 +19,10 @@ def main(module: str, folder: str) -> None:
 
         tf.config.threading.set_inter_op_parallelism_threads(1)  # so that what blocks it shows
         tf.config.threading.set_intra_op_parallelism_threads(1)
-    import hvdkit.keras as hvd
+    if os.environ.get("TF_USE_LEGACY_KERAS") == "1":
+        import hvdkit.tensorflow.keras as hvd
+    else:
+        import hvdkit.keras as hvd
     from tests.ranks import run_cases
 
     hvd.init(process_sets="dynamic")

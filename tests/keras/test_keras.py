@@ -11,6 +11,13 @@ RESULTS = {
     backend: RankedCases("tests.keras.cases", runner="tests.keras.runner", preload=preload, KERAS_BACKEND=backend)
     for backend, preload in PRELOADS.items()
 }
+KERAS_2 = RankedCases(
+    "tests.keras.keras2_cases",
+    runner="tests.keras.runner",
+    preload=("tensorflow", "pytest"),
+    KERAS_BACKEND="tensorflow",
+    TF_USE_LEGACY_KERAS="1",
+)
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 
 
@@ -19,3 +26,8 @@ TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 @pytest.mark.parametrize("case", RESULTS["torch"].names)
 def test_keras(case: str, backend: str, ranks: int) -> None:
     RESULTS[backend].check(case, ranks, TRANSPORTS[backend])
+
+
+@pytest.mark.parametrize("case", KERAS_2.names)
+def test_keras_2(case: str) -> None:
+    KERAS_2.check(case, 2, "mpi")

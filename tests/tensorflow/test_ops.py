@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -44,3 +45,12 @@ def test_gradients(case: str, ranks: int, transport: str) -> None:
 )
 def test_frameworks_leave_each_other_alone(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_keras_2_is_watched_too() -> None:
+    program = (
+        "import tensorflow as tf, hvdkit.tensorflow as hvd; hvd.init(); kinds = tf.keras.optimizers; "
+        "assert kinds.Adam.apply_gradients.asks_hvdkit and kinds.legacy.Adam.apply_gradients.asks_hvdkit"
+    )
+    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)

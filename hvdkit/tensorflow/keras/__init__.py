@@ -1,4 +1,7 @@
-"""Horovod's API for Keras on TensorFlow: ``import hvdkit.tensorflow.keras as hvd``. See hvdkit.keras."""
+"""Horovod's API for ``tf.keras``: ``import hvdkit.tensorflow.keras as hvd``. See hvdkit.keras.
+
+``tf.keras`` is Keras 3, or tf_keras (Keras 2) with TF_USE_LEGACY_KERAS=1.
+"""
 
 import keras
 
@@ -9,6 +12,12 @@ if keras.backend.backend() != "tensorflow":
     )
 
 import hvdkit.keras
+import hvdkit.tensorflow.keras.callbacks as callbacks_of_tf_keras
 from hvdkit.keras import *  # noqa: F403
+from hvdkit.keras import unwrapped
+from hvdkit.tensorflow.keras.saving import load_model as load_model
+
+callbacks = callbacks_of_tf_keras  # type: ignore[misc]  # not those of hvdkit.keras
+unwrapped.install()
 
 __all__ = hvdkit.keras.__all__

@@ -1,15 +1,23 @@
-"""Horovod's callbacks for ``model.fit``: those of hvdkit.keras.callbacks."""
+"""Horovod's callbacks for ``model.fit`` of tf.keras, be it Keras 3 or tf_keras."""
 
-from hvdkit.keras.callbacks import (
-    BroadcastGlobalVariablesCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-)
+from __future__ import annotations
 
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+import tensorflow as tf
+
+from hvdkit.keras import callback_parts as parts
+
+
+class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.BroadcastGlobalVariables."""
+
+
+class MetricAverageCallback(parts.MetricAverage, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.MetricAverage."""
+
+
+class LearningRateScheduleCallback(parts.LearningRateSchedule, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.LearningRateSchedule."""
+
+
+class LearningRateWarmupCallback(parts.LearningRateWarmup, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """See parts.LearningRateWarmup."""

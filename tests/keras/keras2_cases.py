@@ -1,0 +1,212 @@
+"""Keras 2 (tf_keras), which tf.keras is with TF_USE_LEGACY_KERAS=1, on real ranks, against one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.errors import HorovodInternalError
+from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, train
+from tests.ranks import Skip
+from tests.told import told, warned
+
+keras = tf.keras
+OPTIMIZERS = {
+    **{
+        name: getattr(keras.optimizers, name)
+        for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD")
+    },
+    **{
+        f"legacy.{name}": getattr(keras.optimizers.legacy, name)
+        for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD")
+    },
+}
+
+
+def compiled(optimizer: Any, seed: int = 1, **options: Any) -> Any:
+    """Two layers with an optimizer; the same weights for the same seed."""
+    keras.utils.set_random_seed(seed)
+    made = keras.Sequential(
+        [
+            keras.layers.Input((FEATURES,), dtype="float64"),
+            keras.layers.Dense(8, activation="tanh", dtype="float64"),
+            keras.layers.Dense(1, activation="sigmoid", dtype="float64"),
+        ]
+    )
+    made.compile(optimizer=optimizer, loss="mse", **options)
+    return made
+
+
+def check_same_bits(hvd: Any, made: Any) -> None:
+    """All ranks hold the same."""
+    mine = b"".join(variable.numpy().tobytes() for variable in made.variables)
+    assert len(set(hvd.allgather_object(mine))) == 1
+
+
+def check_close(made: Any, other: Any, rtol: float = 1e-5) -> None:
+    """The same weights but for rounding."""
+    for variable, expected in zip(made.variables, other.variables, strict=True):
+        np.testing.assert_allclose(variable.numpy(), expected.numpy(), rtol, rtol / 100)
+
+
+def case_it_is_keras_2(hvd: Any) -> None:
+    assert tf.keras.Model.__module__.startswith("tf_keras.")
+    assert issubclass(hvd.callbacks.MetricAverageCallback, keras.callbacks.Callback)
+
+
+def case_every_optimizer_trains_as_one_process_does(hvd: Any) -> None:
+    for name, kind in OPTIMIZERS.items():
+        ours = compiled(hvd.DistributedOptimizer(kind(learning_rate=0.01)), run_eagerly=True)
+        train(ours, batches(hvd.rank()))
+        assert type(ours.optimizer).__name__ == kind.__name__, name
+        assert isinstance(ours.optimizer, kind), name
+        check_same_bits(hvd, ours)
+        check_close(ours, train(compiled(kind(learning_rate=0.01), run_eagerly=True), joined(hvd)))
+
+
+def of_both_kinds() -> list[Callable[[], Any]]:
+    """Makers of an optimizer of Keras 2.11 and later, and of an older one."""
+    return [lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.legacy.Adam(0.01)]
+
+
+def case_fit_trains_all_ranks_alike(hvd: Any) -> None:
+    for new in of_both_kinds():
+        ours = compiled(hvd.DistributedOptimizer(new()), seed=hvd.rank())
+        x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 4), strict=True))
+        first = compiled(new(), seed=0).get_weights()
+        history = ours.fit(
+            x,
+            y,
+            batch_size=ROWS,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()],
+        )
+        check_same_bits(hvd, ours)
+        alone = compiled(new())
+        alone.set_weights(first)
+        for _ in range(2):
+            train(alone, joined(hvd, 4))
+        if hasattr(ours.optimizer, "build"):  # else its variables come with the first batch, and weights after it
+            check_close(ours, alone)
+        assert len({tuple(losses) for losses in hvd.allgather_object(history.history["loss"])}) == 1
+
+
+def case_a_loop_of_ones_own_in_a_graph(hvd: Any) -> None:
+    for new in of_both_kinds():
+        optimizer = hvd.DistributedOptimizer(new())
+        ours = compiled(new())
+
+        @tf.function
+        def step(x: Any, y: Any, optimizer: Any = optimizer, ours: Any = ours) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(ours(x) - y))
+            gradients = tape.gradient(loss, ours.trainable_variables)
+            return optimizer.apply_gradients(zip(gradients, ours.trainable_variables, strict=True))
+
+        for x, y in batches(hvd.rank()):
+            step(tf.constant(x), tf.constant(y))
+        assert int(optimizer.iterations) == 3
+        check_same_bits(hvd, ours)
+        check_close(ours, train(compiled(new()), joined(hvd)))
+
+
+def case_several_passes_make_a_step(hvd: Any) -> None:
+    for new in of_both_kinds():
+        for options in ({}, {"run_eagerly": True}):
+            wrapped = hvd.DistributedOptimizer(new(), backward_passes_per_step=2, average_aggregated_gradients=True)
+            data = [batch for batch in batches(hvd.rank(), 2) for _ in range(2)]
+            ours = train(compiled(wrapped, **options), data)
+            assert int(ours.optimizer.iterations) == 2
+            check_same_bits(hvd, ours)
+            check_close(ours, train(compiled(new()), joined(hvd, 2)))
+
+
+def case_a_loss_scale_inside_or_around(hvd: Any) -> None:
+    scaled = keras.mixed_precision.LossScaleOptimizer
+    for new in of_both_kinds():
+        for wrap in (
+            lambda one: hvd.DistributedOptimizer(scaled(one, initial_scale=8.0, dynamic_growth_steps=2)),
+            lambda one: scaled(hvd.DistributedOptimizer(one), initial_scale=8.0, dynamic_growth_steps=2),
+        ):
+            ours = train(compiled(wrap(new())), batches(hvd.rank()))
+            check_close(ours, train(compiled(new()), joined(hvd)))
+            before = ours.get_weights()
+            x, y = batches(hvd.rank())[0]
+            if hvd.rank() == hvd.size() - 1:
+                x = x * np.nan
+            ours.train_on_batch(x, y)  # not finite on one rank: all skip the step
+            for value, other in zip(ours.get_weights(), before, strict=True):
+                np.testing.assert_array_equal(value, other)
+            check_same_bits(hvd, ours)
+
+
+def case_saved_models_load_with_and_without_hvdkit(hvd: Any) -> None:
+    new, old = of_both_kinds()
+    for make, ending in ((new, ".h5"), (new, ".keras"), (old, ".h5")):  # Keras saves no state of old ones in .keras
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder, f"model{ending}"))
+            ours = train(compiled(hvd.DistributedOptimizer(make())), batches(hvd.rank()))
+            ours.save(path)
+            loaded = hvd.load_model(path)
+            train(ours, batches(hvd.rank()))
+            train(loaded, batches(hvd.rank()))
+            check_close(loaded, ours)
+            check_same_bits(hvd, loaded)
+            plain = keras.models.load_model(path)
+            assert type(plain.optimizer).__mro__ == type(make()).__mro__
+            with warned(NOT_WRAPPED, times=int(hvd.size() > 1)):
+                train(plain, batches(hvd.rank()))
+
+
+def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
+    import hvdkit.tensorflow
+
+    for new in of_both_kinds():
+        times = int(hvd.size() > 1)
+        with warned(NOT_WRAPPED, times):
+            made = train(compiled(new()), batches(hvd.rank()))
+        with warned(NOT_WRAPPED, 0):
+            train(compiled(hvd.DistributedOptimizer(new())), batches(hvd.rank()))
+        x = tf.constant(batches(hvd.rank())[0][0])
+        with warned(NOT_WRAPPED, 0), tf.GradientTape() as tape:
+            loss = tf.reduce_sum(made(x))
+        gradients = hvdkit.tensorflow.DistributedGradientTape(tape).gradient(loss, made.trainable_variables)
+        with warned(NOT_WRAPPED, 0):
+            new().apply_gradients(zip(gradients, made.trainable_variables, strict=True))
+
+
+def case_local_layers_stay_local(hvd: Any) -> None:
+    for new in of_both_kinds():
+        ours = compiled("sgd")
+        local, shared = ours.layers
+        wrapped = hvd.PartialDistributedOptimizer(new(), local_layers=local)
+        ours.compile(optimizer=wrapped, loss="mse")
+        train(ours, batches(hvd.rank()))
+        alike = [len(set(hvd.allgather_object(layer.kernel.numpy().tobytes()))) for layer in (local, shared)]
+        assert alike == [hvd.size(), 1]
+
+
+def case_learning_rates_warm_up(hvd: Any) -> None:
+    for new in of_both_kinds():
+        ours = compiled(hvd.DistributedOptimizer(new()))
+        x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 2), strict=True))
+        warm_up = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2)
+        history = ours.fit(x, y, batch_size=ROWS, epochs=2, verbose=0, callbacks=[warm_up])
+        size = hvd.size()
+        np.testing.assert_allclose(history.history["lr"], [0.8 / size * ((size - 1) / 2 + 1), 0.8], rtol=1e-5)
+
+
+def case_ranks_with_other_models_are_told_which_variable(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("needs other ranks")
+    made = keras.Sequential([keras.layers.Input((FEATURES,)), keras.layers.Dense(hvd.rank() + 1, name="lopsided")])
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    with told(HorovodInternalError, "lopsided"):
+        made.train_on_batch(np.ones((ROWS, FEATURES)), np.ones((ROWS, 1)))
