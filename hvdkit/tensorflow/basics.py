@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.api import job
+
+THROUGH_HOST = (
+    "TensorFlow's GPU tensors travel through host memory here: correct, but slower than NCCL.\n"
+    "HINT: hvdkit.torch, and hvdkit.keras with KERAS_BACKEND=torch, use NCCL."
+)
+
+logger = logging.getLogger("hvdkit")
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -18,7 +26,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Raises ValueError or TypeError for arguments or an environment that make no sense, NotImplementedError for process
     sets made from a communicator beside a list of ranks, TransportUnavailableError.
     """
-    job.init(comm, process_sets)
+    if not job.is_initialized():
+        job.init(comm, process_sets)
+        if job.size() > 1 and job.local_rank() == 0 and tf.config.get_visible_devices("GPU"):
+            logger.warning(THROUGH_HOST)
 
 
 def gloo_built() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from hvdkit.engine import runtime
 from hvdkit.errors import HorovodInternalError
@@ -139,6 +140,40 @@ def case_sums_scales_groups_and_compression(hvd: Any) -> None:
         ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)), batches(hvd.rank()))
         check_same_bits(hvd, ours)
         check_close(ours, steps_of_one_process(keras.optimizers.SGD(rate * factor), hvd), rtol, rtol / 10)
+
+
+def case_compressed_training_is_as_accurate_as_dense(hvd: Any) -> None:
+    only_with_others(hvd)
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))  # writers come one after the other
+    images, labels, test = images[order] / 16 - 0.5, labels[order], slice(1400, None)
+    mine = slice(hvd.rank(), 1400, hvd.size())
+    accuracies = {}
+    for name, codec in {
+        "dense": hvd.Compression.none,
+        "int8": hvd.Compression.int8(compress="everywhere"),
+        "topk": hvd.Compression.topk(0.05, compress="everywhere"),
+    }.items():
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential(
+            [
+                keras.layers.Input((64,)),
+                keras.layers.Dense(128, activation="relu"),
+                keras.layers.Dense(128, activation="relu"),
+                keras.layers.Dense(10),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.002), compression=codec)
+        made.compile(optimizer, loss, metrics=["accuracy"])
+        rows = 1400 // hvd.size()  # the same number of batches on all ranks
+        made.fit(images[mine][:rows], labels[mine][:rows], batch_size=32, epochs=20, verbose=0)
+        check_same_bits(hvd, made)
+        accuracies[name] = made.evaluate(images[test], labels[test], verbose=0)[1]
+        sent = [one for one in hvd.compression_stats().by_parameter.values() if one.codec.startswith(name)]
+        assert name == "dense" or max(one.ratio for one in sent) > 3, (name, sent)
+    assert accuracies["dense"] > 0.96, accuracies
+    assert min(accuracies.values()) > accuracies["dense"] - 0.015, accuracies
 
 
 def case_several_passes_make_a_step(hvd: Any) -> None:

@@ -8,7 +8,13 @@ from tests.ranks import TORCH, RankedCases
 
 PRELOADS = {"tensorflow": ("tensorflow", "keras", "pytest"), "torch": (*TORCH, "keras")}
 RESULTS = {
-    backend: RankedCases("tests.keras.cases", runner="tests.keras.runner", preload=preload, KERAS_BACKEND=backend)
+    backend: RankedCases(
+        "tests.keras.cases",
+        runner="tests.keras.runner",
+        preload=preload,
+        KERAS_BACKEND=backend,
+        HVDKIT_COMPRESSION="always",  # also where it does not pay
+    )
     for backend, preload in PRELOADS.items()
 }
 KERAS_2 = RankedCases(
