@@ -27,40 +27,38 @@ from pathlib import Path
 
 CLIENT = Path(__file__).with_name("preloaded_client.py")
 HASH_SEEDS = ("1", "2")
-LOADED_WITHIN_SECONDS = 120
+READ_BY_IMPORTS = ("KERAS_BACKEND", "TF_USE_LEGACY_KERAS")  # variables that servers need too
+ENDED_WITHIN_SECONDS = 30
 
 
 def preloaded(command: list[str], modules: tuple[str, ...], environment: dict[str, str]) -> list[str]:
     """The command that runs ``python -m module arguments`` where ``modules`` are imported, in this environment."""
     python, option, *rest = command
     assert (python, option) == (sys.executable, "-m"), f"not a module of this Python: {command}"
-    backend = environment.get("KERAS_BACKEND", "")
-    return [python, "-I", "-S", str(CLIENT), *_servers(modules, backend), *rest]
+    read = tuple((name, environment[name]) for name in READ_BY_IMPORTS if name in environment)
+    return [python, "-I", "-S", str(CLIENT), *_servers(modules, read), *rest]
 
 
 @functools.cache
-def _servers(modules: tuple[str, ...], keras_backend: str) -> list[str]:
+def _servers(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> list[str]:
     """Start the processes that load ``modules``; where they listen."""
     from tests.ranks import ROOT, rank_environment
 
     folder = tempfile.TemporaryDirectory(prefix="preloaded-")
     atexit.register(folder.cleanup)
-    backend = {"KERAS_BACKEND": keras_backend} if keras_backend else {}
     addresses = []
     for seed in HASH_SEEDS:
         addresses.append(os.path.join(folder.name, seed))
-        environment = rank_environment(
-            PYTHONHASHSEED=seed, TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1", **backend
-        )
+        others = {"PYTHONHASHSEED": seed, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
         # It ends when its standard input does, which this process holds open.
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.preloaded", addresses[-1], *modules],
-            env=environment,
+            env=rank_environment(**others, **dict(environment)),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        atexit.register(process.wait)
+        atexit.register(process.wait, ENDED_WITHIN_SECONDS)
         assert process.stdin is not None
         atexit.register(process.stdin.close)
     return addresses
@@ -97,7 +95,13 @@ class Server:
         client, _ = self.listener.accept()
         request, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
         while not request.endswith(b"\0"):
-            request += client.recv(1 << 20)
+            received = client.recv(1 << 20)
+            if not received:  # it was killed before it could ask
+                for stream in streams:
+                    os.close(stream)
+                client.close()
+                return None
+            request += received
         place = json.loads(request[:-1])
         child = os.fork()
         if child:

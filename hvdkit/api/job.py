@@ -38,7 +38,9 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
 
 def _watch_keras() -> None:
     """Have Keras warn where it trains with gradients that nobody reduces, without a word of ours in the script."""
-    if "tf_keras" in sys.modules or getattr(sys.modules["keras"], "__version__", "").startswith("3."):
+    # Whoever imports Keras 2 in a job of another framework's shall not import Keras 3 for it.
+    is_keras_2 = "tf_keras" in sys.modules and "hvdkit.tensorflow" in sys.modules
+    if is_keras_2 or getattr(sys.modules.get("keras"), "__version__", "").startswith("3."):
         importlib.import_module("hvdkit.keras.unwrapped").install()
 
 

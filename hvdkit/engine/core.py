@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +309,11 @@ class Engine(NamedOperations):
         lane = self.lanes.get(lane_id)
         if lane is not None:
             lane.fail(HorovodInternalError(text))
+
+    def drop(self, operations: Iterable[Operation]) -> None:
+        """Let go of what nobody waits for any more and may never end."""
+        dropped = set(operations)
+        self.operations = [operation for operation in self.operations if operation not in dropped]
 
     def lane_given_up(self, rank: int, lane_id: int, step: int) -> None:
         """``rank`` will not use the results of a step of a lane."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 GIVEN_UP = (
-    "%s gave up a step of optimizer '%s' after some of its gradients were handed over, and %s has used that step, "
-    "with zeros for the rest: from here on their weights differ.\n"
+    "%s gave up a step of optimizer '%s' after some of its gradients were handed over. %s uses that step, or has used "
+    "it, with zeros for the rest: their weights differ then.\n"
     "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
     "job, or have all ranks go back to the same state."
 )

@@ -80,7 +80,7 @@ class Joining:
         """End the join once nothing of it is in flight."""
         if self._last is None or self._engine.operations:
             return
-        if self._handle is not None and all(lane.sequence >= lane.joined_until for lane in self._lanes.values()):
+        if self._handle is not None and all(lane.caught_up for lane in self._lanes.values()):
             for lane in self._lanes.values():
                 if lane.closed:  # its memory was mapped anew for the zeros
                     lane.home.forget(quiet=True)

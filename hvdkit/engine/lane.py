@@ -74,6 +74,7 @@ class Lane:
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
         self.home = home
         self._views: dict[int, Any] = {}
+        self._running: dict[int, Operation] = {}  # by sequence
         self._engine = engine
         self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
@@ -210,6 +211,11 @@ class Lane:
         """Start the next operation of this step."""
         return self._start_next(joined=False)
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether this rank, which has joined, has started with zeros what others have, as far as that is possible."""
+        return self.error is not None or self.sequence >= self.joined_until
+
     def zeros_startable(self) -> bool:
         """Whether this rank has joined, others have started the next operation, and it may start here."""
         if self.error is not None or self.sequence >= self.joined_until or not self._room():
@@ -237,7 +243,7 @@ class Lane:
             what = f"{'the gradient order' if first else 'what codecs cost'} of {self.name}"
 
         def completed(_: Any) -> None:
-            del self._in_flight[sequence]
+            del self._in_flight[sequence], self._running[sequence]
             self._completed += 1  # from here on the training thread may begin the next step
             # The training thread of a joined rank is in join(): nobody else will begin the next step.
             if joined and self._completed == self._planned():
@@ -245,12 +251,16 @@ class Lane:
                 self._engine.wake()
 
         what += " (joined)" if joined else ""
-        return Operation(what, steps, self._engine.transport, completed, self.group.members)
+        operation = Operation(what, steps, self._engine.transport, completed, self.group.members)
+        self._running[sequence] = operation
+        return operation
 
     def fail(self, error: HorovodInternalError) -> None:
         """End every wait on this lane with ``error``; the lane is of no use afterwards."""
         if self.error is None:
             self.error = error
+            # Others may have stopped before these: nobody would ever end them.
+            self._engine.defer(lambda: self._engine.drop(self._running.values()))
             for place in range(min(self._completed, len(self._pieces)), min(self._started, len(self._pieces))):
                 self._engine.timeline_end(self._piece_row(place))
 

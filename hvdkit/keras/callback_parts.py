@@ -9,8 +9,8 @@ import keras
 
 from hvdkit.api import job, objects
 from hvdkit.keras.functions import average_numbers, broadcast_variables
-from hvdkit.keras.legacy import is_built, variables_of
-from hvdkit.keras.optimizer_class import distributed_step
+from hvdkit.keras.keras_2 import build, is_built, variables_of, velocities_of
+from hvdkit.keras.step import distributed_step
 
 # Of Dropout and other layers that draw at random, which shall draw other numbers on each rank.
 _SEED_STATE = "seed_generator_state"
@@ -42,9 +42,8 @@ class BroadcastGlobalVariables:
         """Broadcast, if the model has been built on all ranks."""
         self.broadcast_done = False
         optimizer = getattr(self.model, "optimizer", None)
-        build = getattr(optimizer, "build", None)
-        if self.model.built and build is not None and not is_built(optimizer):
-            build(self.model.trainable_variables)
+        if self.model.built and optimizer is not None and not is_built(optimizer):
+            build(optimizer, self.model.trainable_variables)
         if all(objects.allgather_object(bool(self.model.built), name="BroadcastGlobalVariablesCallback.built")):
             self._broadcast()
 
@@ -164,12 +163,9 @@ class LearningRateSchedule:
             return
         self.model.optimizer.learning_rate = new
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        is_sgd = any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__)
-        velocities = getattr(optimizer, "momentums", None) if is_sgd else None
-        if self.momentum_correction and velocities and old > 0.0:
-            for velocity in velocities:
-                if velocity is not None:
-                    velocity.assign(velocity * (new / old))
+        if self.momentum_correction and old > 0.0 and any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__):
+            for velocity in velocities_of(optimizer, self.model.trainable_variables):
+                velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmup(LearningRateSchedule):

@@ -11,6 +11,7 @@ from hvdkit.api import checks, guard
 from hvdkit.api.compression import Compressions
 from hvdkit.engine import runtime
 from hvdkit.keras.backend import adapter, backend, tensor
+from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp
 
 
@@ -89,7 +90,7 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
             "instead."
         )
     optimizer = getattr(model, "optimizer", None)
-    broadcast_variables([*model.variables, *(optimizer.variables if optimizer is not None else ())], root_rank)
+    broadcast_variables([*model.variables, *(variables_of(optimizer) if optimizer is not None else ())], root_rank)
 
 
 def average_numbers(numbers: Sequence[float], name: str) -> list[float]:

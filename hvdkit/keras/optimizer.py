@@ -8,9 +8,10 @@ from hvdkit.api import planning
 from hvdkit.api.compression import Compressions
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend
-from hvdkit.keras.legacy import optimizer_classes
-from hvdkit.keras.optimizer_class import distributed_step, is_distributed, wrap
+from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
+from hvdkit.keras.optimizer_class import wrap
 from hvdkit.keras.settings import check_settings
+from hvdkit.keras.step import distributed_step, is_distributed
 from hvdkit.kernels.reduce_op import ReduceOp
 
 
@@ -30,7 +31,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer of the class of ``optimizer`` whose ``apply`` first reduces the gradients over all ranks.
+    """An optimizer of the class of ``optimizer`` that reduces gradients over all ranks before it applies them.
 
     It shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that saved
     models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may be
@@ -67,7 +68,11 @@ def DistributedOptimizer(
         )
     if is_distributed(optimizer) or distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    backend()
+    if backend() != "tensorflow" and is_keras_2(optimizer):
+        raise ValueError(
+            "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
+            f"{backend()} here\nHINT: set KERAS_BACKEND=tensorflow."
+        )
     return wrap(
         optimizer,
         check_settings(

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdkit.api.compression import Compressions
-from hvdkit.keras.legacy import is_legacy
+from hvdkit.keras.keras_2 import is_keras_2
 from hvdkit.keras.optimizer import DistributedOptimizer
-from hvdkit.keras.optimizer_class import distributed_step
+from hvdkit.keras.step import distributed_step
 
 
 def load_model(
@@ -28,7 +28,7 @@ def load_model(
         custom_optimizers: classes of optimizers of one's own.
         custom_objects: other classes and functions of one's own, by name.
         compression: of the DistributedOptimizer, as are ``options``; settings are not saved with a model.
-        legacy_opts: of Keras 2, not used.
+        legacy_opts: taken for compatibility, not used.
         safe_mode: whether to refuse functions that are part of the file, which could do anything.
 
     Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all. Errors
@@ -36,27 +36,16 @@ def load_model(
     """
     import keras
 
-    return load_by(
-        keras,
-        filepath,
-        custom_optimizers,
-        custom_objects,
-        compression=compression,
-        legacy_opts=legacy_opts,
-        safe_mode=safe_mode,
-        **options,
-    )
+    loaded: dict[str, Any] = {
+        "custom_optimizers": custom_optimizers,
+        "custom_objects": custom_objects,
+        "safe_mode": safe_mode,
+    }
+    return load_by(keras, filepath, compression=compression, **options)
 
 
 def load_by(
-    keras: Any,
-    filepath: str | os.PathLike[str],
-    custom_optimizers: Sequence[Any] | None = None,
-    custom_objects: Mapping[str, Any] | None = None,
-    *,
-    legacy_opts: bool = False,
-    safe_mode: bool = True,
-    **options: Any,
+    keras: Any, filepath: Any, custom_optimizers: Any, custom_objects: Any, safe_mode: bool, **options: Any
 ) -> Any:
     """load_model(), by Keras 3 or tf_keras, whichever module ``keras`` is."""
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
@@ -64,6 +53,6 @@ def load_by(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and distributed_step(optimizer) is None:
         model.optimizer = DistributedOptimizer(optimizer, **options)
-        if not is_legacy(optimizer):
+        if not is_keras_2(optimizer):
             model.jit_compile = bool(model.jit_compile) and keras.backend.backend() != "tensorflow"
     return model

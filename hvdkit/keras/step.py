@@ -12,6 +12,10 @@ from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.kernels.reduce_op import ReduceOp
 
+# Attributes of a distributed optimizer's class, and of the optimizer.
+SETTINGS = "_hvdkit_settings"
+STEP = "_hvdkit_step"
+
 Apply = Callable[[list[Any], list[Any]], None]
 # Gradients, their variables and the local ones among these in, reduced gradients out.
 Reduce = Callable[[Sequence[Any], Sequence[Any], Collection[int]], list[Any]]
@@ -85,6 +89,12 @@ class DistributedStep:
         keras.ops.cond(keras.ops.equal(self._passes, 0), update, lambda: None)
 
     def _apply(self, gradients: list[Any], variables: list[Any], apply: Apply) -> None:
+        reduced = self.reduce(gradients, variables)
+        with WATCH.reduced():
+            apply(reduced, variables)
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients of variables, reduced over all ranks. Collective."""
         if self._reduce is None:
             self._reduce = _reduction(self.settings.gradients)
         replaced = [
@@ -96,8 +106,7 @@ class DistributedStep:
         reduced = self._reduce(others, variables, self.local)
         for place, value in zip(replaced, self._largest([gradients[place] for place in replaced]), strict=True):
             reduced[place] = value
-        with WATCH.reduced():
-            apply(reduced, variables)
+        return reduced
 
     def _largest(self, values: list[Any]) -> list[Any]:
         """The elementwise largest of all ranks."""
@@ -107,6 +116,27 @@ class DistributedStep:
         name = f"{self.settings.gradients.title}.overwritten"
         largest = adapter().grouped_allreduce(values, name=name, op=ReduceOp.MAX, process_set=process_set)
         return list(largest)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """True for what ``DistributedOptimizer`` returned."""
+    return hasattr(type(optimizer), SETTINGS)
+
+
+def distributed_step(optimizer: Any) -> DistributedStep | None:
+    """What reduces the gradients of an optimizer, or of the one that its loss scale is around; None if nothing does."""
+    if is_distributed(optimizer):
+        return step_of(optimizer)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return None if inner is None else distributed_step(inner)
+
+
+def step_of(optimizer: Any) -> DistributedStep:
+    """The step of a distributed optimizer."""
+    step: DistributedStep | None = vars(optimizer).get(STEP)
+    if step is None:  # made by from_config
+        step = vars(optimizer)[STEP] = DistributedStep(getattr(type(optimizer), SETTINGS))
+    return step
 
 
 def is_overwritten(variable: Any) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 from hvdkit.api.guard import WATCH, is_marked
 from hvdkit.engine import runtime
-from hvdkit.keras.legacy import loss_scale_classes, optimizer_classes
-from hvdkit.keras.optimizer_class import apply_pairs, apply_reduced, distributed_step, is_distributed
+from hvdkit.keras import keras_2
+from hvdkit.keras.applying import apply_pairs, apply_reduced
+from hvdkit.keras.step import distributed_step, is_distributed
 
 NOT_WRAPPED = (
     "The optimizer '{name}' ({kind}) updates variables with gradients of rank {rank} alone: the {size} ranks train "
@@ -24,9 +25,9 @@ _WARNED = "_hvdkit_warned"
 
 def install() -> None:
     """Have Keras's optimizers warn where nobody reduces their gradients, and know those inside of a loss scale."""
-    for kind in optimizer_classes():
+    for kind in keras_2.optimizer_classes():
         _replace(kind, "apply_gradients", _warning_of_pairs)
-    for kind in loss_scale_classes():
+    for kind in keras_2.loss_scale_classes():
         _replace(kind, "apply_gradients", _reducing_pairs_first)
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
@@ -81,8 +82,8 @@ def _warn(optimizer: Any) -> None:
         return
     vars(optimizer)[_WARNED] = True
     topology = runtime.engine().topology
-    name = getattr(optimizer, "name", None) or getattr(optimizer, "_name", "")  # of Keras 2's old ones
-    told = NOT_WRAPPED.format(name=name, kind=type(optimizer).__name__, rank=topology.rank, size=topology.size)
+    name, kind = keras_2.name_of(optimizer), type(optimizer).__name__
+    told = NOT_WRAPPED.format(name=name, kind=kind, rank=topology.rank, size=topology.size)
     warnings.warn(told, stacklevel=4)
 
 
@@ -104,7 +105,11 @@ def _reducing_pairs_first(apply: Any) -> Any:
     def reduce_and_apply(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
         if WATCH.inside or is_distributed(self) or distributed_step(self) is None:
             return apply(self, grads_and_vars, *args, **options)
-        return apply_pairs(self, grads_and_vars, lambda pairs: apply(self, pairs, *args, **options))
+
+        def update(pairs: Any) -> Any:
+            return apply(self, pairs, *args, **options)
+
+        return apply_pairs(self, grads_and_vars, update, keras_2.skips(options))
 
     return reduce_and_apply
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -64,9 +65,12 @@ class PlannedGradients:
         return parts
 
     def begin(self) -> None:
-        """Have a lane in which no step is under way. Collective where there is none yet."""
+        """Have a lane in which no step is under way. Collective where there is none yet.
+
+        Raises HorovodInternalError once for a lane that failed since the last step; the next step makes a new one.
+        """
         engine = runtime.engine()
-        if engine is not self._engine or self._lane.error is not None:
+        if engine is not self._engine:
             self.close()
             prescale, postscale = self._scales
             self._lane = engine.register_plan(
@@ -80,8 +84,11 @@ class PlannedGradients:
                 groups=self._groups,
             )
             self._engine = engine
-        elif self._lane.in_flight:
-            self._lane.abandon()
+        else:
+            with self._closing_what_failed():
+                if self._lane.error is not None:
+                    raise self._lane.error
+                self._lane.abandon()
         self._left = set(range(len(self.slots)))
 
     def hand_over(self, places: Sequence[int], arrays: Sequence[Array]) -> None:
@@ -97,8 +104,18 @@ class PlannedGradients:
         """Wait until all are reduced; copies of the slots, since these are of the next step as soon as it begins."""
         if self._left:
             raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
-        self._lane.finish()
+        with self._closing_what_failed():
+            self._lane.finish()
         return [copy_of(self._lane.slot_array(place).reshape(slot.shape)) for place, slot in enumerate(self.slots)]
+
+    @contextmanager
+    def _closing_what_failed(self) -> Iterator[None]:
+        """Have all ranks agree anew after an error, which each raises once."""
+        try:
+            yield
+        except HorovodInternalError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the lane back."""

@@ -52,7 +52,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     ) -> None:
         _check_options({"fused": fused is None or fused, **options})
         options.pop("virtual_batch_size", None)  # which Keras 3 does not know
-        if _is_legacy():  # which would choose the fused kernel
+        if _is_keras_2():  # which would choose the fused kernel
             options["fused"] = False
         super().__init__(axis=axis, **options)
         self.process_set = process_set
@@ -84,7 +84,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         return mean, variance
 
 
-def _is_legacy() -> bool:
+def _is_keras_2() -> bool:
     """Whether ``tf.keras`` is tf_keras, that is Keras 2."""
     return hasattr(tf.keras.layers.BatchNormalization, "_fused_batch_norm")
 

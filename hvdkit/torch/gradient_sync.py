@@ -280,7 +280,8 @@ class GradientSynchronizer:
         if self._routes is None:
             return
         if is_current(self._engine):
-            self._routes.abandon()
+            with suppress(HorovodInternalError):  # of the step that is forgotten
+                self._routes.abandon()
         if not is_current(self._engine) or self._routes.failed:
             self._routes.move_out()
             self._routes = None

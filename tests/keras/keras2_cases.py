@@ -11,21 +11,25 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import HorovodInternalError
+from hvdkit.keras.keras_2 import velocities_of
 from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, train
 from tests.ranks import Skip
 from tests.told import told, warned
 
 keras = tf.keras
-OPTIMIZERS = {
-    **{
-        name: getattr(keras.optimizers, name)
-        for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD")
-    },
-    **{
-        f"legacy.{name}": getattr(keras.optimizers.legacy, name)
-        for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD")
-    },
-}
+
+
+def optimizers() -> dict[str, Any]:
+    """Every optimizer of Keras 2, of both kinds, by name."""
+    modules = {"": keras.optimizers, "legacy.": keras.optimizers.legacy}
+    found = {
+        f"{prefix}{name}": kind
+        for prefix, module in modules.items()
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, module.Optimizer) and kind is not module.Optimizer
+    }
+    assert len(found) >= 18, found
+    return found
 
 
 def compiled(optimizer: Any, seed: int = 1, **options: Any) -> Any:
@@ -60,7 +64,7 @@ def case_it_is_keras_2(hvd: Any) -> None:
 
 
 def case_every_optimizer_trains_as_one_process_does(hvd: Any) -> None:
-    for name, kind in OPTIMIZERS.items():
+    for name, kind in optimizers().items():
         ours = compiled(hvd.DistributedOptimizer(kind(learning_rate=0.01)), run_eagerly=True)
         train(ours, batches(hvd.rank()))
         assert type(ours.optimizer).__name__ == kind.__name__, name
@@ -93,8 +97,7 @@ def case_fit_trains_all_ranks_alike(hvd: Any) -> None:
         alone.set_weights(first)
         for _ in range(2):
             train(alone, joined(hvd, 4))
-        if hasattr(ours.optimizer, "build"):  # else its variables come with the first batch, and weights after it
-            check_close(ours, alone)
+        check_close(ours, alone)
         assert len({tuple(losses) for losses in hvd.allgather_object(history.history["loss"])}) == 1
 
 
@@ -163,6 +166,81 @@ def case_saved_models_load_with_and_without_hvdkit(hvd: Any) -> None:
             assert type(plain.optimizer).__mro__ == type(make()).__mro__
             with warned(NOT_WRAPPED, times=int(hvd.size() > 1)):
                 train(plain, batches(hvd.rank()))
+
+
+@keras.saving.register_keras_serializable(package="hvdkit_tests")
+class Registered(keras.optimizers.SGD):
+    """Somebody's optimizer, registered."""
+
+
+def case_registered_classes_keep_their_names(hvd: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "model.h5"))
+        train(compiled(hvd.DistributedOptimizer(Registered(0.1))), batches(hvd.rank())).save(path)
+        assert type(keras.models.load_model(path).optimizer) is Registered
+        assert isinstance(hvd.load_model(path, None, None, hvd.Compression.fp16).optimizer, Registered)
+
+
+def case_a_model_that_one_rank_loaded_is_given_to_all(hvd: Any) -> None:
+    for new in of_both_kinds():
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder, "model.h5"))
+            if hvd.rank() == 0:
+                train(compiled(new(), seed=7), batches(0)).save(path)
+                ours = hvd.load_model(path)
+            else:
+                ours = compiled(hvd.DistributedOptimizer(new()))
+            x, y = batches(hvd.rank(), 1)[0]
+            ours.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+            check_same_bits(hvd, ours)
+            hvd.broadcast_global_variables(0, ours)
+
+
+def case_gradients_that_are_summed_before_are_not_summed_again(hvd: Any) -> None:
+    kinds = (
+        (keras.optimizers.SGD, "aggregate_gradients", {"skip_gradients_aggregation": True}),
+        (keras.optimizers.legacy.SGD, "_aggregate_gradients", {"experimental_aggregate_gradients": False}),
+    )
+    mean = (hvd.size() + 1) / 2
+    for kind, name, options in kinds:
+        optimizer = hvd.DistributedOptimizer(kind(1.0))
+        variable = tf.Variable(np.zeros(2), name="weight")
+        pairs = [(tf.constant([1.0, 2.0], tf.float64) * (hvd.rank() + 1), variable)]
+        with warned("summed already", 1):
+            optimizer.apply_gradients(pairs, **options)
+        variable.assign(np.zeros(2))
+        [(gradient, _)] = getattr(optimizer, name)(pairs)
+        np.testing.assert_allclose(gradient, [mean, 2 * mean])
+        with warned("summed already", 0):
+            optimizer.apply_gradients([(tf.clip_by_value(gradient, 0.0, 1.25), variable)], **options)
+        np.testing.assert_allclose(variable.numpy(), [-min(mean, 1.25), -1.25])
+
+
+def case_a_velocity_follows_the_learning_rate(hvd: Any) -> None:
+    for kind in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
+        made = train(compiled(hvd.DistributedOptimizer(kind(1.0, momentum=0.5))), batches(hvd.rank(), 1))
+        before = [velocity.numpy() for velocity in velocities_of(made.optimizer, made.trainable_variables)]
+        assert len(before) == 4
+        schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: 0.25)
+        schedule.set_model(made)
+        schedule.on_train_batch_begin(0)
+        for velocity, old in zip(velocities_of(made.optimizer, made.trainable_variables), before, strict=True):
+            np.testing.assert_allclose(velocity.numpy(), 0.25 * old)
+
+
+def case_mixed_precision_scales_the_loss_by_itself(hvd: Any) -> None:
+    for new in of_both_kinds():
+        keras.mixed_precision.set_global_policy("mixed_float16")
+        try:
+            made = keras.Sequential([keras.layers.Input((FEATURES,)), keras.layers.Dense(1)])
+            made.compile(optimizer=hvd.DistributedOptimizer(new()), loss="mse")
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        assert "LossScale" in type(made.optimizer).__name__
+        before = made.get_weights()
+        train(made, batches(hvd.rank()))
+        check_same_bits(hvd, made)
+        assert any(np.any(value != other) for value, other in zip(made.get_weights(), before, strict=True))
 
 
 def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:

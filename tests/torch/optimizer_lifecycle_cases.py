@@ -287,6 +287,7 @@ def case_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
     optimizer.load_state_dict(saved)
     optimizer.zero_grad()
     net.load_state_dict(weights)
+    hvd.join()  # which ends only where nothing is left of the steps before
     assert_reduces(hvd, optimizer, net)
 
 

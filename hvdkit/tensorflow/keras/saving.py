@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.keras import saving
+from hvdkit.api.compression import Compressions
+from hvdkit.keras.saving import load_by
 
 
-def load_model(*args: Any, **options: Any) -> Any:
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Sequence[Any] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compressions.none,
+    legacy_opts: bool = False,
+    safe_mode: bool = True,
+    **options: Any,
+) -> Any:
     """See hvdkit.keras.load_model; of ``tf.keras``, be it Keras 3 or tf_keras."""
-    return saving.load_by(tf.keras, *args, **options)
+    loaded: dict[str, Any] = {
+        "custom_optimizers": custom_optimizers,
+        "custom_objects": custom_objects,
+        "safe_mode": safe_mode,
+    }
+    return load_by(tf.keras, filepath, compression=compression, **options)
