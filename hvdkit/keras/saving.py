@@ -36,11 +36,7 @@ def load_model(
     """
     import keras
 
-    loaded: dict[str, Any] = {
-        "custom_optimizers": custom_optimizers,
-        "custom_objects": custom_objects,
-        "safe_mode": safe_mode,
-    }
+    options.update(custom_optimizers=custom_optimizers, custom_objects=custom_objects, safe_mode=safe_mode)
     return load_by(keras, filepath, compression=compression, **options)
 
 

@@ -22,9 +22,5 @@ def load_model(
     **options: Any,
 ) -> Any:
     """See hvdkit.keras.load_model; of ``tf.keras``, be it Keras 3 or tf_keras."""
-    loaded: dict[str, Any] = {
-        "custom_optimizers": custom_optimizers,
-        "custom_objects": custom_objects,
-        "safe_mode": safe_mode,
-    }
+    options.update(custom_optimizers=custom_optimizers, custom_objects=custom_objects, safe_mode=safe_mode)
     return load_by(tf.keras, filepath, compression=compression, **options)
