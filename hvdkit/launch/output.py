@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -71,8 +73,21 @@ class Output:
             return
         prefix = f"{self._clock() if self._clock else ''}[{rank}]<{stream}>: ".encode()
         target = sys.stdout if stream == "stdout" else sys.stderr
-        target.buffer.write(b"".join(prefix + line for line in lines))
-        target.buffer.flush()
+        target.flush()
+        _write_all(target.fileno(), b"".join(prefix + line for line in lines))
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Write to a pipe or terminal, whoever made it non-blocking.
+
+    Python's own buffered writer loses bytes where signals, as here SIGCHLD, interrupt it.
+    """
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
 
 
 def _open_files(size: int, folder: Path) -> dict[tuple[int, str], BinaryIO]:

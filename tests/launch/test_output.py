@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit.launch.mpirun_output import Failure, MpirunStream, find_failure
 from hvdkit.launch.output import LineSplitter
+from tests.ranks import ROOT
 
 DASHES = b"-" * 74 + b"\n"
 EXITED = (
@@ -80,3 +83,26 @@ def test_mpiruns_reports_name_the_first_rank_that_failed():
     assert find_failure(ABORTED, 7) == Failure(1, 7, "h1", "aborted")
     assert find_failure(LEFT, 1) == Failure(1, 1, "h1", "left without MPI_Finalize")
     assert find_failure(b"something else went wrong", 1) is None
+
+
+WRITES_WHILE_SIGNALS_COME = """
+import signal
+from hvdkit.launch.output import Output
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+output = Output(1)
+for _ in range(100):
+    output.write(0, "stdout", b"x" * 100_000 + b"\\n")
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_nothing_is_lost_where_signals_interrupt_a_write():
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITES_WHILE_SIGNALS_COME], stdout=subprocess.PIPE, cwd=ROOT
+    ) as writer:
+        assert writer.stdout is not None
+        lines = writer.stdout.read().splitlines()
+    assert writer.returncode == 0
+    assert set(lines) == {b"[0]<stdout>: " + b"x" * 100_000}
+    assert len(lines) == 100
