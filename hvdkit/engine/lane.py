@@ -13,11 +13,11 @@ from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.compression import CASTS, Codec, LossyCodec
+from hvdkit.compression import CASTS, Codec, Tally
 from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
-from hvdkit.engine.compression_report import told
 from hvdkit.engine.given_up import GIVEN_UP, GivenUpSteps
+from hvdkit.engine.lane_records import LaneRecords
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.schedule import Piece
@@ -79,6 +79,7 @@ class Lane:
         self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
         self._weighing = Weighing(engine, group, home)
+        self._records = LaneRecords(engine, name, self.slots, home, self._weighing)
         self._given_up = GivenUpSteps()
         self._lock = threading.Lock()
         self._step = 0  # steps that are over
@@ -116,15 +117,12 @@ class Lane:
             self._left[bucket] -= 1
             complete = self._left[bucket] == 0
         if complete:
-            self._engine.timeline_begin(self._row(bucket), "WAIT_FOR_TURN")
+            self._records.waits(bucket)
             self._engine.wake()
 
     def copied(self, slot: int, started: float) -> None:
         """For the timeline: the gradient was copied into its slot between ``started`` (perf_counter) and now."""
-        timeline = self._engine.timeline
-        if timeline is not None:
-            row = self._row(self._bucket_of[slot])
-            timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, perf_counter(), tensor=self.slots[slot].name)
+        self._records.copied(slot, started)
 
     def unready_slots(self) -> list[int]:
         """The slots not handed over in this step."""
@@ -234,8 +232,9 @@ class Lane:
         if place < len(self._pieces):
             self._in_flight[sequence] = self._load(place)
             marks = [self.home.mark()] if joined else self._marks[self._pieces[place].bucket]
-            steps = self._traced(place, joined, self.home.reduce(self._pieces[place], joined, marks, sequence, tag))
-            what = self._told(place)
+            steps = self.home.reduce(self._pieces[place], joined, marks, sequence, tag)
+            steps = self._records.reduction(place, joined, steps, self._count)
+            what = self._records.told(place)
         else:
             self._in_flight[sequence] = 0
             first = self._step == 0
@@ -262,7 +261,7 @@ class Lane:
             # Others may have stopped before these: nobody would ever end them.
             self._engine.defer(lambda: self._engine.drop(self._running.values()))
             for place in range(min(self._completed, len(self._pieces)), min(self._started, len(self._pieces))):
-                self._engine.timeline_end(self._piece_row(place))
+                self._records.ended(place)
 
     def given_up_by(self, rank: int, step: int) -> None:
         """``rank`` does not use the results of ``step``."""
@@ -271,15 +270,11 @@ class Lane:
 
     def names_in(self, place: int) -> list[str]:
         """The tensors of an operation of this step, for messages."""
-        if place >= len(self._pieces):
-            return []
-        return [self.slots[slot].name for slot in self._buckets[self._pieces[place].bucket].slots]
+        return self._records.names_in(place)
 
     def waiting_for(self) -> str:
         """What this lane is at, for messages."""
-        names = self.names_in(self._completed)
-        told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"optimizer '{self.name}', operation {self._completed} of {len(self._pieces)} ({told})"
+        return self._records.waiting_for(self._completed)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -298,18 +293,6 @@ class Lane:
         codec = self.home.memories.codec(bucket)
         return load(self._piece_bytes[place], self._buckets[bucket].dtype, codec, self._engine.sizes)
 
-    def _row(self, bucket: int) -> str:
-        return f"{self.name}/bucket{bucket}"
-
-    def _piece_row(self, place: int) -> str:
-        piece = self._pieces[place]
-        return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")
-
-    def _told(self, place: int) -> str:
-        piece = self._pieces[place]
-        part = f"part {piece.part} of " if piece.parts > 1 else ""
-        return f"{part}bucket {piece.bucket} of {self.name}"
-
     def _arrange(self, ready_at: Sequence[float]) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
         engine = self._engine
@@ -324,8 +307,9 @@ class Lane:
             not self.on_device,
             self._codecs,
         )
-        self._buckets, self._pieces, self._reasons = plan.buckets, plan.pieces, plan.reasons
+        self._buckets, self._pieces = plan.buckets, plan.pieces
         self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
+        self._records.plan = plan
         self.home.lay_out(self._buckets)
         self.home.pieces = self._pieces
         if not self.closed:
@@ -359,38 +343,9 @@ class Lane:
         self._started = 0
         self._completed = 0
 
-    def _traced(self, place: int, joined: bool, steps: Steps[None]) -> Steps[None]:
-        engine, piece, row, nbytes = self._engine, self._pieces[place], self._piece_row(place), self._piece_bytes[place]
-        started = perf_counter()
-        if piece.part == 0 and not joined:
-            engine.timeline_end(self._row(piece.bucket))  # its wait for its turn
-        order = f"{place + 1} of {len(self._pieces)}: {self._reasons[place]}"
-        codec = self.home.memories.codec(piece.bucket).told
-        engine.timeline_begin(
-            row,
-            "ALLREDUCE",
-            bytes=nbytes,
-            codec=codec,
-            algorithm=self.home.told,
-            order=order,
-            size=engine.sizes.reason,
-            **self._weighing.told(piece.bucket),
-        )
-        yield from steps
-        if isinstance(self.home.memories.asked_codec(piece.bucket), LossyCodec):
-            self._encoding_ended(piece, row, started)
-        engine.timeline_end(row)
-        engine.statistics.reduced(nbytes, perf_counter() - started)
-
-    def _encoding_ended(self, piece: Piece, row: str, started: float) -> None:
-        """Count what a piece of a bucket of a lossy codec took, and show it."""
-        tally, timeline = self.home.memories.finished(piece), self._engine.timeline
-        if not self.home.memories.encodes(piece.bucket):
-            return
+    def _count(self, piece: Piece, tally: Tally) -> None:
+        """What a piece took to encode, for the decision whether that pays."""
         self._weighing.count(self._step, self._buckets[piece.bucket], piece, tally)
-        if timeline is not None:
-            norm = self.home.residual_norm(piece)
-            timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
 
     def _exchange_observations(self, tag: int, joined: bool) -> Steps[None]:
         """Tell all ranks when rank 0 saw its slots become ready, in microseconds since the first one."""

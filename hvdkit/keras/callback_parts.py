@@ -56,7 +56,8 @@ class BroadcastGlobalVariables:
         optimizer = getattr(self.model, "optimizer", None)
         variables = [*self.model.variables, *(variables_of(optimizer) if optimizer is not None else ())]
         step = distributed_step(optimizer)
-        local = self._local if step is None else {**self._local, **step.local}
+        local = {*self._local, *(() if step is None else step.local)}
+        local |= _slots_of(optimizer, local)
         shared = [one for one in variables if id(one) not in local and one.name != _SEED_STATE]
         broadcast_variables(shared, self.root_rank)
         self.broadcast_done = True
@@ -200,3 +201,17 @@ class LearningRateWarmup(LearningRateSchedule):
 
 def _is_scalar(value: Any) -> bool:
     return getattr(value, "shape", None) == ()
+
+
+def _slots_of(optimizer: Any, local: set[int]) -> set[int]:
+    """The ids of what an optimizer keeps for variables (of these ids): its momenta, its accumulators, its averages."""
+    if optimizer is None or not local:
+        return set()
+    inner = getattr(optimizer, "inner_optimizer", None)
+    variables = getattr(optimizer, "_trainable_variables", None) or []
+    slots = set() if inner is None else _slots_of(inner, local)
+    for kept in vars(optimizer).values():
+        # Keras 3 keeps a list for each kind of slot, with a place for each variable.
+        if kept is not variables and isinstance(kept, list) and len(kept) == len(variables):
+            slots.update(id(slot) for variable, slot in zip(variables, kept, strict=True) if id(variable) in local)
+    return slots

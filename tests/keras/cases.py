@@ -410,6 +410,25 @@ def case_local_layers_stay_local(hvd: Any) -> None:
         check_close(ours.layers[1], alone.layers[1])
 
 
+def case_what_an_optimizer_keeps_for_local_layers_stays_local(hvd: Any) -> None:
+    for kind in (keras.optimizers.Adam, keras.optimizers.SGD):
+        ours = model()
+        options = {"momentum": 0.9} if kind is keras.optimizers.SGD else {}
+        optimizer = hvd.PartialDistributedOptimizer(kind(0.1, **options), local_layers=ours.layers[0])
+        ours.compile(optimizer=optimizer, loss="mse")
+        train(ours, batches(hvd.rank(), 1))
+        kept = [one for one in optimizer.variables if tuple(one.shape) == tuple(ours.layers[0].kernel.shape)]
+        assert len(kept) == (1 if options else 2), [one.path for one in kept]
+        before = numbers(kept)
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(ours)
+        callback.on_train_begin()
+        for value, other in zip(numbers(kept), before, strict=True):
+            np.testing.assert_array_equal(value, other)
+        everyones = hvd.allgather_object([value.tobytes() for value in before])
+        assert len({tuple(one) for one in everyones}) == hvd.size(), "the same on all ranks before"
+
+
 def case_process_sets(hvd: Any) -> None:
     if hvd.size() < 3:
         raise Skip("needs a rank outside")

@@ -1,0 +1,112 @@
+"""What a lane's operations are called, and what the timeline and the statistics are told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from hvdkit.collectives.group import Steps
+from hvdkit.compression import LossyCodec, Tally
+from hvdkit.engine.arrangement import Arrangement
+from hvdkit.engine.buckets import Buckets
+from hvdkit.engine.compression_report import told
+from hvdkit.engine.plan import Slot
+from hvdkit.engine.schedule import Piece
+
+if TYPE_CHECKING:
+    from hvdkit.engine.core import Engine
+    from hvdkit.engine.weighing import Weighing
+
+Count = Callable[[Piece, Tally], None]
+
+
+class LaneRecords:
+    """Of the buckets and pieces of one lane, in their present arrangement."""
+
+    def __init__(self, engine: Engine, name: str, slots: Sequence[Slot], home: Buckets, weighing: Weighing) -> None:
+        self._engine = engine
+        self._name = name
+        self._slots = slots
+        self._home = home
+        self._weighing = weighing
+        self.plan: Arrangement
+
+    def waits(self, bucket: int) -> None:
+        """All slots of a bucket are ready; its pieces wait for those before them."""
+        self._engine.timeline_begin(self._row(bucket), "WAIT_FOR_TURN")
+
+    def copied(self, slot: int, started: float) -> None:
+        """A gradient was copied into its slot between ``started`` (perf_counter) and now."""
+        timeline = self._engine.timeline
+        if timeline is not None:
+            row = self._row(self.plan.bucket_of[slot])
+            timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, perf_counter(), tensor=self._slots[slot].name)
+
+    def reduction(
+        self, place: int, joined: bool, steps: Steps[None], count: Callable[[Piece, Tally], None]
+    ) -> Steps[None]:
+        """``steps``, which reduce a piece, recorded; ``count`` gets what its codec took, if that is a lossy one."""
+        engine, piece, row, nbytes = (
+            self._engine,
+            self.plan.pieces[place],
+            self._piece_row(place),
+            self.plan.nbytes[place],
+        )
+        started = perf_counter()
+        if piece.part == 0 and not joined:
+            engine.timeline_end(self._row(piece.bucket))  # its wait for its turn
+        engine.timeline_begin(
+            row,
+            "ALLREDUCE",
+            bytes=nbytes,
+            codec=self._home.memories.codec(piece.bucket).told,
+            algorithm=self._home.told,
+            order=f"{place + 1} of {len(self.plan.pieces)}: {self.plan.reasons[place]}",
+            size=engine.sizes.reason,
+            **self._weighing.told(piece.bucket),
+        )
+        yield from steps
+        if isinstance(self._home.memories.asked_codec(piece.bucket), LossyCodec):
+            self._encoding_ended(piece, row, started, count)
+        engine.timeline_end(row)
+        engine.statistics.reduced(nbytes, perf_counter() - started)
+
+    def ended(self, place: int) -> None:
+        """A piece will not be reduced to its end."""
+        self._engine.timeline_end(self._piece_row(place))
+
+    def names_in(self, place: int) -> list[str]:
+        """The tensors of an operation of a step, for messages."""
+        if place >= len(self.plan.pieces):
+            return []
+        return [self._slots[slot].name for slot in self.plan.buckets[self.plan.pieces[place].bucket].slots]
+
+    def waiting_for(self, place: int) -> str:
+        """What a lane is at, for messages."""
+        names = self.names_in(place)
+        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"optimizer '{self._name}', operation {place} of {len(self.plan.pieces)} ({first})"
+
+    def told(self, place: int) -> str:
+        """A piece, for messages."""
+        piece = self.plan.pieces[place]
+        part = f"part {piece.part} of " if piece.parts > 1 else ""
+        return f"{part}bucket {piece.bucket} of {self._name}"
+
+    def _row(self, bucket: int) -> str:
+        return f"{self._name}/bucket{bucket}"
+
+    def _piece_row(self, place: int) -> str:
+        piece = self.plan.pieces[place]
+        return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")
+
+    def _encoding_ended(self, piece: Piece, row: str, started: float, count: Count) -> None:
+        """Count what a piece of a bucket of a lossy codec took, and show it."""
+        tally, timeline = self._home.memories.finished(piece), self._engine.timeline
+        if not self._home.memories.encodes(piece.bucket):
+            return
+        count(piece, tally)
+        if timeline is not None:
+            norm = self._home.residual_norm(piece)
+            timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
