@@ -30,7 +30,7 @@ def loss_scale_classes() -> tuple[Any, ...]:
     """What wraps an optimizer in a loss scale, of both kinds."""
     if not optimizer_classes():
         return ()
-    from tf_keras.src.mixed_precision import loss_scale_optimizer  # type: ignore[import-not-found]  # has no types
+    from tf_keras.src.mixed_precision import loss_scale_optimizer
 
     return loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3
 
@@ -39,7 +39,7 @@ def saved_names() -> list[dict[Any, str]]:
     """Where it looks up the names of classes that users registered."""
     if not optimizer_classes():
         return []
-    from tf_keras.src.saving import object_registration  # type: ignore[import-not-found]  # has no types
+    from tf_keras.src.saving import object_registration
 
     return [object_registration._GLOBAL_CUSTOM_NAMES]
 
