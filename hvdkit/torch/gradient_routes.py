@@ -11,6 +11,7 @@ import torch
 from hvdkit.api.planning import form_groups, next_title
 from hvdkit.compression import DGC
 from hvdkit.engine.plans import HOST
+from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradient_named import NamedGradients
 from hvdkit.torch.gradient_planned import PlannedGradients, can_be_planned, slot_of
 from hvdkit.torch.gradient_settings import Settings
@@ -110,9 +111,9 @@ class Routes:
         return self.planned is not None and self.planned.lane.in_flight
 
     @property
-    def failed(self) -> bool:
-        """Whether the lane is of no use any more."""
-        return self.planned is not None and self.planned.lane.error is not None
+    def error(self) -> HorovodInternalError | None:
+        """Why the lane is of no use any more, if it failed."""
+        return self.planned.lane.error if self.planned is not None else None
 
     def finish(self, name_of: NameOf) -> None:
         """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
@@ -128,9 +129,11 @@ class Routes:
 
     def abandon(self) -> None:
         """Forget what was handed over in this step."""
-        if self.planned is not None:
-            self.planned.abandon()
-        self.named.abandon()
+        try:
+            if self.planned is not None:
+                self.planned.abandon()
+        finally:
+            self.named.abandon()
 
     def move_out(self) -> None:
         """After a failure: gradients leave the lane, which is given back."""

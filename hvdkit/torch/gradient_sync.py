@@ -75,6 +75,7 @@ class GradientSynchronizer:
         self._is_synchronized = False
         self._for_scaler = False
         self._kept: Any = None  # what was loaded, or kept by codecs before, for when there are routes
+        self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was given up
         with suppress(NotInitializedError):  # unpickled before hvd.init(); the first step asks again
             self._bind()
 
@@ -114,6 +115,7 @@ class GradientSynchronizer:
         if engine is self._engine:
             return
         self._engine = engine
+        self._unraised = None
         interrupted = self._routes is not None and self._routes.in_flight
         if self._routes is not None:
             self._save_kept(self._routes)
@@ -160,6 +162,7 @@ class GradientSynchronizer:
     def _finish_step(self) -> None:
         trainable = self._trainable()
         try:
+            self._raise_unraised()
             if self._routes is None:
                 self._routes = self._agree(trainable)
                 for parameter, since in self._early:
@@ -177,6 +180,12 @@ class GradientSynchronizer:
             self._start_step()
             raise
         self._start_step()
+
+    def _raise_unraised(self) -> None:
+        """Every rank raises the failure of a lane once: ranks that go back to a common state do so together."""
+        error, self._unraised = self._unraised, None
+        if error is not None:
+            raise error
 
     def _start_step(self) -> None:
         self._early.clear()
@@ -280,9 +289,12 @@ class GradientSynchronizer:
         if self._routes is None:
             return
         if is_current(self._engine):
-            with suppress(HorovodInternalError):  # of the step that is forgotten
+            try:
                 self._routes.abandon()
-        if not is_current(self._engine) or self._routes.failed:
+                self._unraised = self._routes.error
+            except HorovodInternalError as error:  # of the step that is forgotten; the next one raises it
+                self._unraised = error
+        if not is_current(self._engine) or self._routes.error is not None:
             self._routes.move_out()
             self._routes = None
 

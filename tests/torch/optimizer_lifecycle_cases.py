@@ -7,6 +7,8 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Callable
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -261,7 +263,8 @@ def case_load_state_dict_forgets_a_half_done_step(hvd: Any) -> None:
         assert optimizer._synchronizer.should_synchronize
 
 
-def case_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
+def forget_a_step_on_the_last_rank(hvd: Any, forget: Callable[[Any, dict[str, Any]], None]) -> None:
+    """The last rank gives a step up that others use: each rank raises that once, and can go on from a common state."""
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     assert_reduces(hvd, optimizer, net)
@@ -270,7 +273,7 @@ def case_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
     forgetful = hvd.size() - 1
     loss_of(net, batch(hvd.rank())).backward()
     if hvd.rank() == forgetful:
-        optimizer.load_state_dict(saved)
+        forget(optimizer, saved)
         optimizer.zero_grad()
         loss_of(net, batch(hvd.rank())).backward()
 
@@ -289,6 +292,49 @@ def case_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
     net.load_state_dict(weights)
     hvd.join()  # which ends only where nothing is left of the steps before
     assert_reduces(hvd, optimizer, net)
+
+
+def case_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
+    forget_a_step_on_the_last_rank(hvd, lambda optimizer, saved: optimizer.load_state_dict(saved))
+
+
+def wait_for_failure(lane: Any) -> None:
+    until = monotonic() + 60
+    while lane.error is None and monotonic() < until:
+        sleep(0.01)
+    assert lane.error is not None
+
+
+def case_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> None:
+    """The rank that forgets hears of the failure while it forgets, not in a later step."""
+
+    def forget(optimizer: Any, saved: dict[str, Any]) -> None:
+        if hvd.size() == 1:
+            return
+        lane = optimizer._synchronizer._routes.planned.lane
+        end = lane._end
+
+        def late_end() -> None:
+            wait_for_failure(lane)
+            end()
+
+        lane._end = late_end
+        optimizer.load_state_dict(saved)
+
+    forget_a_step_on_the_last_rank(hvd, forget)
+
+
+def case_a_forgotten_step_is_an_error_where_it_is_forgotten_twice(hvd: Any) -> None:
+    def forget(optimizer: Any, saved: dict[str, Any]) -> None:
+        if hvd.size() == 1:
+            return
+        lane = optimizer._synchronizer._routes.planned.lane
+        optimizer.load_state_dict(saved)
+        if optimizer._synchronizer._routes is not None:
+            wait_for_failure(lane)
+        optimizer.load_state_dict(saved)
+
+    forget_a_step_on_the_last_rank(hvd, forget)
 
 
 def case_wrapping_again_takes_the_parameters_over(hvd: Any) -> None:
