@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+
 import pytest
 
 # By the number of ranks, the transports that jobs of PyTorch run on: starting ranks is most of what the tests take, and
@@ -20,6 +24,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out.add(item)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mpi_sessions() -> Iterator[None]:
+    """A folder for what mpiruns leave when they are killed, where a later one with the same pid would stumble over it.
+
+    Its path is short, since paths of sockets, which lie there, must be.
+    """
+    with tempfile.TemporaryDirectory(prefix="hvdkit-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # noqa: S108
+        os.environ["PRTE_MCA_prte_tmpdir_base"] = folder
+        yield
 
 
 @pytest.fixture(params=[1, 2, 3, 4], ids=lambda size: f"np{size}")
