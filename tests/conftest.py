@@ -32,8 +32,8 @@ def mpi_sessions() -> Iterator[None]:
 
     Its path is short, since paths of sockets, which lie there, must be.
     """
-    with tempfile.TemporaryDirectory(prefix="hvdkit-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # noqa: S108
-        os.environ["PRTE_MCA_prte_tmpdir_base"] = folder
+    with tempfile.TemporaryDirectory(prefix="hvdkit-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        os.environ.update(PRTE_MCA_prte_tmpdir_base=folder)
         yield
 
 

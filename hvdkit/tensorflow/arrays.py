@@ -21,7 +21,12 @@ ALIGNMENT = 64
 
 
 def as_array(tensor: Any) -> Array:
-    """The values of an eager tensor: its own memory on the CPU, not to be written; it lives as long as the array."""
+    """The values of an eager tensor: its own memory on the CPU, not to be written; it lives as long as the array.
+
+    Of an array itself, if it is contiguous.
+    """
+    if isinstance(tensor, np.ndarray | np.generic):
+        return np.ascontiguousarray(tensor).reshape(tensor.shape)
     if tensor.shape.rank == 0:
         return np.array(tensor.numpy())
     array: Array = np.ascontiguousarray(np.asarray(tensor)).reshape(tensor.shape)

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.api import job
-
-THROUGH_HOST = (
-    "TensorFlow's GPU tensors travel through host memory here: correct, but slower than NCCL.\n"
-    "HINT: hvdkit.torch, and hvdkit.keras with KERAS_BACKEND=torch, use NCCL."
-)
-
-logger = logging.getLogger("hvdkit")
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -28,8 +20,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if not job.is_initialized():
         job.init(comm, process_sets)
-        if job.size() > 1 and job.local_rank() == 0 and tf.config.get_visible_devices("GPU"):
-            logger.warning(THROUGH_HOST)
 
 
 def gloo_built() -> bool:
@@ -38,8 +28,12 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """0: tensors of GPUs travel through host memory."""
-    return 0
+    """The version of the NCCL that PyTorch has, as one number (22703 for 2.27.3), or 0 without it."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    from hvdkit.torch.basics import nccl_built as torchs
+
+    return torchs()
 
 
 def cuda_built() -> bool:

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from hvdkit.api.handles import HANDLES
 from hvdkit.errors import HorovodInternalError
-from hvdkit.tensorflow.arrays import Array, as_array, as_tensor
+from hvdkit.tensorflow.arrays import as_array, as_tensor
+from hvdkit.tensorflow.device import Device, device_of_job
 from hvdkit.tensorflow.exceptions import mark
 
 Output = tuple[Any, Any]  # dtype, static shape
@@ -28,9 +29,12 @@ _last_begins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by graph
 
 
 class Start(Protocol):
-    """Hands arrays to the engine; returns its handle and what turns its result into arrays."""
+    """Hands arrays to the engine; returns its handle and what turns its result into arrays.
 
-    def __call__(self, arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+    Or DeviceArrays, of which the results are tensors of PyTorch or, where they were staged, arrays.
+    """
+
+    def __call__(self, arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
         """``wake`` is False where the caller waits at once, and then drives the engine itself."""
 
 
@@ -58,37 +62,59 @@ def _name_of(tensor: Any) -> str:
     return "captured" if re.fullmatch(r"\d+(:\d+)?", tensor.name) else str(tensor.name)
 
 
-def run(tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequence[Output]) -> list[Any]:
-    """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built."""
+def run(
+    tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequence[Output], stays_on_device: bool = False
+) -> list[Any]:
+    """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built.
+
+    ``stays_on_device``: whether it can be done without host memory, if the job has a device.
+    """
+    device = device_of_job() if stays_on_device else None
+    if device is not None and not all(device.holds(tensor.dtype) for tensor in tensors):
+        device = None
+
+    def hand_over(inputs: Sequence[Any], wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
+        arrays = [as_array(one) for one in inputs] if device is None else device.take(inputs)
+        return start(arrays, name, wake)
+
     if tf.executing_eagerly():
-        handle, finish = start([as_array(tensor) for tensor in tensors], name, False)
-        return [_beside(tensors[0], as_tensor(array)) for array in finish(handle.wait())]
+        handle, finish = hand_over(tensors, False)
+        results = finish(handle.wait())
+        made = [as_tensor(array) for array in results] if device is None else device.give(results)
+        return [_beside(tensors[0], result) for result in made]
     check_functions()
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def begin(*arrays: Any) -> Any:
+    def begin(*inputs: Any) -> Any:
         try:
-            ready = [np.ascontiguousarray(array).reshape(np.shape(array)) for array in arrays]
-            return np.int64(HANDLES.add(*start(ready, name, True)))
+            return np.int64(HANDLES.add(*hand_over(inputs, True)))
         except Exception as error:
             raise mark(error) from None
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def end(number: Any) -> list[Array]:
+    def end(number: Any) -> list[Any]:
         try:
-            results: list[Array] | None = HANDLES.synchronize(int(number))
-            if results is None:
+            received: list[Any] | None = HANDLES.synchronize(int(number))
+            if received is None:
                 raise HorovodInternalError(f"{name!r}: hvd.shutdown() was called while it was in flight.")
+            return received if device is None else device.give(received)
         except Exception as error:
             raise mark(error) from None
-        return results
 
-    number = in_order(lambda: tf.numpy_function(begin, list(tensors), tf.int64, name="hvdkit_begin"))
-    results = tf.numpy_function(end, [number], [dtype for dtype, _ in outputs], name="hvdkit_end")
+    number = in_order(lambda: call(device, begin, tensors, tf.int64, "hvdkit_begin"))
+    results = call(device, end, [number], [dtype for dtype, _ in outputs], "hvdkit_end")
     _leave_order(results[0].op)
     for result, (_, shape) in zip(results, outputs, strict=True):
         result.set_shape(shape)
     return list(results)
+
+
+def call(device: Device | None, function: Any, inputs: Sequence[Any], dtypes: Any, name: str) -> Any:
+    """An operation of the present graph that calls ``function`` with eager tensors of a device, or with arrays."""
+    if device is None:
+        return tf.numpy_function(function, list(inputs), dtypes, name=name)
+    with tf.device(device.name):
+        return tf.py_function(function, list(inputs), dtypes, name=name)
 
 
 def is_recorded() -> bool:
@@ -158,7 +184,7 @@ def backward(outputs: Sequence[Any], gradients: Sequence[Any], reduce: Callable[
 
 def _beside(tensor: Any, result: Any) -> Any:
     """A result on the device of the tensor that it was made from."""
-    if tensor.device.endswith("CPU:0"):
+    if tensor.device == result.device:
         return result
     with tf.device(tensor.device):
         return tf.identity(result)

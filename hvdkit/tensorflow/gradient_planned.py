@@ -15,10 +15,12 @@ from hvdkit.api.planning import next_title
 from hvdkit.compression import Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
+from hvdkit.engine.plans import HOST
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.arrays import Array, as_array, as_tensor, copy_of
-from hvdkit.tensorflow.bridge import check_functions, in_order
+from hvdkit.tensorflow.arrays import as_array, as_tensor, copy_of
+from hvdkit.tensorflow.bridge import call, check_functions, in_order
+from hvdkit.tensorflow.device import Device, device_of_job
 from hvdkit.tensorflow.exceptions import RUNNING, mark
 
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
@@ -50,7 +52,13 @@ class PlannedGradients:
         self._process_set_id = process_set_id
         self._engine: Any = None
         self._lane: Any = None
+        self._device: Device | None = None  # that of the lane, if it may live on one
         self._left: set[int] = set()  # slots of this step that were not handed over yet
+
+    def device(self) -> Device | None:
+        """The device on which these gradients can be reduced in the present job."""
+        device = device_of_job()
+        return device if device is not None and all(device.holds(slot.dtype) for slot in self.slots) else None
 
     def parts(self) -> list[list[int]]:
         """The slots in parts of a few MB, the last ones first, as the backward pass computes them."""
@@ -72,6 +80,7 @@ class PlannedGradients:
         engine = runtime.engine()
         if engine is not self._engine:
             self.close()
+            self._device = self.device()
             prescale, postscale = self._scales
             self._lane = engine.register_plan(
                 next_title(engine, self._process_set_id, self._title),
@@ -81,6 +90,7 @@ class PlannedGradients:
                 postscale=postscale,
                 codecs=self._codecs,
                 process_set_id=self._process_set_id,
+                place=HOST if self._device is None else self._device.place,
                 groups=self._groups,
             )
             self._engine = engine
@@ -91,22 +101,37 @@ class PlannedGradients:
                 self._lane.abandon()
         self._left = set(range(len(self.slots)))
 
-    def hand_over(self, places: Sequence[int], arrays: Sequence[Array]) -> None:
-        """Copy gradients into their slots, and let them be reduced."""
-        for place, array in zip(places, arrays, strict=True):
-            started = perf_counter()
-            self._lane.slot_array(place)[...] = np.reshape(array, -1)
+    def hand_over(self, places: Sequence[int], gradients: Sequence[Any]) -> None:
+        """Copy gradients, eager tensors or arrays, into their slots, and let them be reduced."""
+        slots = [self._lane.slot_array(place) for place in places]
+        started = perf_counter()
+        if self._on_device is not None:
+            self._on_device.fill(slots, gradients)
+        for place, slot, gradient in zip(places, slots, gradients, strict=True):
+            if self._on_device is None:
+                started = perf_counter()
+                slot[...] = np.reshape(as_array(gradient), -1)
             self._lane.copied(place, started)
             self._left.discard(place)
             self._lane.ready(place)
 
-    def finish(self) -> list[Array]:
-        """Wait until all are reduced; copies of the slots, since these are of the next step as soon as it begins."""
+    def finish(self) -> list[Any]:
+        """Wait until all are reduced; copies of the slots, since these are of the next step as soon as it begins.
+
+        Eager tensors of the lane's device, or arrays.
+        """
         if self._left:
             raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
         with self._closing_what_failed():
             self._lane.finish()
-        return [copy_of(self._lane.slot_array(place).reshape(slot.shape)) for place, slot in enumerate(self.slots)]
+        reduced = [self._lane.slot_array(place).reshape(slot.shape) for place, slot in enumerate(self.slots)]
+        if self._on_device is not None:
+            return self._on_device.give(reduced)
+        return [copy_of(array) for array in reduced]
+
+    @property
+    def _on_device(self) -> Device | None:
+        return self._device if self._lane.on_device else None
 
     @contextmanager
     def _closing_what_failed(self) -> Iterator[None]:
@@ -129,14 +154,14 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any
     if tf.executing_eagerly():
         plan.begin()
         for part in plan.parts():
-            plan.hand_over(part, [as_array(gradients[place]) for place in part])
-        return [as_tensor(array) for array in plan.finish()]
+            plan.hand_over(part, [gradients[place] for place in part])
+        return [one if tf.is_tensor(one) else as_tensor(one) for one in plan.finish()]
     check_functions()
     for number, part in enumerate(plan.parts()):
         in_order(lambda part=part, number=number: _hand_over(plan, part, number == 0, gradients))  # type: ignore[misc]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def end() -> list[Array]:
+    def end() -> list[Any]:
         try:
             # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
             with runtime.engine().watch.standing_for(RUNNING):
@@ -146,7 +171,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any
 
     # The wait has its place in the order too: then steps that share a lane cannot overtake each other.
     dtypes = [gradient.dtype for gradient in gradients]
-    results = in_order(lambda: tf.numpy_function(end, [], dtypes, name="hvdkit_end"))
+    results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"))
     for result, slot in zip(results, plan.slots, strict=True):
         result.set_shape(slot.shape)
     return list(results)
@@ -163,7 +188,7 @@ def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, grad
             raise mark(error) from None
         return np.int64(0)
 
-    return tf.numpy_function(begin, [gradients[place] for place in part], tf.int64, name="hvdkit_begin")
+    return call(plan.device(), begin, [gradients[place] for place in part], tf.int64, "hvdkit_begin")
 
 
 class Plans:

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.engine import runtime
+from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
-from hvdkit.tensorflow.arrays import Array, copy_of, empty_like
+from hvdkit.tensorflow.arrays import copy_of, empty_like
 from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
 from hvdkit.tensorflow.reduction import Reduction, reduce
 
@@ -31,16 +32,17 @@ def _broadcast(
     tensor_checks.check_process_set(function, process_set)
     root = checks.check_root(function, root_rank, process_set, engine.topology.size)
 
-    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+    def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
         engine = runtime.engine()
-        is_root = engine.topology.rank == root
-        outputs = [copy_of(array) if is_root else empty_like(array) for array in arrays]
+        on_device = isinstance(arrays[0], DeviceArray)  # copies already
+        copied = copy_of if engine.topology.rank == root else empty_like
+        outputs = arrays if on_device else [copied(array) for array in arrays]
         process_set_id = checks.check_process_set(function, process_set)
         handle = engine.broadcast(outputs, root_rank=root, name=name, process_set_id=process_set_id, wake=wake)
-        return handle, lambda _: outputs
+        return handle, list if on_device else lambda _: outputs
 
     full_name = operation_name("Broadcast", name, tensors, ignore_name_scope)
-    return run(tensors, full_name, start, [(tensor.dtype, tensor.shape) for tensor in tensors])
+    return run(tensors, full_name, start, [(tensor.dtype, tensor.shape) for tensor in tensors], stays_on_device=True)
 
 
 def broadcast(

@@ -33,7 +33,7 @@ def _gather(
     checks.check_name(function, name)
     tensor_checks.check_process_set(function, process_set)
 
-    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+    def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
         process_set_id = checks.check_process_set(function, process_set)
         handle = runtime.engine().allgather(arrays, name=name, process_set_id=process_set_id, wake=wake)
         return handle, list
@@ -41,7 +41,8 @@ def _gather(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
         full_name = operation_name(kind, name, inputs, ignore_name_scope)
-        outputs = run(inputs, full_name, start, [(tensor.dtype, _any_rows(tensor)) for tensor in inputs])
+        rows = [(tensor.dtype, _any_rows(tensor)) for tensor in inputs]
+        outputs = run(inputs, full_name, start, rows, stays_on_device=True)
 
         def own_rows(gradients: list[Any]) -> list[Any]:
             average = Reduction(ReduceOp.AVERAGE, process_set, ignore_name_scope, gradient_name(name))

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdkit.api import checks, job
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.device import device_of_job
 from hvdkit.tensorflow.exceptions import mark
 
 # What process_set_included_op returns for what is no set.
@@ -80,7 +81,12 @@ def join() -> Any:
     Until then this rank takes part in the others' allreduces with zeros; other operations fail. Returns the rank that
     joined last, as an int32 scalar.
     """
-    return _asked(lambda: int(runtime.engine().join(None).wait()), "hvdkit_join")
+
+    def wait() -> int:
+        device = device_of_job()
+        return int(runtime.engine().join(None if device is None else device.place).wait())
+
+    return _asked(wait, "hvdkit_join")
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -11,9 +11,10 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
+from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.arrays import Array, empty_like
+from hvdkit.tensorflow.arrays import empty_like
 from hvdkit.tensorflow.bridge import backward, gradient_name, is_recorded, operation_name, run
 
 
@@ -29,6 +30,13 @@ class Reduction:
     postscale: float = 1.0
     codec: Codec = CASTS["none"]
 
+    def stays_on_device(self, tensors: Sequence[Any]) -> bool:
+        """Whether it needs no host memory: scaled integers, which are cut off after the scaling in float64, do."""
+        if self.op == ReduceOp.ADASUM or self.codec.name != "none":
+            return False
+        scaled = self.op == ReduceOp.AVERAGE or self.prescale != 1.0 or self.postscale != 1.0
+        return not scaled or all(tensor.dtype.is_floating for tensor in tensors)
+
     def backward(self) -> Reduction:
         """The reduction of the gradients: the same, as Horovod's."""
         return replace(self, name=gradient_name(self.name))
@@ -37,9 +45,10 @@ class Reduction:
 def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]:
     """The reduced tensors. Differentiable: the gradients are reduced in the same way."""
 
-    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
+    def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
+        on_device = isinstance(arrays[0], DeviceArray)  # copies, to be reduced in place
         # While this thread waits nobody can change the tensors; in a graph they are kept by whoever reads them.
-        outputs = [empty_like(array) for array in arrays]
+        outputs = arrays if on_device else [empty_like(array) for array in arrays]
         handle = runtime.engine().allreduce(
             outputs,
             name=name,
@@ -48,14 +57,15 @@ def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]
             postscale=reduction.postscale,
             process_set_id=checks.check_process_set(kind.lower(), reduction.process_set),
             wake=wake,
-            sources=arrays,
+            sources=None if on_device else arrays,
             codec=reduction.codec,
         )
-        return handle, lambda _: outputs
+        return handle, list if on_device else lambda _: outputs
 
     def reduced(inputs: Sequence[Any]) -> list[Any]:
         name = operation_name(kind, reduction.name, inputs, reduction.ignore_name_scope)
-        return run(inputs, name, start, [(tensor.dtype, tensor.shape) for tensor in inputs])
+        outputs = [(tensor.dtype, tensor.shape) for tensor in inputs]
+        return run(inputs, name, start, outputs, reduction.stays_on_device(inputs))
 
     if not is_recorded():
         return reduced(tensors)

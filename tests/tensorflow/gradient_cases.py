@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -430,20 +429,3 @@ def case_tape_after_shutdown_and_init_the_same_graph_goes_on(hvd: Any) -> None:
     hvd.shutdown()
     hvd.init(process_sets="dynamic")
     close(step(batch(hvd.rank())), expected)
-
-
-def case_where_there_are_gpus_one_line_says_how_tensors_travel(hvd: Any) -> None:
-    told_lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told_lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hvdkit").addHandler(handler)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tf.config, "get_visible_devices", lambda kind=None: ["a GPU"])
-            hvd.shutdown()
-            for _ in range(2):
-                hvd.init(process_sets="dynamic")
-    finally:
-        logging.getLogger("hvdkit").removeHandler(handler)
-    lines = [line for line in told_lines if "through host memory" in line]
-    assert len(lines) == int(hvd.size() > 1 and hvd.local_rank() == 0), told_lines
