@@ -91,7 +91,7 @@ class Device:
             return tf.fill(tuple(result.shape), tf.zeros([], str(result.dtype).removeprefix("torch.")))
 
     def _view(self, tensor: Any) -> Any:
-        """A tensor of PyTorch with the values of an eager tensor or array: the same memory if that is on this device."""
+        """A tensor of PyTorch with the values of an eager tensor or array; the same memory if it is on this device."""
         if isinstance(tensor, np.ndarray) or not self._has(tensor):
             from hvdkit.torch.arrays import as_tensor as torch_tensor
 
@@ -167,7 +167,7 @@ def _number_of(name: str) -> int:
     with tf.device(name):
         byte = tf.fill([1], tf.zeros([], tf.uint8))
     capsule = tf.experimental.dlpack.to_dlpack(byte)
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     address, _ = _managed(capsule)
     found: int = torch.as_tensor(_Memory(address)).device.index
     return found
