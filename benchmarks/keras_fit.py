@@ -15,6 +15,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -41,6 +42,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512, help="width of the model")
     parser.add_argument("--backend", choices=["tensorflow", "torch"], default="tensorflow", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def reason(printed: str) -> str:
+    """The exception of what a job has printed, else its last line, which may be the launcher's."""
+    lines = printed.strip().splitlines()
+    exceptions = [line for line in lines if re.search(r"^(\[\d+\]<stderr>: ?)?[\w.]+(Error|Exception)\b", line)]
+    return (exceptions or lines)[-1]
 
 
 def contestants() -> list[Peer]:
@@ -91,7 +99,7 @@ def compare(args: argparse.Namespace) -> None:
         )
     headers = ["fit", "ms a step", "alone / it", "one process / it", "eager 4 KB, ms", "part in a graph, ms"]
     print(common.table(headers, rows))
-    told = {name: error.strip().splitlines()[-1] for name, error in errors.items()}
+    told = {name: reason(error) for name, error in errors.items()}
     for name, line in told.items():
         print(f"{name}: does not run: {line}")
     common.save("keras_fit", args, {"rounds": rounds, "errors": told}, draw(times))

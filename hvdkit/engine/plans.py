@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdkit.compression import Codec
 from hvdkit.engine.buckets import Buckets, HostBuckets, Reduction
 from hvdkit.engine.device_buckets import DeviceBuckets, stays_on_device
 from hvdkit.engine.lane import Lane
@@ -41,12 +42,18 @@ class Plan:
     place: str
 
 
+def place_for(engine: Engine, place: str, codecs: Sequence[Codec], process_set_id: int) -> str:
+    """Where slots live that ask for ``place``: there, if all codecs can do their work there, else HOST."""
+    members = engine.groups.group(process_set_id).members
+    return place if stays_on_device(codecs, engine.topology.nodes, members) else HOST
+
+
 def register(engine: Engine, plan: Plan) -> Lane:
     """Agree on a plan with all ranks of its process set. Blocks; raises HorovodInternalError where they differ."""
     transport, reduction = engine.transport, plan.reduction
     group = engine.groups.group(plan.process_set_id)
     nodes = engine.topology.nodes
-    place = plan.place if stays_on_device(reduction.codecs, nodes, group.members) else HOST
+    place = place_for(engine, plan.place, reduction.codecs, plan.process_set_id)
     device = place.partition(":")[0]
     signature = {
         "slots": [

@@ -27,9 +27,7 @@ def as_array(tensor: Any) -> Array:
     """
     if isinstance(tensor, np.ndarray | np.generic):
         return np.ascontiguousarray(tensor).reshape(tensor.shape)
-    if tensor.shape.rank == 0:
-        return np.array(tensor.numpy())
-    array: Array = np.ascontiguousarray(np.asarray(tensor)).reshape(tensor.shape)
+    array: Array = np.asarray(tensor) if tensor.shape.rank else np.array(tensor.numpy())
     return array
 
 

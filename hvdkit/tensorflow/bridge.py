@@ -20,7 +20,8 @@ import tensorflow as tf
 from hvdkit.api.handles import HANDLES
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.arrays import as_array, as_tensor
-from hvdkit.tensorflow.device import Device, device_of_job
+from hvdkit.tensorflow.autograph import not_converted
+from hvdkit.tensorflow.device import DTYPES, Device, device_of_job
 from hvdkit.tensorflow.exceptions import mark
 
 Output = tuple[Any, Any]  # dtype, static shape
@@ -63,44 +64,63 @@ def _name_of(tensor: Any) -> str:
 
 
 def run(
-    tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequence[Output], stays_on_device: bool = False
+    tensors: Sequence[Any],
+    name: str | None,
+    start: Start,
+    outputs: Sequence[Output],
+    stays_on_device: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
     """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built.
 
     ``stays_on_device``: whether it can be done without host memory, if the job has a device.
     """
-    device = device_of_job() if stays_on_device else None
-    if device is not None and not all(device.holds(tensor.dtype) for tensor in tensors):
-        device = None
-
-    def hand_over(inputs: Sequence[Any], wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
-        arrays = [as_array(one) for one in inputs] if device is None else device.take(inputs)
-        return start(arrays, name, wake)
-
     if tf.executing_eagerly():
-        handle, finish = hand_over(tensors, False)
+        handle, finish = _hand_over(tensors, name, start, False, stays_on_device)
         results = finish(handle.wait())
-        made = [as_tensor(array) for array in results] if device is None else device.give(results)
+        made = [as_tensor(result) if isinstance(result, np.ndarray) else result for result in results]
         return [_beside(tensors[0], result) for result in made]
+    return _run_in_graph(tensors, name, start, outputs, stays_on_device())
+
+
+def _hand_over(
+    tensors: Sequence[Any], name: str | None, start: Start, wake: bool, stays_on_device: Callable[[], bool]
+) -> tuple[Any, Callable[[Any], list[Any]]]:
+    """The handle, and what makes arrays or eager tensors of its result.
+
+    A graph may outlive the job that it was made in, so it is the present job's device that counts, or ranks could
+    differ. DTYPES say what can be put there.
+    """
+    device = device_of_job()
+    if device is None or not stays_on_device() or not all(tensor.dtype.name in DTYPES for tensor in tensors):
+        return start([as_array(tensor) for tensor in tensors], name, wake)
+    handle, finish = start(device.take(tensors), name, wake)
+    return handle, lambda result: device.give(finish(result))
+
+
+@not_converted
+def _run_in_graph(
+    tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequence[Output], stays_on_device: bool
+) -> list[Any]:
     check_functions()
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def begin(*inputs: Any) -> Any:
         try:
-            return np.int64(HANDLES.add(*hand_over(inputs, True)))
+            return np.int64(HANDLES.add(*_hand_over(inputs, name, start, True, lambda: stays_on_device)))
         except Exception as error:
             raise mark(error) from None
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def end(number: Any) -> list[Any]:
         try:
-            received: list[Any] | None = HANDLES.synchronize(int(number))
-            if received is None:
+            results: list[Any] | None = HANDLES.synchronize(int(number))
+            if results is None:
                 raise HorovodInternalError(f"{name!r}: hvd.shutdown() was called while it was in flight.")
-            return received if device is None else device.give(received)
         except Exception as error:
             raise mark(error) from None
+        return results
 
+    device = device_of_job() if stays_on_device and all(tensor.dtype.name in DTYPES for tensor in tensors) else None
     number = in_order(lambda: call(device, begin, tensors, tf.int64, "hvdkit_begin"))
     results = call(device, end, [number], [dtype for dtype, _ in outputs], "hvdkit_end")
     _leave_order(results[0].op)
@@ -128,17 +148,18 @@ def is_recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
-def in_order(make: Callable[[], Any]) -> Any:
+def in_order(make: Callable[[], Any], takes_turn: bool = True) -> Any:
     """What ``make`` makes, one operation's output or outputs, to run after all that was made so before.
 
-    In this graph, and in those that call it.
+    In this graph, and in those that call it. The second only if it ``takes_turn``, which costs a few microseconds:
+    those need not that follow one that does, and are followed by another before anything else is made.
     """
     graph = tf.compat.v1.get_default_graph()
     before = _last_begins.get(graph)
     with tf.control_dependencies([] if before is None else [before]):
-        turn = _order().assign_add(1, read_value=False)
-    with tf.control_dependencies([turn]):
-        made = make()
+        turn = [_order().assign_add(1, read_value=False)] if takes_turn else []
+        with tf.control_dependencies(turn):
+            made = make()
     _last_begins[graph] = (made[0] if isinstance(made, list | tuple) else made).op
     return made
 

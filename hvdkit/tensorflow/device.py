@@ -1,8 +1,8 @@
 """Tensors of a GPU, which PyTorch's collectives move: TensorFlow's memory as a tensor of PyTorch, by DLPack.
 
-The two libraries order their work on streams that the other one does not know, so memory changes hands only while the
-device is idle: what TensorFlow computed is waited for before PyTorch reads it, what PyTorch wrote before TensorFlow
-goes on. What the engine works on is PyTorch's own memory, and what users get is TensorFlow's.
+The two libraries order their work on streams that the other one does not know. So what TensorFlow computed is waited
+for before PyTorch reads it, and what PyTorch reads or writes before TensorFlow may use the memory again. The engine
+works on copies that nobody else has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.engine import runtime
+from hvdkit.engine.direct import DeviceArray
+from hvdkit.environments.tensorflow import forced_memory_growth
 from hvdkit.tensorflow.arrays import as_array, as_tensor
 
 THROUGH_HOST = "TensorFlow's GPU tensors travel through host memory here: correct, but slower than NCCL.\nHINT: %s"
@@ -54,41 +56,50 @@ class Device:
         return dtype.name in DTYPES
 
     def fill(self, targets: Sequence[Any], tensors: Sequence[Any]) -> None:
-        """Copy tensors of TensorFlow, or arrays, into flat tensors of PyTorch on this device."""
-        self._wait()
+        """Copy eager tensors, or arrays, into tensors of PyTorch with as many elements on this device."""
+        self._wait_for_tensorflow()
         for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(self._view(tensor).reshape(-1))
-        self._wait()
+            target.copy_(self._view(tensor).reshape(target.shape))
+        self._wait_for_pytorch()
 
     def take(self, tensors: Sequence[Any]) -> list[Any]:
-        """Copies for the engine: DeviceArrays."""
-        import torch
-
+        """Copies for the engine, as DeviceArrays."""
         from hvdkit.torch.direct import device_array
 
-        copies = [
-            torch.empty(tuple(tensor.shape), dtype=getattr(torch, tensor.dtype.name), device=self.place)
-            for tensor in tensors
-        ]
-        self.fill([copy.view(-1) for copy in copies], tensors)
+        # In TensorFlow's memory, since PyTorch would keep its own and leave less to TensorFlow.
+        memories = [self._empty(tensor.shape, tensor.dtype.name) for tensor in tensors]
+        copies = [self._shared(memory) for memory in memories]
+        self.fill(copies, tensors)
+        for copy, memory in zip(copies, memories, strict=True):
+            copy.hvdkit_memory = memory
         return [device_array(copy) for copy in copies]
 
     def give(self, results: Sequence[Any]) -> list[Any]:
-        """Copies for TensorFlow of what the engine returned: tensors of PyTorch, or arrays where it staged them."""
-        outputs = [
-            as_tensor(result) if isinstance(result, np.ndarray) else self._empty_like(result) for result in results
-        ]
-        self._wait()
-        for output, result in zip(outputs, results, strict=True):
-            if not isinstance(result, np.ndarray):
+        """What the engine returned as eager tensors: of DeviceArrays, of tensors of PyTorch, of arrays that it staged.
+
+        The first ones are the copies that ``take`` made; of tensors of PyTorch they are copies.
+        """
+        outputs: list[Any] = []
+        copied = []
+        for result in results:
+            if isinstance(result, np.ndarray):
+                outputs.append(as_tensor(result))
+            elif hasattr(result, "hvdkit_memory"):
+                outputs.append(result.hvdkit_memory)
+            else:
+                outputs.append(self._empty(tuple(result.shape), str(result.dtype).removeprefix("torch.")))
+                copied.append((outputs[-1], result))
+        if copied:
+            self._wait_for_tensorflow()
+            for output, result in copied:
                 self._shared(output).copy_(result)
-        self._wait()
+            self._wait_for_pytorch()
         return outputs
 
-    def _empty_like(self, result: Any) -> Any:
+    def _empty(self, shape: Any, dtype: str) -> Any:
         """Memory that no other tensor shares, as constants may."""
         with tf.device(self.name):
-            return tf.fill(tuple(result.shape), tf.zeros([], str(result.dtype).removeprefix("torch.")))
+            return tf.fill(shape, tf.zeros([], dtype))
 
     def _view(self, tensor: Any) -> Any:
         """A tensor of PyTorch with the values of an eager tensor or array; the same memory if it is on this device."""
@@ -107,17 +118,22 @@ class Device:
         import torch
 
         assert self._has(tensor), (tensor.backing_device, tensor.dtype)
-        capsule = tf.experimental.dlpack.to_dlpack(tensor)
+        capsule = tf.experimental.dlpack.to_dlpack(tensor)  # which also waits for it
         _, number = _managed(capsule)
         number.value = torch.device(self.place).index or 0
         return torch.utils.dlpack.from_dlpack(capsule)
 
-    def _wait(self) -> None:
-        """Until nothing runs on the device, of either library."""
+    # Neither waits for the whole device: a collective that is on its way there may wait for a rank that was lost.
+
+    def _wait_for_tensorflow(self) -> None:
+        with tf.device(self.name):
+            tf.raw_ops.SyncDevice()
+
+    def _wait_for_pytorch(self) -> None:
         if self.place.startswith("cuda"):
             import torch
 
-            torch.cuda.synchronize(self.place)
+            torch.cuda.current_stream(self.place).synchronize()
 
 
 def device_of_job() -> Device | None:
@@ -150,7 +166,11 @@ def _find(engine: Any) -> Device | None:
 
 def _leaves_memory(gpu: Any) -> bool:
     """Whether TensorFlow takes only what it needs of a GPU's memory, or what it was told."""
-    return tf.config.experimental.get_memory_growth(gpu) or bool(tf.config.get_logical_device_configuration(gpu))
+    limits = [device.memory_limit for device in tf.config.get_logical_device_configuration(gpu) or []]
+    if limits and all(limits):
+        return True
+    forced = forced_memory_growth()
+    return bool(tf.config.experimental.get_memory_growth(gpu)) if forced is None else forced
 
 
 class _Memory:
@@ -164,7 +184,7 @@ def _number_of(name: str) -> int:
     """PyTorch's number of a GPU, which need not be TensorFlow's, who counts those that it was allowed to see."""
     import torch
 
-    with tf.device(name):
+    with tf.init_scope(), tf.device(name):  # a graph may be traced just now
         byte = tf.fill([1], tf.zeros([], tf.uint8))
     capsule = tf.experimental.dlpack.to_dlpack(byte)
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -179,3 +199,8 @@ def _managed(capsule: Any) -> tuple[int, Any]:
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensor = get_pointer(capsule, b"dltensor")
     return ctypes.c_uint64.from_address(tensor).value, ctypes.c_int32.from_address(tensor + _DEVICE_NUMBER_AT)
+
+
+def kind_of(arrays: Sequence[Any]) -> str:
+    """What ranks tell each other of where their tensors are: "cuda" or "cpu"."""
+    return str(arrays[0].place).partition(":")[0] if isinstance(arrays[0], DeviceArray) else "cpu"

@@ -15,10 +15,11 @@ from hvdkit.api.planning import next_title
 from hvdkit.compression import Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
-from hvdkit.engine.plans import HOST
+from hvdkit.engine.plans import HOST, place_for
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.arrays import as_array, as_tensor, copy_of
+from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.bridge import call, check_functions, in_order
 from hvdkit.tensorflow.device import Device, device_of_job
 from hvdkit.tensorflow.exceptions import RUNNING, mark
@@ -26,6 +27,8 @@ from hvdkit.tensorflow.exceptions import RUNNING, mark
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
 # beside its copy, enough that the first ones travel while the backward pass computes the last ones.
 PART_BYTES = 4 << 20
+# On a device each part waits for what TensorFlow has computed so far, so there are fewer.
+DEVICE_PART_BYTES = 32 << 20
 
 
 class PlannedGradients:
@@ -58,14 +61,18 @@ class PlannedGradients:
     def device(self) -> Device | None:
         """The device on which these gradients can be reduced in the present job."""
         device = device_of_job()
-        return device if device is not None and all(device.holds(slot.dtype) for slot in self.slots) else None
+        if device is None or not all(device.holds(slot.dtype) for slot in self.slots):
+            return None
+        place = place_for(runtime.engine(), device.place, self._codecs, self._process_set_id)
+        return None if place == HOST else device
 
     def parts(self) -> list[list[int]]:
         """The slots in parts of a few MB, the last ones first, as the backward pass computes them."""
         parts: list[list[int]] = []
-        nbytes = PART_BYTES
+        most = PART_BYTES if self.device() is None else DEVICE_PART_BYTES
+        nbytes = most
         for place in range(len(self.slots) - 1, -1, -1):
-            if nbytes >= PART_BYTES:
+            if nbytes >= most:
                 parts.append([])
                 nbytes = 0
             parts[-1].append(place)
@@ -149,18 +156,20 @@ class PlannedGradients:
         self._engine = self._lane = None
 
 
+@not_converted
 def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any]:
     """The reduced gradients, one for each slot of the plan, in eager execution or in a graph."""
     if tf.executing_eagerly():
         plan.begin()
         for part in plan.parts():
             plan.hand_over(part, [gradients[place] for place in part])
-        return [one if tf.is_tensor(one) else as_tensor(one) for one in plan.finish()]
+        return [as_tensor(one) if isinstance(one, np.ndarray) else tf.identity(one) for one in plan.finish()]
     check_functions()
     for number, part in enumerate(plan.parts()):
-        in_order(lambda part=part, number=number: _hand_over(plan, part, number == 0, gradients))  # type: ignore[misc]
+        is_first = number == 0
+        in_order(lambda part=part, is_first=is_first: _hand_over(plan, part, is_first, gradients), is_first)  # type: ignore[misc]
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def end() -> list[Any]:
         try:
             # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
@@ -174,11 +183,11 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any
     results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"))
     for result, slot in zip(results, plan.slots, strict=True):
         result.set_shape(slot.shape)
-    return list(results)
+    return [tf.identity(result) for result in results]  # where the caller wants them
 
 
 def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, gradients: Sequence[Any]) -> Any:
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def begin(*arrays: Any) -> Any:
         try:
             if is_first:

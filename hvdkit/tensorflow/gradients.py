@@ -16,6 +16,7 @@ from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.bridge import backward, check_functions, in_order
 from hvdkit.tensorflow.exceptions import mark
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
@@ -69,7 +70,7 @@ def takes_part(settings: GradientSettings) -> bool:
     if not tf.executing_eagerly():
         check_functions()
 
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        @not_converted
         def check() -> Any:
             now = _ranks(settings.process_set) if runtime.is_initialized() else traced
             if now != traced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -41,7 +42,7 @@ def _reduced(
         checks.check_adasum(function, floating, process_set, engine.topology.size)
     prescale, postscale = checks.check_factors(function, *factors)
     reduction = Reduction(op, process_set, ignore_name_scope, name, prescale, postscale, codec)
-    with tf.device(device):
+    with tf.device(device) if device else nullcontext():
         compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
         reduced = reduce(_KINDS[function], compressed, reduction)
         results = [compressor.decompress(result, context) for result, context in zip(reduced, contexts, strict=True)]

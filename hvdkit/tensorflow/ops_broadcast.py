@@ -15,6 +15,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import copy_of, empty_like
 from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
+from hvdkit.tensorflow.device import kind_of
 from hvdkit.tensorflow.reduction import Reduction, reduce
 
 
@@ -38,11 +39,15 @@ def _broadcast(
         copied = copy_of if engine.topology.rank == root else empty_like
         outputs = arrays if on_device else [copied(array) for array in arrays]
         process_set_id = checks.check_process_set(function, process_set)
-        handle = engine.broadcast(outputs, root_rank=root, name=name, process_set_id=process_set_id, wake=wake)
+        handle = engine.broadcast(
+            outputs, root_rank=root, name=name, process_set_id=process_set_id, device=kind_of(arrays), wake=wake
+        )
         return handle, list if on_device else lambda _: outputs
 
     full_name = operation_name("Broadcast", name, tensors, ignore_name_scope)
-    return run(tensors, full_name, start, [(tensor.dtype, tensor.shape) for tensor in tensors], stays_on_device=True)
+    return run(
+        tensors, full_name, start, [(tensor.dtype, tensor.shape) for tensor in tensors], stays_on_device=lambda: True
+    )
 
 
 def broadcast(

@@ -15,6 +15,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array
 from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
+from hvdkit.tensorflow.device import kind_of
 from hvdkit.tensorflow.ops_ranks import process_set_rank
 from hvdkit.tensorflow.reduction import Reduction, reduce
 
@@ -35,14 +36,16 @@ def _gather(
 
     def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
         process_set_id = checks.check_process_set(function, process_set)
-        handle = runtime.engine().allgather(arrays, name=name, process_set_id=process_set_id, wake=wake)
+        handle = runtime.engine().allgather(
+            arrays, name=name, process_set_id=process_set_id, device=kind_of(arrays), wake=wake
+        )
         return handle, list
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
         full_name = operation_name(kind, name, inputs, ignore_name_scope)
         rows = [(tensor.dtype, _any_rows(tensor)) for tensor in inputs]
-        outputs = run(inputs, full_name, start, rows, stays_on_device=True)
+        outputs = run(inputs, full_name, start, rows, stays_on_device=lambda: True)
 
         def own_rows(gradients: list[Any]) -> list[Any]:
             average = Reduction(ReduceOp.AVERAGE, process_set, ignore_name_scope, gradient_name(name))

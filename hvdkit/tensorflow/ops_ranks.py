@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdkit.api import checks, job
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.device import device_of_job
 from hvdkit.tensorflow.exceptions import mark
 
@@ -22,7 +23,7 @@ def _asked(question: Callable[[], int], name: str | None) -> Any:
     if tf.executing_eagerly():
         return tf.constant(question(), tf.int32)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def answer() -> Any:
         try:
             return np.int32(question())

@@ -16,6 +16,7 @@ from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.arrays import empty_like
 from hvdkit.tensorflow.bridge import backward, gradient_name, is_recorded, operation_name, run
+from hvdkit.tensorflow.device import kind_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]
             prescale=reduction.prescale,
             postscale=reduction.postscale,
             process_set_id=checks.check_process_set(kind.lower(), reduction.process_set),
+            device=kind_of(arrays),
             wake=wake,
             sources=None if on_device else arrays,
             codec=reduction.codec,
@@ -65,7 +67,7 @@ def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]
     def reduced(inputs: Sequence[Any]) -> list[Any]:
         name = operation_name(kind, reduction.name, inputs, reduction.ignore_name_scope)
         outputs = [(tensor.dtype, tensor.shape) for tensor in inputs]
-        return run(inputs, name, start, outputs, reduction.stays_on_device(inputs))
+        return run(inputs, name, start, outputs, lambda: reduction.stays_on_device(inputs))
 
     if not is_recorded():
         return reduced(tensors)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.api import checks
 
-REDUCIBLE_DTYPES = (
-    *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
-    *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
+# Dictionaries, since dtypes compare slowly and these are looked up by hash.
+REDUCIBLE_DTYPES = dict.fromkeys(
+    (
+        *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
+        *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
+    )
 )
-MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, tf.bool)
+MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
 
 
 def check_process_set(function: str, process_set: Any) -> None:
@@ -27,27 +30,31 @@ def check_process_set(function: str, process_set: Any) -> None:
         checks.check_registered(function, process_set)
 
 
-def check_tensor(function: str, tensor: Any, dtypes: Sequence[Any], argument: str = "tensor") -> Any:
+def check_tensor(function: str, tensor: Any, dtypes: Collection[Any], argument: str = "tensor") -> Any:
     """The dense tensor of a tensor, a variable, or what TensorFlow makes one of.
 
     Raises TypeError for what is none, ValueError unless it is dense and of one of ``dtypes``.
     """
-    if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
-        raise ValueError(
-            f"{function}: {argument} must be dense, got a tf.{type(tensor).__name__}\n"
-            "HINT: use tf.convert_to_tensor(), tf.sparse.to_dense(), or gather values and indices by themselves."
-        )
-    try:
-        found = tf.convert_to_tensor(tensor)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{function}: {argument} must be a tf.Tensor or tf.Variable, got {tensor!r}: {error}") from None
+    found = tensor if isinstance(tensor, tf.Tensor) else _made_tensor(function, tensor, argument)
     if found.dtype not in dtypes:
         names = ", ".join(dtype.name for dtype in dtypes)
         raise ValueError(f"{function}: {argument} must be of one of the types {names}, got {found.dtype.name}")
     return found
 
 
-def check_tensors(function: str, tensors: Any, dtypes: Sequence[Any]) -> list[Any]:
+def _made_tensor(function: str, tensor: Any, argument: str) -> Any:
+    if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
+        raise ValueError(
+            f"{function}: {argument} must be dense, got a tf.{type(tensor).__name__}\n"
+            "HINT: use tf.convert_to_tensor(), tf.sparse.to_dense(), or gather values and indices by themselves."
+        )
+    try:
+        return tf.convert_to_tensor(tensor)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{function}: {argument} must be a tf.Tensor or tf.Variable, got {tensor!r}: {error}") from None
+
+
+def check_tensors(function: str, tensors: Any, dtypes: Collection[Any]) -> list[Any]:
     """The tensors of a grouped operation as a list. Raises TypeError or ValueError."""
     if isinstance(tensors, tf.Tensor | tf.Variable) or not isinstance(tensors, Iterable):
         raise TypeError(f"{function}: tensors must be a list of tensors, got {type(tensors).__name__}")

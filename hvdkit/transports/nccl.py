@@ -23,6 +23,9 @@ logger = logging.getLogger("hvdkit")
 NEVER = timedelta(days=3650)
 
 
+_told: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
+
+
 def nccl_available() -> bool:
     """Whether this process can use NCCL."""
     return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
@@ -53,8 +56,9 @@ def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: flo
     gpus = exchange(store, rank, size, gpu_of(device), timeout_seconds)
     shared = shared_gpus(gpus)
     if shared:
-        if rank == 0:
-            logger.info("ranks %s share a GPU, so tensors on CUDA travel through host memory, not by NCCL", shared)
+        if rank == 0 and shared not in _told:
+            _told.append(shared)
+            logger.warning("ranks %s share a GPU, so tensors on CUDA travel through host memory, not by NCCL", shared)
         return None
 
     def connect() -> TorchDeviceCollectives:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 
 from hvdkit.engine import runtime
 from hvdkit.tensorflow import device
+from hvdkit.torch import direct
 from tests.tensorflow.data import check_equal, doubles, values, ways
 from tests.transports import pretend_device
 
@@ -137,18 +140,96 @@ def told_lines() -> Iterator[list[str]]:
         logging.getLogger("hvdkit").removeHandler(handler)
 
 
+def configured(limits: Any) -> Any:
+    return limits and [tf.config.LogicalDeviceConfiguration(memory_limit=limit) for limit in limits]
+
+
+def case_where_tensorflow_is_forced_the_program_is_not_asked(hvd: Any) -> None:
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    for forced, growth, leaves in (("true", False, True), ("false", True, False), ("", True, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", forced)
+            patch.setattr(tf.config.experimental, "get_memory_growth", lambda _, growth=growth: growth)
+            patch.setattr(tf.config, "get_logical_device_configuration", lambda _: None)
+            assert device._leaves_memory(gpu) is leaves
+
+
+def case_pytorchs_number_of_a_gpu_is_found_while_a_graph_is_traced(hvd: Any) -> None:
+    found = []
+
+    def as_tensor(memory: Any) -> Any:
+        interface = memory.__cuda_array_interface__
+        assert interface["data"][0] > 0
+        return SimpleNamespace(device=SimpleNamespace(index=3))
+
+    @tf.function
+    def traced(x: Any) -> Any:
+        found.append(device._number_of("CPU:0"))
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "as_tensor", as_tensor)
+        patch.setattr(torch.cuda, "init", lambda: None)
+        traced(tf.ones(2))
+    assert found == [3]
+
+
+class Told(Exception):  # noqa: N818 (not an error)
+    """What an operation tells the engine of its device."""
+
+
+def case_the_engine_is_told_of_the_device(hvd: Any) -> None:
+    """Else it would move the tensors through host memory, as it does with a CPU's."""
+    real = direct.device_array
+
+    def tell(*_: Any, device: str = "cpu", **__: Any) -> Any:
+        raise Told(device)
+
+    for operation in ("allreduce", "broadcast", "allgather"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(direct, "device_array", lambda tensor: replace(real(tensor), place="cuda:3"))
+            patch.setattr(runtime.engine(), operation, tell)
+            arguments = (0,) if operation == "broadcast" else ()
+            with pytest.raises(Told, match="cuda"):
+                getattr(hvd, operation)(tf.ones(3), *arguments)
+
+
+def case_a_graph_of_a_job_without_a_device_uses_that_of_the_next(hvd: Any) -> None:
+    function = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    variable = tf.Variable(tf.ones([3]))
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(variable * x)
+        return tape.gradient(loss, variable)
+
+    for types in (frozenset(), frozenset({"cpu"}), frozenset()):
+        hvd.shutdown()
+        hvd.init(process_sets="dynamic")
+        runtime.engine().transport.device_types = types
+        for do in (function, step):
+            results: list[Any] = []
+            count = launches(lambda do=do, to=results: to.append(do(tf.ones(3))))
+            assert bool(count) is bool(types)
+            check_equal(results[0], np.full(3, float(hvd.size()) if do is function else 1.0), tf.float32)
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+
+
 def case_one_line_says_why_tensors_of_gpus_travel_through_host_memory(hvd: Any) -> None:
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     for types, growth, limits, hint in (
         (frozenset(), True, None, "--gloo"),
         (frozenset({"cuda"}), False, None, "set_memory_growth"),
         (frozenset({"cuda"}), True, None, None),
-        (frozenset({"cuda"}), False, ["1 GB"], None),
+        (frozenset({"cuda"}), False, [1024], None),
+        (frozenset({"cuda"}), False, [1024, None], "set_memory_growth"),
     ):
         with pytest.MonkeyPatch.context() as patch, told_lines() as lines:
             patch.setattr(tf.config, "get_visible_devices", lambda kind: [gpu])
             patch.setattr(tf.config.experimental, "get_memory_growth", lambda _, growth=growth: growth)
-            patch.setattr(tf.config, "get_logical_device_configuration", lambda _, limits=limits: limits)
+            patch.setattr(tf.config, "get_logical_device_configuration", lambda _, limits=limits: configured(limits))
             patch.setattr(device, "_number_of", lambda name: 3)
             hvd.shutdown()
             hvd.init(process_sets="dynamic")

@@ -37,14 +37,27 @@ for name in sorted(DTYPES):
         (taken,) = device.take([tensor])
         assert taken.tensor.device == torch.device(device.place)
         np.testing.assert_array_equal(taken.tensor.double().cpu().numpy(), values)
-        (given,) = device.give([taken.tensor])
-        taken.tensor.fill_(1)
+        (given,) = device.give([taken.tensor.clone()])
         assert given.device.endswith("GPU:0")
         assert given.dtype == tensor.dtype
         np.testing.assert_array_equal(tf.cast(given, tf.float64).numpy(), values)
-        there_and_back = lambda x: device.give([device.take([x])[0].tensor])[0]
+        there_and_back = lambda x: device.give([device.take([x])[0].tensor + 0])[0]
         in_a_graph = tf.function(lambda x: call(device, there_and_back, [x], x.dtype, "test"))
         np.testing.assert_array_equal(tf.cast(in_a_graph(tensor), tf.float64).numpy(), values)
+
+with tf.device("GPU:0"):
+    factor = tf.random.normal([4000, 4000]) / 70
+    product = factor
+    for _ in range(50):  # which TensorFlow is still at when the next line runs
+        product = product @ factor
+    (taken,) = device.take([product])
+np.testing.assert_array_equal(taken.tensor.cpu().numpy(), product.numpy())
+collective = torch.cuda.Stream(device.place)
+with torch.cuda.stream(collective):
+    torch.cuda._sleep(10**11)  # as one that waits for another rank
+    end = collective.record_event()
+device.take([product])
+assert not end.query(), "it waited for what another rank may never end"
 """
 
 
