@@ -1,3 +1,13 @@
 """hvdkit: Horovod's API on today's frameworks. Import ``hvdkit.torch``; this package itself imports nothing heavy."""
 
 __version__ = "0.1.0"
+
+
+def install_as_horovod() -> None:
+    """From now on ``import horovod.torch``, ``horovod.tensorflow`` and so on give hvdkit's modules in this process.
+
+    Whether or not Horovod is installed. Raises RuntimeError where Horovod itself was imported before.
+    """
+    from hvdkit.as_horovod import install
+
+    install()

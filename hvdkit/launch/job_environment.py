@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -40,6 +41,12 @@ def _other_names(settings: Mapping[str, str]) -> set[str]:
     """All names of these settings: HVDKIT_CYCLE_TIME would win over the HOROVOD_CYCLE_TIME that a flag sets."""
     names = [config.names_of(setting.name) for setting in fields(config.Settings)]
     return {name for group in names if not settings.keys().isdisjoint(group) for name in group}
+
+
+def first_on_python_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The variables with which Python looks into a folder before it looks for what is installed."""
+    others = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": folder if not others else f"{folder}{os.pathsep}{others}"}
 
 
 def slot_environment(slot: Slot) -> dict[str, str]:

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from hvdkit import as_horovod
 from hvdkit.launch import controller, gloo, mpi, options
 from hvdkit.launch.check_build import report
 from hvdkit.launch.errors import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError
 from hvdkit.launch.hosts import Slot, assign_slots
-from hvdkit.launch.job_environment import job_environment
+from hvdkit.launch.job_environment import first_on_python_path, job_environment
 from hvdkit.launch.mpirun_output import Failure, MpirunStream, find_failure
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import STREAMS, Output
@@ -61,6 +62,8 @@ def run(chosen: Options) -> int:
     check_reachable([host for host in hosts if host in remote], ssh)
     settings = {**chosen.settings, "HVDKIT_TRANSPORT": way.transport}
     environment = job_environment(os.environ, settings, job=secrets.token_hex(8))
+    if chosen.as_horovod:
+        environment = first_on_python_path(environment, str(as_horovod.FOLDER))
     output = Output(chosen.size, chosen.output_folder, chosen.timestamps)
     if chosen.verbose:
         say(f"{chosen.size} ranks on {', '.join(f'{host} ({where(host, remote)})' for host in hosts)}")

@@ -39,6 +39,7 @@ class Options:
     timestamps: bool = False
     start_timeout: float = 30.0
     verbose: bool = False
+    as_horovod: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--network-interfaces", "--network-interface", action="append", dest="interfaces", metavar="I1,I2", default=[]
     )
+    parser.add_argument("--as-horovod", action="store_true", help="scripts that import horovod get hvdkit, as they are")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what every process runs")
 
     group = parser.add_argument_group("hosts")
@@ -173,6 +175,7 @@ def parse(argv: Sequence[str]) -> Options | None:
         timestamps=arguments.timestamps,
         start_timeout=arguments.start_timeout or _from_environment("start_timeout_seconds"),
         verbose=arguments.verbose,
+        as_horovod=arguments.as_horovod,
         notes=arguments.notes,
     )
 

@@ -1,0 +1,58 @@
+"""What scripts import from ``horovod.common.util``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+from hvdkit.api import job
+from hvdkit.api.planning import split_list as split_list
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether MPI can carry jobs."""
+    return job.mpi_built()
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Whether Gloo can, which comes with PyTorch."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """Whether NCCL can, which comes with PyTorch for CUDA."""
+    if not gloo_built():
+        return False
+    import torch.distributed
+
+    return torch.distributed.is_nccl_available()
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """False: there is no DDL."""
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """False: there is no CCL."""
+    return False
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether a framework ("torch", "tensorflow") is installed."""
+    return importlib.util.find_spec(ext_base_name) is not None
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
+    """Nothing to check: adapters have no native part."""
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether a number of ranks is a power of two."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def is_iterable(x: Any) -> bool:
+    """Whether one can iterate over something."""
+    return isinstance(x, Iterable)

@@ -1,0 +1,1 @@
+"""Scripts of Horovod's users, as they are."""

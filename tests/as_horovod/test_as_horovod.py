@@ -1,0 +1,90 @@
+"""Scripts that import horovod run on hvdkit as they are, by hvdkitrun --as-horovod or install_as_horovod()."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import call_bare
+from tests.ranks import ROOT
+
+SCRIPTS = Path(__file__).with_name("scripts")
+HOROVOD_ITSELF = "raise RuntimeError('this is Horovod itself')\n"
+
+
+@pytest.mark.parametrize(
+    ("controller", "script", "arguments", "legacy"),
+    [
+        ("--mpi", "pytorch_digits.py", ["--fp16-allreduce"], "0"),
+        ("--gloo", "pytorch_digits.py", [], "0"),
+        ("--mpi", "tensorflow2_digits.py", [], "0"),
+        ("--mpi", "keras_digits.py", ["horovod.keras"], "0"),
+        ("--gloo", "keras_digits.py", ["horovod.tensorflow.keras"], "0"),
+        ("--mpi", "keras_digits.py", ["horovod.tensorflow.keras"], "1"),
+    ],
+)
+def test_a_script_for_horovod_trains_as_it_is(controller, script, arguments, legacy, tmp_path):
+    # A Horovod that is installed is not what the script gets.
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text(HOROVOD_ITSELF)
+    command = [sys.executable, str(SCRIPTS / script), *arguments]
+    flags = [controller, "-np", "2", "--as-horovod"]
+    environment = {"TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    result = call_bare(*flags, *command, **environment, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert result.status == 0, result.stdout + result.stderr
+    [last] = [line for line in result.stdout.splitlines() if "done: " in line]
+    assert last.startswith("[0]<stdout>: done: 2 workers, loss ")
+    assert last.endswith("same weights: True")
+
+
+def told_by(program: str, *, folder: Path | None = None, status: int = 0) -> str:
+    """What a program prints, in a Python that finds packages of ``folder`` too."""
+    program = f"import sys; sys.path.append({str(folder)!r})\n{program}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_modules_of_both_names_are_one():
+    program = """
+import hvdkit
+hvdkit.install_as_horovod()
+hvdkit.install_as_horovod()
+import horovod, horovod.torch as theirs, hvdkit.torch as ours
+import horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.optimizer, horovod.torch.functions
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.util import gloo_built, mpi_built, nccl_built, split_list
+assert theirs is ours and ours.__spec__.name == "hvdkit.torch" and ours.__name__ == "hvdkit.torch"
+assert HorovodInternalError is ours.HorovodInternalError and ProcessSet is ours.ProcessSet
+assert horovod.torch.compression.Compression is ours.Compression
+assert gloo_built(verbose=True) and split_list([1, 2, 3], 2) == [[1, 2], [3]]
+assert tuple(map(int, horovod.__version__.split("."))) >= (0, 28)
+print("imported")
+"""
+    assert told_by(program) == "imported\n"
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("import horovod.spark", "which has no horovod.spark"),
+        ("import horovod.torch.elastic", "starts again from a checkpoint"),
+        ("import horovod.runner", "start the job with hvdkitrun"),
+        ("from horovod import run", "cannot import name 'run'"),
+    ],
+)
+def test_what_hvdkit_does_not_have_is_an_import_error(statement, told):
+    program = f"import hvdkit\nhvdkit.install_as_horovod()\n{statement}"
+    assert told in told_by(program, status=1)
+
+
+def test_after_horovod_itself_it_is_too_late(tmp_path):
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("")
+    program = "import horovod, hvdkit\nhvdkit.install_as_horovod()"
+    assert "was imported before" in told_by(program, folder=tmp_path, status=1)
