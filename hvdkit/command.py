@@ -1,0 +1,21 @@
+"""The command ``hvdkit``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import hvdkit
+from hvdkit import doctor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; its exit status is 1 where something is wrong."""
+    parser = argparse.ArgumentParser(prog="hvdkit", description="See also hvdkitrun, which starts jobs.")
+    parser.add_argument("-v", "--version", action="version", version=hvdkit.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="show what is installed here, and what to do about what is missing")
+    parser.parse_args(argv)
+    findings = doctor.look()
+    print(doctor.report(findings))
+    return int(any(finding.good is False for finding in findings))
