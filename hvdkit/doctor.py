@@ -42,7 +42,7 @@ _MPI = """
 import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(json.dumps({"version": mpi4py.__version__, "library": MPI.Get_library_version().splitlines()[0].strip(" ,\\0")}))
+print(json.dumps({"version": mpi4py.__version__, "library": MPI.Get_library_version().partition(",")[0].strip()}))
 """
 _HOROVOD = """
 import json, horovod

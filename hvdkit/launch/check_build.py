@@ -31,6 +31,11 @@ def version_of(module: str) -> str:
     return "unknown version"
 
 
+def has_nccl() -> bool:
+    """Whether the NCCL that PyTorch for CUDA brings is installed."""
+    return any(str(one.metadata["Name"]).startswith("nvidia-nccl") for one in importlib.metadata.distributions())
+
+
 def kernels_backend() -> str:
     """``native`` or ``numpy``."""
     return str(importlib.import_module("hvdkit.kernels").backend())
@@ -62,7 +67,7 @@ def report() -> str:
             ),
             *_rows(
                 "Available Tensor Operations",
-                [(is_installed("mpi4py"), "MPI"), (torch, "Gloo"), (False, "NCCL")],
+                [(is_installed("mpi4py"), "MPI"), (torch, "Gloo"), (torch and has_nccl(), "NCCL")],
             ),
             *_rows("Kernels", [(native, "native (C++)"), (not native, "numpy")]),
         ]
