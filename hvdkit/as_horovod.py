@@ -25,47 +25,48 @@ MODULES = {
     "horovod.tensorflow.keras.callbacks": "hvdkit.tensorflow.keras.callbacks",
     "horovod.keras": "hvdkit.keras",
     "horovod.keras.callbacks": "hvdkit.keras.callbacks",
-    "horovod.common": "hvdkit.api",
     "horovod.common.exceptions": "hvdkit.errors",
     "horovod.common.process_sets": "hvdkit.engine.process_sets",
     "horovod.common.util": "hvdkit.api.horovod_util",
 }
 _HINTS = {
     "elastic": "hvdkit has no elastic jobs: it starts again from a checkpoint.",
-    "run": "start the job with hvdkitrun, which has horovodrun's flags.",
     "runner": "start the job with hvdkitrun, which has horovodrun's flags.",
 }
 
 
-def install(in_place_of: ModuleType | None = None) -> None:
+def install() -> None:
     """From now on ``import horovod`` and its parts give hvdkit's in this process. A second call does nothing.
 
-    ``in_place_of``: a module that already goes by the name. Raises RuntimeError where another Horovod was imported
-    before.
+    Raises RuntimeError where another Horovod was imported before.
     """
     known = sys.modules.get("horovod")
     if isinstance(known, _Horovod):
         return
-    if known is not in_place_of:
+    if known is not None and getattr(known, "__file__", None) != str(FOLDER / "horovod" / "__init__.py"):
         raise RuntimeError(
             f"hvdkit.install_as_horovod(): {getattr(known, '__file__', 'horovod')} was imported before.\n"
             "HINT: call it first in the program, or start the job with hvdkitrun --as-horovod."
         )
-    sys.modules["horovod"] = _Horovod()
-    sys.meta_path.insert(0, _Finder())
+    finder = _Finder()
+    sys.modules["horovod"] = _Horovod(finder)
+    sys.meta_path.insert(0, finder)
 
 
 class _Horovod(ModuleType):
     """The package ``horovod``."""
 
-    def __init__(self) -> None:
+    def __init__(self, finder: _Finder) -> None:
         super().__init__("horovod", __doc__)
         self.__version__ = HOROVOD_VERSION
+        self.__file__ = __file__
         self.__path__ = []
+        self.__spec__ = ModuleSpec("horovod", finder, is_package=True)
 
-    def __getattr__(self, name: str) -> object:
-        hint = f"\nHINT: {_HINTS[name]}" if name in _HINTS else ""
-        raise AttributeError(f"horovod is hvdkit here, which has no horovod.{name}{hint}")
+    @staticmethod
+    def run(*_: object, **__: object) -> None:
+        """Raises NotImplementedError: hvdkit starts jobs by a command."""
+        raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {_HINTS['runner']}")
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -74,20 +75,21 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] != "horovod":
-            return None
-        if fullname not in MODULES:
-            hint = _HINTS.get(fullname.rpartition(".")[2], "import it from hvdkit, if hvdkit has it.")
-            raise ModuleNotFoundError(f"horovod is hvdkit here, which has no {fullname}\nHINT: {hint}", name=fullname)
-        return ModuleSpec(fullname, self, is_package=True)
+        if fullname in MODULES or fullname in ("horovod", "horovod.common"):
+            return ModuleSpec(fullname, self, is_package=True)
+        package, _, name = fullname.rpartition(".")
+        if package.partition(".")[0] == "horovod" and name in _HINTS:
+            told = f"horovod is hvdkit here, which has no {fullname}\nHINT: {_HINTS[name]}"
+            raise ModuleNotFoundError(told, name=fullname)
+        return None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(MODULES[spec.name])
-        spec.loader_state = module.__spec__
-        return module
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run as what it is; its spec was replaced meanwhile."""
-        spec = module.__spec__
-        assert spec is not None
-        module.__spec__ = spec.loader_state
+        """hvdkit's own module takes the place of this one, untouched."""
+        name = module.__name__
+        if name in MODULES:
+            sys.modules[name] = importlib.import_module(MODULES[name])
+        elif name == "horovod" and not isinstance(module, _Horovod):
+            sys.modules[name] = _Horovod(self)

@@ -27,7 +27,10 @@ def version_of(module: str) -> str:
     if not is_installed(module):
         return "not installed"
     for distribution in importlib.metadata.packages_distributions().get(module, [module]):
-        return importlib.metadata.version(distribution)
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:  # a folder of that name, of no distribution
+            break
     return "unknown version"
 
 

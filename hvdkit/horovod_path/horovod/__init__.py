@@ -1,7 +1,6 @@
 """Found in place of Horovod where hvdkitrun --as-horovod started the process."""
 
-import sys
+if __name__ == "horovod":
+    from hvdkit.as_horovod import install
 
-from hvdkit.as_horovod import install
-
-install(in_place_of=sys.modules[__name__])
+    install()
