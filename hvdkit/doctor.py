@@ -7,49 +7,51 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
 
 import hvdkit
-from hvdkit import environments
+from hvdkit import as_horovod, environments
 from hvdkit.errors import EnvironmentConflictError
 from hvdkit.launch.check_build import kernels_backend, version_of
 from hvdkit.launch.mpi import find_mpirun
 
 # A framework takes seconds to import, on a slow disk many.
 PROBE_SECONDS = 120
+NOT_INSTALLED = "not installed"
 
 _TORCH = """
 import json, torch, torch.distributed as d
-print(json.dumps({"version": torch.__version__, "gloo": d.is_available() and d.is_gloo_available(),
+print('HVDKIT', json.dumps({"version": torch.__version__, "gloo": d.is_available() and d.is_gloo_available(),
     "nccl": d.is_available() and d.is_nccl_available(), "gpus": torch.cuda.device_count()}))
 """
 _TENSORFLOW = """
 import json, tensorflow as tf
-print(json.dumps({"version": tf.__version__, "gpus": len(tf.config.list_physical_devices("GPU"))}))
+print('HVDKIT', json.dumps({"version": tf.__version__, "gpus": len(tf.config.list_physical_devices("GPU"))}))
 """
 _KERAS = """
 import json, keras
-print(json.dumps({"version": keras.__version__, "backend": keras.backend.backend()}))
+print('HVDKIT', json.dumps({"version": keras.__version__, "backend": keras.backend.backend()}))
 """
 _MPI = """
 import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(json.dumps({"version": mpi4py.__version__, "library": MPI.Get_library_version().partition(",")[0].strip()}))
+library = MPI.Get_library_version().splitlines()[0].partition(',')[0].strip()
+print('HVDKIT', json.dumps({"version": mpi4py.__version__, "library": library}))
 """
-_HOROVOD = """
-import json, horovod
-from horovod.common.util import extension_available
-print(json.dumps({"version": horovod.__version__,
-    "built": [name for name in ("torch", "tensorflow") if extension_available(name)]}))
-"""
+# What a probe prints stands behind this; a framework may print too. The folder it runs in is nobody's package.
+_PROBE = "import sys; sys.path[:] = [folder for folder in sys.path if folder]\n"
+_MARK = "HVDKIT "
 
 
 @dataclass(frozen=True)
@@ -69,27 +71,30 @@ class Finding:
 def probe(module: str, program: str) -> dict[str, Any] | str:
     """What a short program tells about an installed module, in a process of its own; or why it does not."""
     if importlib.util.find_spec(module) is None:
-        return "not installed"
-    try:
-        done = subprocess.run(  # noqa: S603 (our own words)
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return NOT_INSTALLED
+    with subprocess.Popen(  # noqa: S603 (our own words)
+        [sys.executable, "-c", _PROBE + program], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=PROBE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
+    told = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
+    if process.returncode != 0 or not told:
+        last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         return f"{version_of(module)} is installed, but cannot be imported: {last}"
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    answer: dict[str, Any] = json.loads(told[0])
     return answer
 
 
 def look() -> list[Finding]:
     """All findings. Takes as long as the installed frameworks take to import."""
-    torch, mpi = probe("torch", _TORCH), probe("mpi4py", _MPI)
+    torch, tensorflow = probe("torch", _TORCH), probe("tensorflow", _TENSORFLOW)
     return [
-        *_frameworks(torch, probe("tensorflow", _TENSORFLOW), probe("keras", _KERAS)),
-        *_transports(torch, mpi),
-        _horovod(probe("horovod", _HOROVOD)),
+        *_frameworks(torch, tensorflow, probe("keras", _KERAS)),
+        *_transports(torch, tensorflow, probe("mpi4py", _MPI)),
+        _horovod(),
         _mpirun(),
         _launcher(),
         _interfaces(),
@@ -106,28 +111,27 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def _frameworks(torch: Any, tensorflow: Any, keras: Any) -> list[Finding]:
-    def told(answer: Any) -> str:
-        if isinstance(answer, str):
-            return answer
-        gpus = answer["gpus"]
-        return f"{answer['version']}, {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
-
-    hint = "pip install 'hvdkit[torch]' or 'hvdkit[tensorflow]'"
-    none = isinstance(torch, str) and isinstance(tensorflow, str)
-    findings = [
-        Finding(name, None if isinstance(answer, str) and not none else not none, told(answer), hint if none else "")
-        for name, answer in (("PyTorch", torch), ("TensorFlow", tensorflow))
-    ]
+    none = torch == tensorflow == NOT_INSTALLED
+    findings = []
+    for name, answer in (("PyTorch", torch), ("TensorFlow", tensorflow)):
+        if answer == NOT_INSTALLED:
+            hint = "pip install 'hvdkit[torch]' or 'hvdkit[tensorflow]'" if none else ""
+            findings.append(Finding(name, False if none else None, answer, hint))
+        elif isinstance(answer, str):
+            findings.append(Finding(name, False, answer, f"install {name} again"))
+        else:
+            gpus = answer["gpus"]
+            findings.append(Finding(name, True, f"{answer['version']}, {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"))
     if isinstance(keras, str):
         return [*findings, Finding("Keras", None, keras)]
     trains = keras["backend"] in ("tensorflow", "torch")
     advice = "" if trains else "hvdkit.keras needs KERAS_BACKEND=tensorflow or torch"
-    return [*findings, Finding("Keras", trains, f"{keras['version']} on {keras['backend']}", advice)]
+    return [*findings, Finding("Keras", trains or None, f"{keras['version']} on {keras['backend']}", advice)]
 
 
-def _transports(torch: Any, mpi: Any) -> list[Finding]:
+def _transports(torch: Any, tensorflow: Any, mpi: Any) -> list[Finding]:
     gloo, nccl = (not isinstance(torch, str) and torch[name] for name in ("gloo", "nccl"))
-    gpus = 0 if isinstance(torch, str) else torch["gpus"]
+    gpus = max(0 if isinstance(one, str) else one["gpus"] for one in (torch, tensorflow))
     none = isinstance(mpi, str) and not gloo
     if isinstance(mpi, str):
         hint = "pip install 'hvdkit[mpi]'" if none else ""
@@ -142,10 +146,12 @@ def _transports(torch: Any, mpi: Any) -> list[Finding]:
     return [*findings, Finding("NCCL", False if missing else None, "no GPU" if not missing else "not there", hint)]
 
 
-def _horovod(answer: Any) -> Finding:
-    if isinstance(answer, str):
-        return Finding("Horovod", None, f"{answer}; not needed")
-    return Finding("Horovod", None, f"{answer['version']}, built for {' and '.join(answer['built']) or 'no framework'}")
+def _horovod() -> Finding:
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or not spec.origin or as_horovod.FOLDER in Path(spec.origin).parents:
+        return Finding("Horovod", None, f"{NOT_INSTALLED}; not needed")
+    built = [name for name in ("torch", "tensorflow") if [*Path(spec.origin).parent.glob(f"{name}/mpi_lib*.so")]]
+    return Finding("Horovod", None, f"{version_of('horovod')}, built for {' and '.join(built) or 'no framework'}")
 
 
 def _mpirun() -> Finding:
@@ -172,9 +178,9 @@ def _interfaces() -> Finding:
         f"{name} {address.address}"
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if name in up and address.family == socket.AF_INET
+        if name in up and address.family in (socket.AF_INET, socket.AF_INET6) and not address.address.startswith("fe80")
     ]
-    outside = [one for one in told if not one.split()[1].startswith("127.")]
+    outside = [one for one in told if not one.split()[1].startswith(("127.", "::1"))]
     hint = "" if outside else "this machine can only run jobs of its own"
     return Finding("interfaces", True if outside else None, ", ".join(told) or "none is up", hint)
 
@@ -186,6 +192,8 @@ def _shared_memory() -> Finding:
         os.close(os.memfd_create("hvdkit-doctor", os.MFD_CLOEXEC))
     except OSError as error:
         return Finding("shared memory", False, f"none: {error}", "ranks of a node send each other messages")
+    if kernels_backend() != "native":
+        return Finding("shared memory", None, "not used", "it needs the native kernels; see below")
     return Finding("shared memory", True, "memory files, which /dev/shm's size does not limit")
 
 

@@ -27,7 +27,7 @@ def test_it_finds_what_the_tests_need():
     done = run(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line[5:].partition(":")[0]: line for line in done.stdout.splitlines() if line.startswith("[")}
-    for name in ("PyTorch", "TensorFlow", "Keras", "MPI", "Gloo", "mpirun", "shared memory"):
+    for name in ("PyTorch", "TensorFlow", "Keras", "MPI", "Gloo", "mpirun"):
         assert lines[name].startswith("[ok]"), done.stdout
     assert "Open MPI" in lines["MPI"]
     assert "on tensorflow" in lines["Keras"]
@@ -59,7 +59,7 @@ def test_what_is_installed_but_broken_is_told(program, told, monkeypatch):
 
 
 def test_without_a_framework_or_a_transport_it_says_what_to_install():
-    findings = [*doctor._frameworks(*["not installed"] * 3), *doctor._transports("not installed", "not installed")]
+    findings = [*doctor._frameworks(*["not installed"] * 3), *doctor._transports(*["not installed"] * 3)]
     told = {finding.what: finding for finding in findings}
     assert told["PyTorch"].good is False
     assert "pip install" in told["PyTorch"].hint
@@ -69,7 +69,7 @@ def test_without_a_framework_or_a_transport_it_says_what_to_install():
 
 def test_gpus_without_nccl_are_told():
     torch = {"version": "2.13.0", "gloo": True, "nccl": False, "gpus": 2}
-    [nccl] = [one for one in doctor._transports(torch, "not installed") if one.what == "NCCL"]
+    [nccl] = [one for one in doctor._transports(torch, "not installed", "not installed") if one.what == "NCCL"]
     assert nccl.good is False
     assert "CUDA" in nccl.hint
     assert "2 GPUs" in str(doctor._frameworks(torch, "not installed", "not installed")[0])

@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import subprocess
+import sys
 from collections.abc import Iterable
 
 import hvdkit
@@ -35,8 +37,9 @@ def version_of(module: str) -> str:
 
 
 def has_nccl() -> bool:
-    """Whether the NCCL that PyTorch for CUDA brings is installed."""
-    return any(str(one.metadata["Name"]).startswith("nvidia-nccl") for one in importlib.metadata.distributions())
+    """Whether PyTorch has NCCL, and a GPU for it. Asks a short-lived process."""
+    program = "import sys, torch; sys.exit(not (torch.distributed.is_nccl_available() and torch.cuda.is_available()))"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0  # noqa: S603
 
 
 def kernels_backend() -> str:
