@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from hvdkit.api import absent
+
 # The release whose API this is; scripts compare it.
 HOROVOD_VERSION = "0.28.1"
 
@@ -28,10 +30,6 @@ MODULES = {
     "horovod.common.exceptions": "hvdkit.errors",
     "horovod.common.process_sets": "hvdkit.engine.process_sets",
     "horovod.common.util": "hvdkit.api.horovod_util",
-}
-_HINTS = {
-    "elastic": "hvdkit has no elastic jobs: it starts again from a checkpoint.",
-    "runner": "start the job with hvdkitrun, which has horovodrun's flags.",
 }
 
 
@@ -66,7 +64,7 @@ class _Horovod(ModuleType):
     @staticmethod
     def run(*_: object, **__: object) -> None:
         """Raises NotImplementedError: hvdkit starts jobs by a command."""
-        raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {_HINTS['runner']}")
+        raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {absent.HINTS['runner']}")
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -78,8 +76,8 @@ class _Finder(MetaPathFinder, Loader):
         if fullname in MODULES or fullname in ("horovod", "horovod.common"):
             return ModuleSpec(fullname, self, is_package=True)
         package, _, name = fullname.rpartition(".")
-        if package.partition(".")[0] == "horovod" and name in _HINTS:
-            told = f"horovod is hvdkit here, which has no {fullname}\nHINT: {_HINTS[name]}"
+        if package.partition(".")[0] == "horovod" and name in absent.HINTS:
+            told = f"horovod is hvdkit here, which has no {fullname}\nHINT: {absent.HINTS[name]}"
             raise ModuleNotFoundError(told, name=fullname)
         return None
 

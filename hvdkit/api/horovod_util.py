@@ -24,9 +24,22 @@ def nccl_built(verbose: bool = False) -> bool:
     """Whether NCCL can, which comes with PyTorch for CUDA."""
     if not gloo_built():
         return False
-    import torch.distributed
+    from hvdkit.torch.basics import nccl_built as version
 
-    return torch.distributed.is_nccl_available()
+    return version() > 0
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether a framework ("torch", "tensorflow") is installed and finds a GPU."""
+    if not extension_available(ext_base_name):
+        return False
+    if ext_base_name == "torch":
+        import torch
+
+        return torch.cuda.is_available()
+    from hvdkit.tensorflow.basics import gpu_available as tensorflows
+
+    return tensorflows()
 
 
 def ddl_built(verbose: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hvdkit.api import absent
 from hvdkit.api.job import (
     Average,
     Sum,
@@ -53,7 +54,7 @@ _OF_THE_BACKEND = (
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_BACKEND:
         return getattr(adapter(), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise absent.attribute(__name__, name)
 
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hvdkit.api import absent
 from hvdkit.api.checks import handle_average_backwards_compatibility
 from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdkit.api.job import (
@@ -59,18 +60,20 @@ from hvdkit.tensorflow.ops_ranks import (
 from hvdkit.tensorflow.ops_reducescatter import grouped_reducescatter, reducescatter
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
 
+_without_keras: ImportError | None = None
 try:
     from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 except ImportError as error:  # operations need no Keras
     _without_keras = error
 
-    def __getattr__(name: str) -> Any:
-        """Say what is missing, to those who want it."""
-        if name == "SyncBatchNormalization":
-            raise ImportError(
-                f"SyncBatchNormalization: {_without_keras}\nHINT: TF_USE_LEGACY_KERAS=1 needs tf_keras installed."
-            ) from _without_keras
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Say what is missing, to those who want it."""
+    if name == "SyncBatchNormalization":
+        raise ImportError(
+            f"SyncBatchNormalization: {_without_keras}\nHINT: TF_USE_LEGACY_KERAS=1 needs tf_keras installed."
+        ) from _without_keras
+    raise absent.attribute(__name__, name)
 
 
 exceptions.install()

@@ -1,5 +1,8 @@
 """Horovod's API for PyTorch: ``import hvdkit.torch as hvd``."""
 
+from typing import Any
+
+from hvdkit.api import absent
 from hvdkit.api.job import (
     Adasum,
     Average,
@@ -59,6 +62,11 @@ from hvdkit.torch.optimizer import DistributedOptimizer
 from hvdkit.torch.optimizer_state import broadcast_optimizer_state
 from hvdkit.torch.parameters import broadcast_parameters
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
+
+
+def __getattr__(name: str) -> Any:
+    raise absent.attribute(__name__, name)
+
 
 __all__ = [
     "Adasum",

@@ -77,7 +77,7 @@ print("imported")
     ("statement", "told"),
     [
         ("import horovod.spark", "No module named 'horovod.spark'"),
-        ("import horovod.torch.elastic", "starts again from a checkpoint"),
+        ("import horovod.torch.elastic", "start the job again from the last one"),
         ("import horovod.runner", "start the job with hvdkitrun"),
         ("from horovod import run\nrun()", "start the job with hvdkitrun"),
     ],

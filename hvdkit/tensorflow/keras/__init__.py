@@ -3,6 +3,8 @@
 ``tf.keras`` is Keras 3, or tf_keras (Keras 2) with TF_USE_LEGACY_KERAS=1.
 """
 
+from typing import Any
+
 import keras
 
 if keras.backend.backend() != "tensorflow":
@@ -13,6 +15,7 @@ if keras.backend.backend() != "tensorflow":
 
 import hvdkit.keras
 import hvdkit.tensorflow.keras.callbacks as callbacks_of_tf_keras
+from hvdkit.api import absent
 from hvdkit.keras import *  # noqa: F403
 from hvdkit.keras import unwrapped
 from hvdkit.tensorflow.keras.saving import load_model as load_model
@@ -21,3 +24,7 @@ callbacks = callbacks_of_tf_keras  # type: ignore[misc]  # not those of hvdkit.k
 unwrapped.install()
 
 __all__ = hvdkit.keras.__all__
+
+
+def __getattr__(name: str) -> Any:
+    raise absent.attribute(__name__, name)
