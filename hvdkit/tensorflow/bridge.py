@@ -2,8 +2,8 @@
 
 In a graph the first operation hands arrays to the engine and returns at once, the second one waits. The first ones run
 in the order in which they were created, on every rank the same, so that what a rank waits for has been handed over, or
-will be, on all others: each has the one before it as a control dependency, and writes a variable, which brings calls of
-functions, branches and loops that hold such operations into the same order.
+will be, on all others: each has the one before it as a control dependency, and a variable is written before and after
+it, which brings calls of functions, branches and loops that hold such operations into the same order.
 """
 
 from __future__ import annotations
@@ -148,19 +148,24 @@ def is_recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
-def in_order(make: Callable[[], Any], takes_turn: bool = True) -> Any:
+def in_order(make: Callable[[], Any], first: bool = True, last: bool = True) -> Any:
     """What ``make`` makes, one operation's output or outputs, to run after all that was made so before.
 
-    In this graph, and in those that call it. The second only if it ``takes_turn``, which costs a few microseconds:
-    those need not that follow one that does, and are followed by another before anything else is made.
+    In this graph, and in those that call it: calls of functions, branches and loops before and after it are ordered by
+    the variable that is written before and after. ``first`` and ``last`` are False where several are made one after the
+    other and nothing else in between, which saves a few microseconds.
     """
     graph = tf.compat.v1.get_default_graph()
     before = _last_begins.get(graph)
     with tf.control_dependencies([] if before is None else [before]):
-        turn = [_order().assign_add(1, read_value=False)] if takes_turn else []
+        turn = [_order().assign_add(1, read_value=False)] if first else []
         with tf.control_dependencies(turn):
             made = make()
-    _last_begins[graph] = (made[0] if isinstance(made, list | tuple) else made).op
+    operation = (made[0] if isinstance(made, list | tuple) else made).op
+    if last:
+        with tf.control_dependencies([operation]):
+            operation = _order().assign_add(1, read_value=False)
+    _last_begins[graph] = operation
     return made
 
 

@@ -126,8 +126,7 @@ class Device:
     # Neither waits for the whole device: a collective that is on its way there may wait for a rank that was lost.
 
     def _wait_for_tensorflow(self) -> None:
-        with tf.device(self.name):
-            tf.raw_ops.SyncDevice()
+        tf.test.experimental.sync_devices()  # also for what asynchronous execution has not begun yet
 
     def _wait_for_pytorch(self) -> None:
         if self.place.startswith("cuda"):

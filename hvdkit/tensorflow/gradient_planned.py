@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,8 +167,8 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any
         return [as_tensor(one) if isinstance(one, np.ndarray) else tf.identity(one) for one in plan.finish()]
     check_functions()
     for number, part in enumerate(plan.parts()):
-        is_first = number == 0
-        in_order(lambda part=part, is_first=is_first: _hand_over(plan, part, is_first, gradients), is_first)  # type: ignore[misc]
+        hand_over = functools.partial(_hand_over, plan, part, number == 0, gradients)
+        in_order(hand_over, first=number == 0, last=False)
 
     @not_converted
     def end() -> list[Any]:
@@ -180,7 +181,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any
 
     # The wait has its place in the order too: then steps that share a lane cannot overtake each other.
     dtypes = [gradient.dtype for gradient in gradients]
-    results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"))
+    results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"), first=False)
     for result, slot in zip(results, plan.slots, strict=True):
         result.set_shape(slot.shape)
     return [tf.identity(result) for result in results]  # where the caller wants them

@@ -18,6 +18,9 @@ from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, ru
 from hvdkit.tensorflow.device import kind_of
 from hvdkit.tensorflow.reduction import Reduction, reduce
 
+# Of variables that are broadcast together.
+CHUNK_BYTES = 256 << 20
+
 
 def _broadcast(
     function: str,
@@ -84,10 +87,24 @@ def broadcast(
     return differentiable(found)
 
 
+def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
+    """Tensors that travel together: not a whole model with its optimizer's state, of which there are copies then."""
+    chunks: list[list[Any]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+        if chunks[-1] and nbytes + size > CHUNK_BYTES:
+            chunks.append([])
+            nbytes = 0
+        chunks[-1].append(tensor)
+        nbytes += size
+    return chunks
+
+
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Write the root's values into variables on all ranks, as one operation; returns the new values.
+    """Write the root's values into variables on all ranks; returns the new values.
 
     Arguments and errors are those of broadcast(), and TypeError for what cannot be assigned to.
     """
@@ -99,7 +116,10 @@ def broadcast_(
     if not variables:
         return []
     values = tensor_checks.check_tensors(function, variables, tensor_checks.MOVABLE_DTYPES)
-    outputs = _broadcast(function, values, root_rank, name, False, process_set)
+    outputs: list[Any] = []
+    for number, some in enumerate(_chunks(values)):
+        some_name = name if number == 0 or name is None else f"{name}.{number}"
+        outputs += _broadcast(function, some, root_rank, some_name, False, process_set)
     for variable, output in zip(variables, outputs, strict=True):
         variable.assign(output)
     return outputs

@@ -70,7 +70,7 @@ def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: flo
             group = nccl(store, rank, size, options)
         # The communicator is made by the first collective, which blocks until all are there.
         group.allreduce([torch.zeros(1, device=device)]).wait()
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
         return TorchDeviceCollectives(group, device, CudaStream())
 
     collectives: TorchDeviceCollectives = within(timeout_seconds, connect, "NCCL to connect")

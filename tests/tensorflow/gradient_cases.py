@@ -283,6 +283,29 @@ def case_tape_several_steps_in_one_graph(hvd: Any) -> None:
             close(ours.weights, alone.weights, 1e-4)
 
 
+def case_tape_in_a_function_and_in_one_that_it_calls(hvd: Any) -> None:
+    """Both use one lane: the second step must not begin before the first has ended."""
+    model = Model(width=1000)
+
+    def gradients(x: Any) -> Any:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = model.loss(x)
+        return tape.gradient(loss, model.weights)
+
+    inner = tf.function(gradients)
+
+    @tf.function
+    def outer(x: Any, y: Any) -> Any:
+        first = gradients(x)
+        return first, inner(y), gradients(x)
+
+    for step in range(5):
+        x, y = batch(hvd.rank(), step=step), batch(hvd.rank(), step=step + 100)
+        for found, number in zip(outer(x, y), (step, step + 100, step), strict=True):
+            every = joined(hvd, step=number)
+            close(found, plain(lambda every=every: model.loss(every), model.weights))
+
+
 def case_tape_process_sets(hvd: Any) -> None:
     if hvd.size() < 3:
         raise Skip("needs a rank outside")

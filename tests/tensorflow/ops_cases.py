@@ -6,9 +6,11 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from hvdkit.errors import HorovodInternalError
+from hvdkit.tensorflow import ops_broadcast
 from tests.ranks import Skip
 from tests.tensorflow.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, check_equal, doubles, ways
 from tests.told import told
@@ -311,6 +313,19 @@ def case_variables_become_those_of_the_root(hvd: Any) -> None:
     hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
     for variable in variables:
         assert np.all(variable.numpy() == hvd.size() - 1)
+
+
+def case_many_variables_are_broadcast_in_chunks(hvd: Any) -> None:
+    sizes = (5, 300, 1, 300, 300, 2)
+    variables = [tf.Variable(tf.fill([size], float(hvd.rank() + place))) for place, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops_broadcast, "CHUNK_BYTES", 2500)
+        assert [len(chunk) for chunk in ops_broadcast._chunks(variables)] == [4, 2]
+        for name in (None, "variables"):
+            ops_broadcast.broadcast_(variables, hvd.size() - 1, name)
+            for place, variable in enumerate(variables):
+                assert (variable.numpy() == hvd.size() - 1 + place).all()
+                variable.assign(variable + (hvd.rank() - hvd.size() + 1.0))
 
 
 def case_objects_travel(hvd: Any) -> None:
