@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
 from hvdkit.api import job
+from hvdkit.api.checks import num_rank_is_power_2 as num_rank_is_power_2
 from hvdkit.api.planning import split_list as split_list
 
 
@@ -33,13 +35,8 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether a framework ("torch", "tensorflow") is installed and finds a GPU."""
     if not extension_available(ext_base_name):
         return False
-    if ext_base_name == "torch":
-        import torch
-
-        return torch.cuda.is_available()
-    from hvdkit.tensorflow.basics import gpu_available as tensorflows
-
-    return tensorflows()
+    adapter = importlib.import_module(f"hvdkit.{ext_base_name}.basics")
+    return bool(adapter.gpu_available())
 
 
 def ddl_built(verbose: bool = False) -> bool:
@@ -59,11 +56,6 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
     """Nothing to check: adapters have no native part."""
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is a power of two."""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def is_iterable(x: Any) -> bool:

@@ -26,6 +26,15 @@ class DeviceArray:
     to_host: Callable[[], Array]  # waits for the values and copies them
 
 
+def reduces_directly(op: ReduceOp, prescale: float, postscale: float, floating: bool) -> bool:
+    """Whether an allreduce of tensors, ``floating`` if all of them are, can be done by the device's collectives.
+
+    Adasum cannot, nor can scaled integers, which are cut off after the scaling in float64.
+    """
+    scaled = op == ReduceOp.AVERAGE or prescale != 1.0 or postscale != 1.0
+    return op != ReduceOp.ADASUM and (floating or not scaled)
+
+
 def zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:
     """What a rank that has joined contributes."""
     zeros = []

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
-from hvdkit.engine.direct import DeviceArray
+from hvdkit.engine.direct import DeviceArray, reduces_directly
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.arrays import empty_like
@@ -32,11 +32,9 @@ class Reduction:
     codec: Codec = CASTS["none"]
 
     def stays_on_device(self, tensors: Sequence[Any]) -> bool:
-        """Whether it needs no host memory: scaled integers, which are cut off after the scaling in float64, do."""
-        if self.op == ReduceOp.ADASUM or self.codec.name != "none":
-            return False
-        scaled = self.op == ReduceOp.AVERAGE or self.prescale != 1.0 or self.postscale != 1.0
-        return not scaled or all(tensor.dtype.is_floating for tensor in tensors)
+        """Whether it needs no host memory."""
+        floating = all(tensor.dtype.is_floating for tensor in tensors)
+        return self.codec.name == "none" and reduces_directly(self.op, self.prescale, self.postscale, floating)
 
     def backward(self) -> Reduction:
         """The reduction of the gradients: the same, as Horovod's."""

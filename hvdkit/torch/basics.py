@@ -35,6 +35,11 @@ def nccl_built() -> int:
     return int(major * 10000 + minor * 100 + patch)
 
 
+def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
+    """Whether PyTorch finds a GPU. The arguments are Horovod's and not used."""
+    return torch.cuda.is_available()
+
+
 def cuda_built() -> bool:
     """Whether this PyTorch was built for CUDA, so that CUDA tensors can be passed."""
     return torch.version.cuda is not None

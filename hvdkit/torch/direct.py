@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdkit.engine import direct
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.arrays import Array, as_array, as_tensor, host_copy
@@ -22,16 +23,10 @@ def moves_directly(engine: Any, tensor: Tensor) -> bool:
 
 
 def reduces_directly(engine: Any, tensors: Sequence[Tensor], op: ReduceOp, prescale: float, postscale: float) -> bool:
-    """Whether an allreduce leaves these tensors on their device: the same on all ranks whose requests match.
-
-    Adasum, int16 and scaled integers, which are cut off after the scaling in float64, are left to the host.
-    """
-    if not moves_directly(engine, tensors[0]) or op == ReduceOp.ADASUM:
+    """Whether an allreduce leaves these tensors on their device: the same on all ranks whose requests match."""
+    if not moves_directly(engine, tensors[0]) or any(tensor.dtype not in _FLOATS + _INTEGERS for tensor in tensors):
         return False
-    if all(tensor.dtype in _FLOATS for tensor in tensors):
-        return True
-    scaled = op == ReduceOp.AVERAGE or prescale != 1.0 or postscale != 1.0
-    return not scaled and all(tensor.dtype in _FLOATS + _INTEGERS for tensor in tensors)
+    return direct.reduces_directly(op, prescale, postscale, all(tensor.dtype in _FLOATS for tensor in tensors))
 
 
 def device_copy(tensor: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ logger = logging.getLogger("hvdkit")
 # NCCL's watchdog gives up what takes longer. Deadlines are the engine's, which notices lost ranks over the transport.
 NEVER = timedelta(days=3650)
 
-
 _told: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
 
 

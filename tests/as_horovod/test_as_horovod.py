@@ -73,6 +73,22 @@ print("imported")
     assert told_by(program) == "imported\n"
 
 
+def test_horovods_util_asks_the_frameworks():
+    program = """
+import hvdkit
+hvdkit.install_as_horovod()
+import torch, hvdkit.tensorflow, hvdkit.torch
+from horovod.common.util import gpu_available, nccl_built, num_rank_is_power_2
+assert gpu_available("torch") == torch.cuda.is_available()
+assert gpu_available("tensorflow") == hvdkit.tensorflow.gpu_available()
+assert not gpu_available("mxnet")
+assert nccl_built() == (hvdkit.torch.nccl_built() > 0)
+assert [number for number in range(9) if num_rank_is_power_2(number)] == [1, 2, 4, 8]
+print("asked")
+"""
+    assert told_by(program).startswith("asked\n")  # then TensorFlow's log
+
+
 @pytest.mark.parametrize(
     ("statement", "told"),
     [
