@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.hostlist import expand_counts, expand_hosts
+from hvdkit.environments.network import LOOPBACK
 from hvdkit.environments.variables import Names, integer, job_identifier, master_rendezvous, read_place
 
 name = "srun"
@@ -69,4 +70,7 @@ def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
     job = integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
     step = integer(environ, "SLURM_STEP_ID")
     # 31 keeps the steps of neighbouring jobs apart: both numbers grow by one.
-    return Rendezvous("tcp", expand_hosts(nodes)[0], _FIRST_PORT + (job * 31 + step) % _PORTS)
+    hosts = expand_hosts(nodes)
+    # Nobody but this step's tasks looks for this place: on one host, other hosts need not see it.
+    host = hosts[0] if len(hosts) > 1 else LOOPBACK
+    return Rendezvous("tcp", host, _FIRST_PORT + (job * 31 + step) % _PORTS)

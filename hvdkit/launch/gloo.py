@@ -11,6 +11,8 @@ from functools import partial
 
 import psutil
 
+from hvdkit.environments import network
+from hvdkit.environments.network import LOOPBACK
 from hvdkit.launch.errors import LaunchError, UsageError
 from hvdkit.launch.hosts import Slot
 from hvdkit.launch.job_environment import for_other_hosts, slot_environment
@@ -18,7 +20,6 @@ from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh
 from hvdkit.launch.supervise import Child
 
-LOOPBACK = "127.0.0.1"
 _PORTS = (20000, 32767)  # below the ports that Linux hands out itself
 
 
@@ -53,10 +54,7 @@ def own_address(other: str, interfaces: list[str], port: int) -> str:
     if interfaces:
         return interface_address(interfaces[0])
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(other, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing; it only asks the kernel for the route
-            return str(probe.getsockname()[0])
+        return network.address_towards(other, port)
     except OSError as error:  # ssh may know the host by its own configuration only
         raise LaunchError(
             f"cannot find the address under which host {other} sees this machine: {error}\n"
@@ -65,16 +63,11 @@ def own_address(other: str, interfaces: list[str], port: int) -> str:
 
 
 def interface_address(interface: str) -> str:
-    """The first IPv4 address of a network interface, else its first IPv6 one."""
-    known = psutil.net_if_addrs()
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in known.get(interface, []):
-            if entry.family == family:
-                return str(entry.address)
-    raise UsageError(
-        f"there is no network interface {interface!r} with an address here\n"
-        f"HINT: choose from {', '.join(sorted(known))}, or leave --network-interfaces away"
-    )
+    """The address of a network interface. Raises UsageError where there is none."""
+    try:
+        return network.interface_address(interface)
+    except LookupError as error:
+        raise UsageError(f"{error.args[0]}\nHINT: choose one of them, or leave --network-interfaces away") from error
 
 
 def rank_environment(slot: Slot, point: MeetingPoint, interfaces: list[str], one_host: bool) -> dict[str, str]:

@@ -70,7 +70,7 @@ def run(chosen: Options) -> int:
         say(f"starting {way.reason}")
     if way.mpirun is None:
         return run_gloo(chosen, slots, remote, environment, ssh, output)
-    return run_mpi(chosen, way.mpirun, slots, environment, ssh, output)
+    return run_mpi(chosen, way.mpirun, slots, remote, environment, ssh, output)
 
 
 def where(host: str, remote: set[str]) -> str:
@@ -112,11 +112,18 @@ def run_gloo(
 
 
 def run_mpi(
-    chosen: Options, mpirun: str, slots: list[Slot], environment: dict[str, str], ssh: Ssh, output: Output
+    chosen: Options,
+    mpirun: str,
+    slots: list[Slot],
+    remote: set[str],
+    environment: dict[str, str],
+    ssh: Ssh,
+    output: Output,
 ) -> int:
     """One mpirun for all ranks."""
     mpi_args = mpi.split_mpi_args(chosen.mpi_args)
-    argv = mpi.mpirun_argv(mpirun, chosen.command, slots, environment, chosen.interfaces, ssh, mpi_args)
+    without_tcp = mpi.needs_no_tcp(slots, remote, environment, mpi_args)
+    argv = mpi.mpirun_argv(mpirun, chosen.command, slots, environment, chosen.interfaces, ssh, mpi_args, without_tcp)
     if chosen.verbose:
         say(shlex.join(argv))
     streams = {stream: MpirunStream(partial(write_known, output, chosen.size)) for stream in STREAMS}

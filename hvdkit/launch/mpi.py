@@ -19,6 +19,7 @@ from hvdkit.launch.job_environment import for_other_hosts
 from hvdkit.launch.ssh import Ssh
 
 _OLDEST = 5  # older ones tag and map by other names
+_SHARED_MEMORY, _SEGMENT_BYTES = "/dev/shm", 16 << 20  # noqa: S108 (where Open MPI has its own files, one a rank)
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,21 @@ def split_mpi_args(text: str) -> list[str]:
         raise UsageError(f"cannot read --mpi-args {text!r}: {error}\nHINT: close every quote in it") from error
 
 
+def needs_no_tcp(slots: list[Slot], remote: set[str], environment: Mapping[str, str], mpi_args: list[str]) -> bool:
+    """Whether MPI can do without TCP, with which it listens on all interfaces: all ranks are on this machine.
+
+    The caller's own word on what MPI uses is left alone.
+    """
+    hosts = {slot.host for slot in slots}
+    if len(hosts) > 1 or hosts & remote or "OMPI_MCA_btl" in environment or "btl" in mpi_args:
+        return False
+    try:
+        # Ranks talk through files there, and a container may have little room: with TCP they could do without.
+        return shutil.disk_usage(_SHARED_MEMORY).free > len(slots) * _SEGMENT_BYTES
+    except OSError:
+        return False
+
+
 def mpirun_argv(
     mpirun: str,
     command: Iterable[str],
@@ -82,6 +98,7 @@ def mpirun_argv(
     interfaces: list[str],
     ssh: Ssh,
     mpi_args: list[str],
+    without_tcp: bool = False,
 ) -> list[str]:
     """The whole command line. ``environment`` is what mpirun runs in; its variables are forwarded by name."""
     argv = [mpirun]
@@ -99,6 +116,8 @@ def mpirun_argv(
     if interfaces:
         argv += ["--mca", "btl_tcp_if_include", ",".join(interfaces)]
         argv += ["--mca", "oob_tcp_if_include", ",".join(interfaces)]
+    if without_tcp:
+        argv += ["--mca", "btl", "^tcp"]
     for name in sorted(for_other_hosts(environment)):
         argv += ["-x", name]
     return [*argv, *mpi_args, *command]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -14,9 +13,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.errors import TransportUnavailableError
+from hvdkit.transports.listening import addresses_for, listen, place_to_meet
 
 # A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place.
 _served: dict[tuple[str, int], Any] = {}
+
+# More than an address and a port ever need, or an error that says why there are none.
+PLACE_BYTES = 1024
 
 
 def open_store(world: World, generation: int, timeout_seconds: float) -> Any:
@@ -49,20 +52,27 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
     if place in _served:
         return _served[place]
     serves = world.rank == 0 and rendezvous.kind in ("tcp", "fd")
+    host, descriptor = rendezvous.host, rendezvous.listen_fd
+    if rendezvous.kind == "tcp":
+        host, address = place_to_meet(world, host)
+        if serves:
+            # Left to itself, the store would listen on all interfaces. It closes what it is given.
+            descriptor = listen(address, rendezvous.port).detach()
     try:
         store = TCPStore(
-            rendezvous.host,
+            host,
             rendezvous.port,
             is_master=serves,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=rendezvous.listen_fd is None,
-            master_listen_fd=rendezvous.listen_fd if serves else None,
+            # What else this process opens at this place, as torch.distributed does with MASTER_PORT, shares the server.
+            multi_tenant=True,
+            master_listen_fd=descriptor if serves else None,
         )
     except (RuntimeError, dist.DistError) as error:
         role = "serve" if serves else "reach"
         raise TransportUnavailableError(
-            f"rank {world.rank} could not {role} the meeting place {rendezvous.host}:{rendezvous.port} "
+            f"rank {world.rank} could not {role} the meeting place {host}:{rendezvous.port} "
             f"within {timeout.total_seconds():g} s: {str(error).splitlines()[0]}\n"
             "HINT: check that rank 0 runs, that the address is right on every host and the port is free and not "
             "filtered; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
@@ -75,36 +85,45 @@ def _meet_through_mpi(world: World) -> Rendezvous:
     """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address, MPI tells the others."""
     from mpi4py import MPI
 
-    place = None
+    served, told = None, bytearray(PLACE_BYTES)
     if world.rank == 0:
-        listener = socket.create_server(("", 0))
-        place = (socket.gethostname() if world.local_size != world.size else "127.0.0.1", listener.getsockname()[1])
-        _listeners.append(listener)
-        rendezvous = Rendezvous("fd", place[0], place[1], listen_fd=listener.fileno())
-    place = MPI.COMM_WORLD.bcast(place, root=0)
-    return rendezvous if world.rank == 0 else Rendezvous("tcp", place[0], place[1])
+        try:
+            served = _serve(addresses_for(world)[0])
+            words = f"{served.host} {served.port}"
+        except TransportUnavailableError as error:
+            words = f"! {error}"  # or the others would wait for ever
+        told[:] = words.encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
+    MPI.COMM_WORLD.Bcast(told, root=0)
+    if told.startswith(b"!"):
+        raise TransportUnavailableError(told.decode(errors="replace").strip("! "))
+    return served or _place(bytes(told))
 
 
-_listeners: list[socket.socket] = []  # their descriptors serve the store for the life of the process
+def _place(words: bytes) -> Rendezvous:
+    """Where rank 0 says that its store is."""
+    host, port = words.decode().split()
+    return Rendezvous("tcp", host, int(port))
+
+
+def _serve(address: str) -> Rendezvous:
+    listener = listen(address)
+    port = listener.getsockname()[1]
+    return Rendezvous("fd", address, port, listen_fd=listener.detach())  # the store closes it
 
 
 def _meet_through_http(world: World, rendezvous: Rendezvous, prefix: str, timeout_seconds: float) -> Rendezvous:
     """Under horovodrun's Gloo mode: rank 0 publishes where its store is at horovodrun's key-value server."""
     url = f"http://{rendezvous.host}:{rendezvous.port}/{prefix.replace('/', '.')}/store"
     if world.rank == 0:
-        listener = socket.create_server(("", 0))
-        _listeners.append(listener)
-        port = listener.getsockname()[1]
-        host = _address_towards(rendezvous.host, rendezvous.port)
-        request = urllib.request.Request(url, data=f"{host} {port}".encode(), method="PUT")
+        served = _serve(addresses_for(world)[0])
+        request = urllib.request.Request(url, data=f"{served.host} {served.port}".encode(), method="PUT")
         urllib.request.urlopen(request, timeout=timeout_seconds).close()  # noqa: S310 (http only)
-        return Rendezvous("fd", host, port, listen_fd=listener.fileno())
+        return served
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
-                host, port_text = answer.read(1024).decode().split()
-            return Rendezvous("tcp", host, int(port_text))
+                return _place(answer.read(PLACE_BYTES))
         except urllib.error.HTTPError as error:
             if error.code != 404:  # 404: rank 0 has not published yet
                 raise
@@ -114,9 +133,3 @@ def _meet_through_http(world: World, rendezvous: Rendezvous, prefix: str, timeou
                 "HINT: see what rank 0 printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
             )
         time.sleep(0.05)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This host's address on the route to ``host``."""
-    with socket.create_connection((host, port), timeout=10) as probe:
-        return str(probe.getsockname()[0])

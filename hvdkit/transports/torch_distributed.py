@@ -22,6 +22,7 @@ from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
 from hvdkit.transports.device import DeviceTransfer
+from hvdkit.transports.listening import addresses_for
 from hvdkit.transports.nccl import nccl_available, open_nccl
 from hvdkit.transports.rendezvous import open_store
 from hvdkit.transports.waiters import Waiters
@@ -78,10 +79,9 @@ class TorchTransport(Transport):
         _meet(store, world, start_timeout_seconds)
         self._store = store
         gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
+        options = _gloo_options(world, start_timeout_seconds)
         try:
-            # The group's time-out bounds connecting; every wait afterwards is given one of its own.
-            timeout = timedelta(seconds=start_timeout_seconds)
-            self._group = gloo(PrefixStore("gloo", store), world.rank, world.size, timeout)
+            self._group = gloo(PrefixStore("gloo", store), world.rank, world.size, options)
         except RuntimeError as error:
             raise TransportUnavailableError(
                 f"rank {world.rank} could not connect to all ranks within {start_timeout_seconds:g} s: "
@@ -214,6 +214,17 @@ class TorchTransport(Transport):
 
     def abort(self, code: int) -> None:
         """Peers notice the broken connections when this process ends; there is no job-wide end to call for."""
+
+
+def _gloo_options(world: World, start_timeout_seconds: float) -> Any:
+    """Where Gloo listens, and how long it may take to connect; every wait afterwards is given a time of its own."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=start_timeout_seconds)
+    # Left to itself, Gloo looks up the host's name, which may lead out of the machine or nowhere.
+    options._devices = [gloo.create_device(hostname=address) for address in addresses_for(world)]
+    options._threads = 2 * len(options._devices)
+    return options
 
 
 def _meet(store: Any, world: World, timeout_seconds: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hvdkit.environments import Rendezvous, World, detect
@@ -96,6 +98,10 @@ CASES = {
     "srun without the step's task count": (
         {("SLURM_NTASKS" if name == "SLURM_STEP_NUM_TASKS" else name): value for name, value in SRUN.items()},
         SRUN_WORLD,
+    ),
+    "srun on one host": (
+        {**SRUN, "SLURM_STEP_NODELIST": "node07"},
+        replace(SRUN_WORLD, rendezvous=Rendezvous("tcp", "127.0.0.1", SRUN_PORT)),
     ),
     "srun with a place to meet": (
         {**SRUN, "MASTER_ADDR": "h0", "MASTER_PORT": "29500"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,21 @@ def test_mpirun_gets_interfaces_ssh_port_and_the_callers_own_arguments():
     assert after(argv, "oob_tcp_if_include") == "eth0,eth1"
     assert after(argv, "plm_ssh_args") == "-p 2222 -i /key"
     assert after(argv, "x") == "y z"
+
+
+def test_mpirun_does_without_tcp_where_all_ranks_are_here_and_memory_has_room(monkeypatch):
+    free = {"bytes": 1 << 30}
+    monkeypatch.setattr(mpi.shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
+    here = assign_slots([Host("localhost", 4)], 4)
+    assert mpi.needs_no_tcp(here, set(), {}, [])
+    assert not mpi.needs_no_tcp(here, {"localhost"}, {}, [])  # elsewhere, nobody looked whether there is room
+    assert not mpi.needs_no_tcp(SLOTS, set(), {}, [])
+    assert not mpi.needs_no_tcp(here, set(), {"OMPI_MCA_btl": "tcp,self"}, [])
+    assert not mpi.needs_no_tcp(here, set(), {}, ["--mca", "btl", "tcp,self"])
+    free["bytes"] = 64 << 20  # what Docker gives, and 4 ranks would fill to the last byte
+    assert not mpi.needs_no_tcp(here, set(), {}, [])
+    assert after(mpirun_argv(without_tcp=True), "btl") == "^tcp"
+    assert "btl" not in mpirun_argv()
 
 
 def test_flags_become_horovods_variables():

@@ -1,0 +1,82 @@
+"""Where rank 0 listens, and where the others look for it: one address, decided alike on all ranks of a host."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hvdkit.environments.base import Rendezvous, World
+from hvdkit.errors import TransportUnavailableError
+from hvdkit.transports import listening
+
+OWN = ("10.0.0.1", "127.0.0.1", "127.0.1.1", "fd00::1")
+
+
+def world(host: str = "name", local_size: int | None = 1) -> World:
+    return World("by hand", 0, 2, 0, local_size, rendezvous=Rendezvous("tcp", host, 1))
+
+
+@pytest.fixture(autouse=True)
+def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What names stand for; this host is 10.0.0.1."""
+    known: dict[str, list[str]] = {}
+    monkeypatch.setattr(listening, "addresses_of", lambda host: known.get(host, [host]))
+    monkeypatch.setattr(listening, "is_own", OWN.__contains__)
+    monkeypatch.setattr(listening, "own_address", lambda towards: "10.0.0.1")
+    monkeypatch.setattr(listening, "named_interfaces", list)
+    return known
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_ranks_that_meet_on_a_loopback_are_on_one_host(host):
+    assert listening.on_one_host(world(host, local_size=None))
+    assert listening.addresses_for(world(host)) == ["127.0.0.1"]
+
+
+def test_ranks_are_on_one_host_if_the_launcher_says_so():
+    assert listening.on_one_host(world(local_size=2))
+    assert not listening.on_one_host(world(local_size=1))
+    assert not listening.on_one_host(world(local_size=None))
+
+
+# what the name stands for, how many ranks are on the host: where they look for rank 0, and where it listens
+@pytest.mark.parametrize(
+    ("stands_for", "local_size", "place"),
+    [
+        (["10.0.0.1"], 1, ("name", "10.0.0.1")),
+        (["127.0.1.1", "10.0.0.1"], 1, ("name", "10.0.0.1")),
+        (["127.0.1.1"], 2, ("name", "127.0.1.1")),  # all ranks find it there
+        (["127.0.1.1"], 1, ("10.0.0.1", "10.0.0.1")),  # other hosts see another address behind the name
+        (["127.0.1.1"], None, ("10.0.0.1", "10.0.0.1")),
+        (["203.0.113.9"], 1, ("name", "10.0.0.1")),  # another host's, or translated on the way here
+        (["fd00::1"], 1, ("name", "fd00::1")),
+    ],
+)
+def test_where_ranks_meet_by_a_name(addresses, stands_for, local_size, place):
+    addresses["name"] = stands_for
+    assert listening.place_to_meet(world(local_size=local_size), "name") == place
+
+
+def test_a_name_that_nobody_knows_is_told_with_what_to_do(monkeypatch):
+    def unknown(host: str) -> list[str]:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(listening, "addresses_of", unknown)
+    with pytest.raises(TransportUnavailableError, match=r"'name'[\s\S]*HINT: MASTER_ADDR"):
+        listening.place_to_meet(world(), "name")
+
+
+def test_named_interfaces_come_before_everything(monkeypatch):
+    monkeypatch.setattr(listening, "named_interfaces", lambda: ["lo"])
+    assert listening.addresses_for(world(local_size=1)) == ["127.0.0.1"]
+    monkeypatch.setattr(listening, "named_interfaces", lambda: ["no-such"])
+    with pytest.raises(TransportUnavailableError, match=r"'no-such'[\s\S]*HINT: GLOO_SOCKET_IFNAME"):
+        listening.addresses_for(world("127.0.0.1"))
+
+
+def test_a_port_that_is_taken_is_told_with_what_to_do():
+    with listening.listen("127.0.0.1") as first:
+        assert first.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(TransportUnavailableError, match=r"cannot listen on 127.0.0.1[\s\S]*HINT: "):
+            listening.listen("127.0.0.1", first.getsockname()[1])
