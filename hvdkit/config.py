@@ -145,6 +145,14 @@ class Settings:
         "s",
         "how long `hvd.init()` waits for all ranks; raise it on clusters that start slowly",
     )
+    secret_file: str = _setting(
+        "",
+        str,
+        "HVDKIT_SECRET_FILE",
+        "path",
+        "ranks of the torch transport prove to each other that they know what is in this file, which only its user may "
+        "read; `hvdkitrun` makes one for each job",
+    )
     fusion_threshold: int | None = _setting(
         None,
         _bytes_or_auto,

@@ -63,3 +63,7 @@ class EnvironmentConflictError(ValueError):
 
 class TransportUnavailableError(RuntimeError):
     """The chosen transport cannot run here; the message says what is missing and how to get it."""
+
+
+class AuthenticationError(TransportUnavailableError):
+    """Somebody who does not know the job's secret is where a rank should be; nothing that it sent was looked at."""

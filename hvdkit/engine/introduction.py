@@ -23,6 +23,7 @@ from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports import Transport
 
 STARTUP_TAG = 0
+MOST_BYTES = 1 << 24  # of what a rank says about itself, which is some hundred, and more with many process sets
 # Buckets are laid out and algorithms chosen by these, so ranks that differed would wait for each other for ever.
 SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "compression")
 
@@ -76,6 +77,9 @@ def exchange_blobs(transport: Transport, mine: bytes, timeout_seconds: float) ->
         sizes = np.zeros(group.size, dtype=np.int64)
         own = np.array([len(mine)], dtype=np.int64)
         yield from allgather(group, own, [sizes[rank : rank + 1] for rank in range(group.size)], STARTUP_TAG)
+        for rank, size in enumerate(sizes):
+            if not 0 <= size <= MOST_BYTES:
+                raise HorovodInternalError(f"rank {rank} says that it introduces itself in {size} bytes.")
         blobs = [np.empty(int(size), dtype=np.uint8) for size in sizes]
         yield from allgather(group, np.frombuffer(bytearray(mine), dtype=np.uint8), blobs, STARTUP_TAG + 1)
         return [blob.tobytes() for blob in blobs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from hvdkit.launch.ssh import Ssh
 from hvdkit.launch.supervise import Child
 
 _PORTS = (20000, 32767)  # below the ports that Linux hands out itself
+_SECRET_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def children(
     output: Output,
 ) -> list[Child]:
     """A worker for every rank, in rank order."""
-    result = []
+    result, secret = [], secrets.token_hex(_SECRET_BYTES)
     for slot in slots:
         away = slot.host in remote
         own = rank_environment(slot, point, interfaces, one_host=not remote)
@@ -112,6 +114,7 @@ def children(
                 receive=partial(output.write, slot.rank),
                 remote=ssh.worker(slot.host) if away else [],
                 pass_fds=() if listener is None else (listener.fileno(),),
+                secret=secret,
             )
         )
     return result

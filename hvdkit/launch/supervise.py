@@ -37,13 +37,17 @@ WORKER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("worker.py"))
 
 @dataclass
 class Child:
-    """A worker to start. ``remote`` is the ssh command in front of it, empty for this machine."""
+    """A worker to start. ``remote`` is the ssh command in front of it, empty for this machine.
+
+    ``secret`` goes to the worker with the header, by its standard input, and from there to the command in a file.
+    """
 
     command: list[str]
     environment: dict[str, str]
     receive: Callable[[str, bytes], None]
     remote: list[str] = field(default_factory=list)
     pass_fds: tuple[int, ...] = ()
+    secret: str = field(default="", repr=False)
 
     @property
     def argv(self) -> list[str]:
@@ -58,6 +62,7 @@ class Child:
             "keep_environment": bool(self.remote),
             "folder": os.getcwd(),
             "pass_fds": self.pass_fds,
+            "secret": self.secret,
             "grace": GRACE_SECONDS,
             "by_signal": not self.remote,
         }

@@ -37,11 +37,24 @@ def read_header() -> dict[str, Any] | None:
     return header
 
 
+def offer(secret: str) -> str:
+    """Where the command can read the secret: a file without a name, which is gone when this process is.
+
+    Only its user can read it, whatever became of descriptors on the way, and ``ps`` shows where it is, not what it is.
+    """
+    descriptor = os.memfd_create("hvdkit-secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, secret.encode())
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the command in its own session, so that signals of a terminal or a group do not reach it."""
     environment = header["environment"]
     if header["keep_environment"]:
         environment = {**os.environ, **environment}
+    if header["secret"] and hasattr(os, "memfd_create"):
+        environment = {**environment, "HVDKIT_SECRET_FILE": offer(header["secret"])}
     try:
         os.chdir(header["folder"])
     except OSError as error:

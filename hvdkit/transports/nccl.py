@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hvdkit.environments.nccl import watchdog_options
-from hvdkit.errors import PeerLostError
+from hvdkit.errors import AuthenticationError, PeerLostError
+from hvdkit.transports.admission import unsealed
 from hvdkit.transports.device import CudaStream, TorchDeviceCollectives
 
 logger = logging.getLogger("hvdkit")
@@ -66,7 +67,7 @@ def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: flo
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             nccl: Any = dist.ProcessGroupNCCL  # its collectives are missing from the stubs
-            group = nccl(store, rank, size, options)
+            group = nccl(unsealed(store), rank, size, options)  # its watchdog asks the store, without Python
         # The communicator is made by the first collective, which blocks until all are there.
         group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.current_stream(device).synchronize()
@@ -92,6 +93,8 @@ def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float
                 )
             sleep(0.002)
         return [store.get(key).decode() for key in keys]
+    except AuthenticationError as error:
+        raise PeerLostError(str(error)) from error
     except dist.DistError as error:
         raise PeerLostError(f"the store where the ranks met is gone: {str(error).splitlines()[0]}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import urllib.error
 import urllib.request
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hvdkit.environments.base import Rendezvous, World
-from hvdkit.errors import TransportUnavailableError
+from hvdkit.environments.secret import job_secret
+from hvdkit.errors import AuthenticationError, TransportUnavailableError
+from hvdkit.transports.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.listening import addresses_for, listen, place_to_meet
 
 # A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place.
@@ -20,31 +23,34 @@ _served: dict[tuple[str, int], Any] = {}
 
 # More than an address and a port ever need, or an error that says why there are none.
 PLACE_BYTES = 1024
+SECRET_BYTES = 32
 
 
-def open_store(world: World, generation: int, timeout_seconds: float) -> Any:
-    """A store that all ranks of ``world`` reach, with keys of this job and generation only.
+def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[Any, bytes | None]:
+    """A store that all ranks of ``world`` reach, with keys of this job and generation only; and the job's secret.
 
     Raises TransportUnavailableError where the launcher gave no meeting place or nobody answers there in time.
     """
     prefix = f"hvdkit/{world.job}/{generation}"
+    secret = job_secret()
     if dist.is_initialized():
         # The user's own process group knows where to meet; its store is shared, its collectives are left alone.
         from torch.distributed.distributed_c10d import _get_default_store
 
-        return PrefixStore(prefix, _get_default_store())
+        return PrefixStore(prefix, _get_default_store()), secret
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
-        rendezvous = _meet_through_mpi(world)
+        rendezvous, secret = _meet_through_mpi(world)
     elif rendezvous is not None and rendezvous.kind == "http":
-        rendezvous = _meet_through_http(world, rendezvous, prefix, timeout_seconds)
+        credentials = None if secret is None else Credentials(secret, world.job, generation)
+        rendezvous = _meet_through_http(world, rendezvous, prefix, credentials, timeout_seconds)
     if rendezvous is None:
         raise TransportUnavailableError(
             f"launcher {world.launcher!r} does not say where the ranks of the torch transport can meet.\n"
             "HINT: set MASTER_ADDR and MASTER_PORT on every rank, or start the job with hvdkitrun or torchrun."
         )
-    return PrefixStore(prefix, _tcp_store(world, rendezvous, timeout))
+    return PrefixStore(prefix, _tcp_store(world, rendezvous, timeout)), secret
 
 
 def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
@@ -81,28 +87,35 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
     return store
 
 
-def _meet_through_mpi(world: World) -> Rendezvous:
-    """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address, MPI tells the others."""
+def _meet_through_mpi(world: World) -> tuple[Rendezvous, bytes]:
+    """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
     from mpi4py import MPI
 
     served, told = None, bytearray(PLACE_BYTES)
     if world.rank == 0:
         try:
             served = _serve(addresses_for(world)[0])
-            words = f"{served.host} {served.port}"
+            words = f"{secrets.token_hex(SECRET_BYTES)} {served.host} {served.port}"
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
         told[:] = words.encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
     MPI.COMM_WORLD.Bcast(told, root=0)
     if told.startswith(b"!"):
         raise TransportUnavailableError(told.decode(errors="replace").strip("! "))
-    return served or _place(bytes(told))
+    secret, _, place = bytes(told).partition(b" ")
+    return served or _place(place), secret
 
 
 def _place(words: bytes) -> Rendezvous:
     """Where rank 0 says that its store is."""
-    host, port = words.decode().split()
-    return Rendezvous("tcp", host, int(port))
+    try:
+        host, port = words.decode().split()
+        return Rendezvous("tcp", host, int(port))
+    except ValueError:
+        raise TransportUnavailableError(
+            f"where rank 0 should say where its store is, there is {words[:80]!r}\n"
+            "HINT: another program wrote there; give the ranks an HVDKIT_SECRET_FILE, see SECURITY.md."
+        ) from None
 
 
 def _serve(address: str) -> Rendezvous:
@@ -111,19 +124,29 @@ def _serve(address: str) -> Rendezvous:
     return Rendezvous("fd", address, port, listen_fd=listener.detach())  # the store closes it
 
 
-def _meet_through_http(world: World, rendezvous: Rendezvous, prefix: str, timeout_seconds: float) -> Rendezvous:
+def _meet_through_http(
+    world: World, rendezvous: Rendezvous, prefix: str, credentials: Credentials | None, timeout_seconds: float
+) -> Rendezvous:
     """Under horovodrun's Gloo mode: rank 0 publishes where its store is at horovodrun's key-value server."""
     url = f"http://{rendezvous.host}:{rendezvous.port}/{prefix.replace('/', '.')}/store"
     if world.rank == 0:
         served = _serve(addresses_for(world)[0])
-        request = urllib.request.Request(url, data=f"{served.host} {served.port}".encode(), method="PUT")
+        words = f"{served.host} {served.port}".encode()
+        data = words if credentials is None else credentials.seal(url, words)
+        request = urllib.request.Request(url, data=data, method="PUT")
         urllib.request.urlopen(request, timeout=timeout_seconds).close()  # noqa: S310 (http only)
         return served
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
-                return _place(answer.read(PLACE_BYTES))
+                words = answer.read(PLACE_BYTES)
+            return _place(words if credentials is None else credentials.unseal(url, words))
+        except NotAuthenticError:
+            raise AuthenticationError(
+                f"what is at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"
+                "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; see SECURITY.md."
+            ) from None
         except urllib.error.HTTPError as error:
             if error.code != 404:  # 404: rank 0 has not published yet
                 raise

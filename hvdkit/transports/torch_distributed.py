@@ -20,7 +20,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError, TransportUnavailableError
+from hvdkit.transports.admission import SealedStore, greet, meet
 from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
+from hvdkit.transports.credentials import Credentials
 from hvdkit.transports.device import DeviceTransfer
 from hvdkit.transports.listening import addresses_for
 from hvdkit.transports.nccl import nccl_available, open_nccl
@@ -36,6 +38,7 @@ FRAME_BYTES = 2048
 # A frame of a control message: bytes of it in this frame, and whether it is the last one of its message.
 FRAME_HEADER = struct.Struct("<HB")
 FRAMES_KEPT = 256
+LONGEST_MESSAGE = 1 << 28  # a plan has some hundred bytes for each parameter
 FRAME_PAYLOAD = FRAME_BYTES - FRAME_HEADER.size
 
 
@@ -75,19 +78,22 @@ class TorchTransport(Transport):
     def __init__(self, world: World, generation: int, start_timeout_seconds: float) -> None:
         self.rank = world.rank
         self.size = world.size
-        store = open_store(world, generation, start_timeout_seconds)
-        _meet(store, world, start_timeout_seconds)
-        self._store = store
+        store, secret = open_store(world, generation, start_timeout_seconds)
+        credentials = None if secret is None else Credentials(secret, world.job, generation)
+        session = meet(store, world, credentials, start_timeout_seconds)
+        self._store, self._session = store, session
         gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
         options = _gloo_options(world, start_timeout_seconds)
         try:
-            self._group = gloo(PrefixStore("gloo", store), world.rank, world.size, options)
+            self._group = gloo(self._sealed("gloo"), world.rank, world.size, options)
         except RuntimeError as error:
             raise TransportUnavailableError(
                 f"rank {world.rank} could not connect to all ranks within {start_timeout_seconds:g} s: "
                 f"{str(error).splitlines()[0]}\n"
                 "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
             ) from error
+        if session is not None:
+            greet(self._group, world, session, CONTROL_TAG, start_timeout_seconds)
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
         self._inbox: deque[tuple[int, bytes]] = deque()
@@ -103,6 +109,12 @@ class TorchTransport(Transport):
         ]
         for receiver in self._receivers:
             receiver.start()
+
+    def _sealed(self, place: str) -> Any:
+        """A part of the store in which nobody but the ranks can write what is believed, if there is a secret."""
+        if self._session is None:
+            return PrefixStore(place, self._store)
+        return SealedStore(self._store, place, self._session)
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
         return TorchTransfer(self._posted(self._group.send, buffer, peer, tag), buffer, peer)
@@ -152,7 +164,7 @@ class TorchTransport(Transport):
         if place.partition(":")[0] not in self.device_types:
             return None
         # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
-        store = PrefixStore(f"device/{label}/{'-'.join(map(str, members))}", self._store)
+        store = self._sealed(f"device/{label}/{'-'.join(map(str, members))}")
         members = list(members)
         opened = self._open_device(store, members.index(self.rank), len(members), place, self._start_timeout_seconds)
         if opened is not None:
@@ -181,6 +193,10 @@ class TorchTransport(Transport):
                 return
             length, last = FRAME_HEADER.unpack_from(raw.data)
             message += raw[FRAME_HEADER.size : FRAME_HEADER.size + length].tobytes()
+            if len(message) > LONGEST_MESSAGE:
+                self._lost[peer] = f"it sent a control message of more than {LONGEST_MESSAGE} bytes"
+                self._waker()
+                return
             if last:
                 self._inbox.append((peer, bytes(message)))
                 message.clear()
@@ -225,23 +241,3 @@ def _gloo_options(world: World, start_timeout_seconds: float) -> Any:
     options._devices = [gloo.create_device(hostname=address) for address in addresses_for(world)]
     options._threads = 2 * len(options._devices)
     return options
-
-
-def _meet(store: Any, world: World, timeout_seconds: float) -> None:
-    """Wait at the store until every rank is there, so that connecting cannot wait for a rank that never started."""
-    store.set(f"here/{world.rank}", b"1")
-    everyone = [f"here/{rank}" for rank in range(world.size)]
-    try:
-        store.wait(everyone, timedelta(seconds=timeout_seconds))
-    except (RuntimeError, dist.DistError) as error:
-        missing = []
-        for rank, key in enumerate(everyone):
-            try:
-                if not store.check([key]):
-                    missing.append(rank)
-            except (RuntimeError, dist.DistError):
-                missing.append(rank)
-        raise TransportUnavailableError(
-            f"rank {world.rank} waited {timeout_seconds:g} s for all {world.size} ranks; missing: {missing}\n"
-            "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
-        ) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,4 +140,110 @@ def test_what_listens_in_an_mpi_job_is_mpiruns_and_ranks_listen_nowhere(tmp_path
         attack(ports)
         with holding(ports):
             running.end()  # as far as the ranks; mpirun itself waits for who has connected to it
+        running.check_ended_well()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file with a secret that only its user can read."""
+    return secret_file(tmp_path / "secret", "what only the ranks know")
+
+
+def secret_file(path: Path, text: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
+def errors_of(folder: Path, environments: list[dict[str, str]]) -> list[str]:
+    """What ranks say that must not come to sum, when all of them have ended."""
+    ranks = Job(folder, [RANK] * len(environments), environments)
+    try:
+        outputs = [process.communicate(timeout=END_SECONDS)[0] for process in ranks.processes]
+    finally:
+        ranks.stop()
+    assert all(process.returncode for process in ranks.processes), outputs
+    assert not list(folder.glob("started.*"))
+    return outputs
+
+
+def last_error(output: str) -> str:
+    return output[output.rindex("Error: ") :] if "Error: " in output else output
+
+
+START = {"HVDKIT_START_TIMEOUT_SECONDS": "20"}
+
+
+def test_an_outsider_who_replays_what_ranks_with_a_secret_said_changes_nothing(tmp_path, secret):
+    port = free_port()
+    recorder = Recorder(("127.0.0.1", port))
+    environments = by_hand("127.0.0.1", port, recorder.port)
+    try:
+        with job(
+            tmp_path, RANK, RANK, environments=[{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in environments]
+        ) as running:
+            assert_stands_it(running, bytes(recorder.heard))
+    finally:
+        recorder.close()
+    for path in tmp_path.glob("*.*"):
+        path.unlink()
+    # The same job once more, in which somebody says what rank 1 has said before.
+    port = free_port()
+    rank_0 = {**by_hand("127.0.0.1", port)[0], **START, "HVDKIT_SECRET_FILE": str(secret)}
+    with saying(port, bytes(recorder.heard)):
+        [output] = errors_of(tmp_path, [rank_0])
+    assert "AuthenticationError" in output
+    assert "was not written by a rank" in last_error(output)
+
+
+@contextlib.contextmanager
+def saying(port: int, message: bytes) -> Iterator[None]:
+    """Say something as soon as somebody listens, and stay connected."""
+    ended = threading.Event()
+
+    def say() -> None:
+        while not ended.wait(0.05):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(message)
+                ended.wait()
+
+    thread = threading.Thread(target=say)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("other", ["another secret", "no secret"])
+def test_who_does_not_know_the_secret_does_not_become_a_rank(tmp_path, secret, other):
+    port = free_port()
+    rank_0, rank_1 = ({**one, **START} for one in by_hand("127.0.0.1", port, port))
+    rank_0["HVDKIT_SECRET_FILE"] = str(secret)
+    if other == "another secret":
+        rank_1["HVDKIT_SECRET_FILE"] = str(secret_file(tmp_path / "other", "what somebody has guessed"))
+    outputs = errors_of(tmp_path, [rank_0, rank_1])
+    assert "who says to be rank 1 does not know the job's secret" in last_error(outputs[0]), outputs
+    if other == "another secret":
+        assert "who says to be rank 0 does not know the job's secret" in last_error(outputs[1]), outputs
+    else:
+        assert "rank 0 asks for a secret that rank 1 has not" in last_error(outputs[1]), outputs
+    assert all("HINT: give all ranks the same HVDKIT_SECRET_FILE" in output for output in outputs)
+
+
+def test_the_secret_of_hvdkitrun_is_in_no_command_line_and_no_environment(tmp_path):
+    with job(tmp_path, hvdkitrun("--gloo")) as running:
+        processes = psutil.Process(running.processes[0].pid).children(recursive=True)
+        paths = {process.environ().get("HVDKIT_SECRET_FILE") for process in processes} - {None}
+        secrets = {Path(path).read_text() for path in paths}
+        assert [len(bytes.fromhex(one)) for one in secrets] == [32]  # one, the same on all ranks
+        shown = "".join(
+            str((process.cmdline(), process.environ()))
+            for process in [*processes, psutil.Process(running.processes[0].pid)]
+        )
+        assert "HVDKIT_JOB" in shown
+        assert not any(one in shown for one in secrets)
+        assert {Path(path).stat().st_mode & 0o777 for path in paths} == {0o600}
+        running.end()
         running.check_ended_well()

@@ -1,0 +1,140 @@
+"""Who may take part in a job of the ``torch`` transport: who knows its secret, if it has one.
+
+Each rank tells a nonce at the store, sealed with the secret. From all nonces follows a secret of this session, which
+seals the addresses at which Gloo connects, and which each rank proves over every connection before anything that comes
+over it is looked at. Without a secret, ranks only wait for each other.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from hvdkit.environments.base import World
+from hvdkit.errors import AuthenticationError, TransportUnavailableError
+from hvdkit.transports.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
+
+PRESENT = b"1"  # what a rank says that has no secret
+STRANGERS = (
+    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
+    "see SECURITY.md."
+)
+
+
+class SealedStore(Store):
+    """A store whose values are sealed. What is not authentic is refused before anybody looks at it."""
+
+    def __init__(self, store: Any, place: str, credentials: Credentials) -> None:
+        super().__init__()
+        # For what calls a store from threads of C++, which may outlive Python.
+        self.bare = PrefixStore(place, store)
+        self._place = place
+        self._credentials = credentials
+
+    def set(self, key: str, value: str | bytes) -> None:
+        plain = value.encode() if isinstance(value, str) else value
+        self.bare.set(key, self._credentials.seal(f"{self._place}/{key}", plain))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._credentials.unseal(f"{self._place}/{key}", self.bare.get(key))
+        except NotAuthenticError:
+            raise AuthenticationError(
+                f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
+            ) from None
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.bare.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self.bare.wait(keys)
+        else:
+            self.bare.wait(keys, timeout)
+
+
+def unsealed(store: Any) -> Any:
+    """The store below the seals, if it has any."""
+    return store.bare if isinstance(store, SealedStore) else store
+
+
+def meet(store: Any, world: World, credentials: Credentials | None, timeout_seconds: float) -> Credentials | None:
+    """Wait until every rank is there, so that connecting cannot wait for one that never started.
+
+    Returns the credentials of this session. Raises TransportUnavailableError that names the ranks which did not come,
+    AuthenticationError that names the one which does not know the secret.
+    """
+    nonce = new_nonce()
+    everyone = [f"here/{rank}" for rank in range(world.size)]
+    mine = PRESENT if credentials is None else credentials.seal(everyone[world.rank], nonce)
+    store.set(everyone[world.rank], mine)
+    try:
+        store.wait(everyone, timedelta(seconds=timeout_seconds))
+    except (RuntimeError, dist.DistError) as error:
+        raise TransportUnavailableError(
+            f"rank {world.rank} waited {timeout_seconds:g} s for all {world.size} ranks; missing: "
+            f"{_missing(store, everyone)}\n"
+            "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
+        ) from error
+    told = store.multi_get(everyone) if store.has_extended_api() else [store.get(key) for key in everyone]
+    if credentials is None:
+        for rank, word in enumerate(told):
+            if word != PRESENT:
+                raise AuthenticationError(f"rank {rank} asks for a secret that rank {world.rank} has not.\n{STRANGERS}")
+        return None
+    nonces = [
+        _nonce_of(rank, key, word, credentials) for rank, (key, word) in enumerate(zip(everyone, told, strict=True))
+    ]
+    if nonces[world.rank] != nonce:
+        raise AuthenticationError(f"somebody else tells the others to be rank {world.rank}.\n{STRANGERS}")
+    return credentials.for_session(nonces)
+
+
+def _missing(store: Any, everyone: Sequence[str]) -> list[int]:
+    missing = []
+    for rank, key in enumerate(everyone):
+        try:
+            if not store.check([key]):
+                missing.append(rank)
+        except (RuntimeError, dist.DistError):
+            missing.append(rank)
+    return missing
+
+
+def _nonce_of(rank: int, key: str, word: bytes, credentials: Credentials) -> bytes:
+    try:
+        nonce = credentials.unseal(key, word)
+    except NotAuthenticError:
+        nonce = b""
+    if len(nonce) != NONCE_BYTES:
+        raise AuthenticationError(f"who says to be rank {rank} does not know the job's secret.\n{STRANGERS}")
+    return nonce
+
+
+def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seconds: float) -> None:
+    """Prove over each connection who is at its ends. Raises AuthenticationError that names the rank which could not."""
+    timeout = timedelta(seconds=timeout_seconds)
+    peers = [peer for peer in range(world.size) if peer != world.rank]
+    shown = {peer: np.frombuffer(bytearray(session.shown_by(world.rank, to=peer)), dtype=np.uint8) for peer in peers}
+    heard = {peer: np.zeros(TAG_BYTES, dtype=np.uint8) for peer in peers}
+    sent = {peer: group.send([torch.from_numpy(shown[peer])], peer, tag) for peer in peers}
+    received = {peer: group.recv([torch.from_numpy(heard[peer])], peer, tag) for peer in peers}
+    for peer in peers:
+        try:
+            sent[peer].wait(timeout)
+            received[peer].wait(timeout)
+        except RuntimeError as error:
+            raise AuthenticationError(
+                f"rank {peer} did not prove to rank {world.rank} in {timeout_seconds:g} s that it is one: "
+                f"{str(error).splitlines()[0]}\n{STRANGERS}"
+            ) from error
+    for peer in peers:
+        if not hmac.compare_digest(heard[peer].tobytes(), session.shown_by(peer, to=world.rank)):
+            raise AuthenticationError(f"who is connected as rank {peer} does not know the job's secret.\n{STRANGERS}")
