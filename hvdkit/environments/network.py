@@ -13,6 +13,9 @@ LOOPBACK = "127.0.0.1"
 # Reserved for documentation: nobody has it, so the way there is the way out of this host.
 _SOMEWHERE_ELSE = "198.51.100.1"
 
+# To connect there is to connect to oneself; to listen there would be to listen everywhere.
+_UNSPECIFIED = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
+
 
 def named_interfaces(environ: Mapping[str, str] | None = None) -> list[str]:
     """The network interfaces that the user, ``hvdkitrun`` or ``horovodrun`` named; empty if nobody did."""
@@ -46,8 +49,9 @@ def address_towards(host: str, port: int = 1) -> str:
 
 
 def addresses_of(host: str) -> list[str]:
-    """What a host's name stands for on this host, IPv4 before IPv6. Raises OSError for a name that is not known."""
+    """Where a connection to this host goes, IPv4 before IPv6. Raises OSError for a name that is not known."""
     found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    found = [_UNSPECIFIED.get(address, address) for address in found]
     return sorted(dict.fromkeys(found), key=lambda address: ":" in address)
 
 
@@ -64,9 +68,9 @@ def is_own(address: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether this name or address means, on every host, that host itself."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(_UNSPECIFIED.get(host, host).partition("%")[0]).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def own_address(towards: str | None = None) -> str:

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from hvdkit import config
 from hvdkit.errors import EnvironmentConflictError
 
+_EVERYWHERE = (
+    "the same file must be on every host, and in every container; one that you name when you start hvdkitrun takes the "
+    "place of the one that it makes"
+)
 SHORTEST_BYTES, LONGEST_BYTES = 16, 4096
 
 
@@ -24,7 +28,7 @@ def job_secret(environ: Mapping[str, str] | None = None) -> bytes | None:
         # Not blocking: a pipe that nobody writes to is refused below, not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror}", "put the same file on every host") from error
+        raise _refused(path, f"cannot be read: {error.strerror}", _EVERYWHERE) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

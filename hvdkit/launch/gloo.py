@@ -100,7 +100,8 @@ def children(
     output: Output,
 ) -> list[Child]:
     """A worker for every rank, in rank order."""
-    result, secret = [], secrets.token_hex(_SECRET_BYTES)
+    result = []
+    secret = "" if environment.get("HVDKIT_SECRET_FILE") else secrets.token_hex(_SECRET_BYTES)
     for slot in slots:
         away = slot.host in remote
         own = rank_environment(slot, point, interfaces, one_host=not remote)

@@ -31,6 +31,8 @@ def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job:
     environment = {
         name: value for name, value in caller.items() if not _IDENTITY.fullmatch(name) and name not in overruled
     }
+    if environment.get("HVDKIT_SECRET_FILE", "").startswith("/proc/"):
+        del environment["HVDKIT_SECRET_FILE"]  # of the hvdkitrun around this one; a user names a file with a name
     environment.setdefault("PYTHONUNBUFFERED", "1")  # or the last lines of a killed rank would be lost in its buffer
     environment.update(settings)
     environment["HVDKIT_JOB"] = job

@@ -112,6 +112,11 @@ def mpirun_argv(
     # Nothing to read for rank 0 either: it would otherwise get a pipe that never ends.
     argv += ["--stdin", "none"]
     if ssh.login_options():
+        if any(len(option.split()) != 1 for option in ssh.login_options()):
+            raise UsageError(
+                f"mpirun cannot pass the file {ssh.identity_file!r} on to ssh, since there is a space in its name\n"
+                "HINT: name it in ~/.ssh/config, or use --gloo"
+            )
         argv += ["--mca", "plm_ssh_args", " ".join(ssh.login_options())]
     if interfaces:
         argv += ["--mca", "btl_tcp_if_include", ",".join(interfaces)]

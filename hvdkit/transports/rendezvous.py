@@ -24,6 +24,7 @@ _served: dict[tuple[str, int], Any] = {}
 # More than an address and a port ever need, or an error that says why there are none.
 PLACE_BYTES = 1024
 SECRET_BYTES = 32
+PLACE = "where the store is"
 
 
 def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[Any, bytes | None]:
@@ -132,7 +133,7 @@ def _meet_through_http(
     if world.rank == 0:
         served = _serve(addresses_for(world)[0])
         words = f"{served.host} {served.port}".encode()
-        data = words if credentials is None else credentials.seal(url, words)
+        data = words if credentials is None else credentials.seal(PLACE, words)
         request = urllib.request.Request(url, data=data, method="PUT")
         urllib.request.urlopen(request, timeout=timeout_seconds).close()  # noqa: S310 (http only)
         return served
@@ -141,7 +142,7 @@ def _meet_through_http(
         try:
             with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
                 words = answer.read(PLACE_BYTES)
-            return _place(words if credentials is None else credentials.unseal(url, words))
+            return _place(words if credentials is None else credentials.unseal(PLACE, words))
         except NotAuthenticError:
             raise AuthenticationError(
                 f"what is at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"

@@ -30,7 +30,7 @@ def test_an_interface_that_is_not_there_is_told_with_those_that_are():
         network.interface_address("no-such")
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0", "::"])  # noqa: S104
 def test_a_loopback_is_known(host):
     assert network.is_loopback(host)
 
@@ -43,6 +43,11 @@ def test_what_others_may_reach_is_no_loopback(host):
 def test_ipv4_comes_before_ipv6(monkeypatch):
     stands_for(monkeypatch, "::1", "127.0.0.1", "127.0.0.1")
     assert network.addresses_of("x") == ["127.0.0.1", "::1"]
+
+
+def test_nobody_listens_everywhere_where_everywhere_is_named():
+    assert network.addresses_of("0.0.0.0") == ["127.0.0.1"]  # noqa: S104
+    assert network.addresses_of("::") == ["::1"]
 
 
 def test_only_addresses_of_this_host_are_its_own():

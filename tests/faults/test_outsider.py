@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from hvdkit.environments.network import is_loopback, own_address
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
@@ -214,6 +215,34 @@ def saying(port: int, message: bytes) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def test_an_outsider_who_rewrites_the_store_of_a_running_job_changes_nothing(tmp_path, secret):
+    port = free_port()
+    environments = [{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in by_hand("127.0.0.1", port, port)]
+    with job(tmp_path, RANK, RANK, environments=environments) as running:
+        # PyTorch's store asks nobody who he is, as SECURITY.md says.
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        keys = [key for key in store.list_keys() if "hvdkit/" in key]
+        assert {key.rpartition("/here/")[2] for key in keys if "/here/" in key} == {"0", "1"}
+        for key in keys:
+            store.set(key, "nonsense")
+        running.end()
+        running.check_ended_well()
+
+
+def test_an_outsider_who_is_in_the_store_before_a_rank_is_refused(tmp_path, secret):
+    port = free_port()
+    rank_0 = {**by_hand("127.0.0.1", port)[0], **START, "HVDKIT_SECRET_FILE": str(secret)}
+    ranks = Job(tmp_path, [RANK], [rank_0])
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # tries until rank 0 is there
+        store.set("hvdkit/0/1/here/1", "1")
+        output = ranks.processes[0].communicate(timeout=END_SECONDS)[0]
+    finally:
+        ranks.stop()
+    assert ranks.processes[0].returncode
+    assert "who says to be rank 1 does not know the job's secret" in last_error(output)
 
 
 @pytest.mark.parametrize("other", ["another secret", "no secret"])

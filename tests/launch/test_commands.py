@@ -14,6 +14,7 @@ from hvdkit.launch.errors import UsageError
 from hvdkit.launch.hosts import Host, assign_slots
 from hvdkit.launch.job_environment import for_other_hosts, job_environment
 from hvdkit.launch.options import parse
+from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh, is_local
 
 SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
@@ -58,6 +59,11 @@ def test_mpirun_gets_interfaces_ssh_port_and_the_callers_own_arguments():
     assert after(argv, "oob_tcp_if_include") == "eth0,eth1"
     assert after(argv, "plm_ssh_args") == "-p 2222 -i /key"
     assert after(argv, "x") == "y z"
+
+
+def test_a_file_whose_name_mpirun_would_take_apart_is_refused():
+    with pytest.raises(UsageError, match=r"a space in its name\nHINT: "):
+        mpirun_argv(ssh=Ssh(None, "/my key -o ProxyCommand=x"))
 
 
 def test_mpirun_does_without_tcp_where_all_ranks_are_here_and_memory_has_room(monkeypatch):
@@ -155,6 +161,24 @@ def test_the_place_that_another_launcher_gave_is_not_inherited():
         "PYTHONUNBUFFERED": "1",
         "HVDKIT_JOB": "j",
     }
+
+
+def test_the_secret_of_another_job_is_not_inherited_but_the_users_own_is():
+    assert "HVDKIT_SECRET_FILE" not in job_environment({"HVDKIT_SECRET_FILE": "/proc/7/fd/3"}, {}, job="j")
+    named = {"HVDKIT_SECRET_FILE": "/s"}
+    assert named.items() <= job_environment(named, {}, job="j").items()
+
+
+@pytest.mark.parametrize(("environment", "made"), [({}, True), ({"HVDKIT_SECRET_FILE": "/s"}, False)])
+def test_all_ranks_get_one_secret_by_standard_input_unless_the_user_has_one(environment, made):
+    slots = assign_slots([Host("localhost", 2), Host("other", 2)], 4)
+    with gloo.meeting_point(slots[:2], set(), [], 22) as point:
+        children = gloo.children(["x"], slots, environment, point, {"other"}, [], Ssh(), Output(4))
+    assert len({child.secret for child in children}) == 1
+    for child in children:
+        assert bool(child.secret) == made
+        assert made == (child.secret.encode() in child.header() and len(child.secret) == 64)
+        assert not made or child.secret not in str((child.argv, child.command, child.environment, child))
 
 
 def test_what_belongs_to_this_machine_stays_here():

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.environments import detect
+from hvdkit.environments import Rendezvous, World, detect
+from hvdkit.errors import AuthenticationError, TransportUnavailableError
+from hvdkit.transports.credentials import Credentials
+from hvdkit.transports.rendezvous import PLACE, _meet_through_http
 from tests.launch.launching import PATIENCE_SECONDS, environment
 from tests.ranks import ROOT, free_port, mpirun
 
@@ -168,6 +171,42 @@ def test_under_horovodrun_a_rank_that_is_early_asks_until_rank_0_is_there():
         told = run([RANK, RANK], [horovodrun_environment(server, rank, one_host=True) for rank in (0, 1)])
         assert server.asked_in_vain.is_set()
     assert told == two_ranks("torch")
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    path.write_text("what only the ranks know")
+    return path
+
+
+def test_under_horovodrun_ranks_with_a_secret_say_where_they_are_to_each_other(secret):
+    with key_value_server() as server:
+        environments = [
+            {**horovodrun_environment(server, rank, one_host=True), "HVDKIT_SECRET_FILE": str(secret)}
+            for rank in (0, 1)
+        ]
+        assert run([RANK, RANK], environments) == two_ranks("torch")
+
+
+@pytest.mark.parametrize("said", [b"127.0.0.1 1", b"", b"x" * 5000, Credentials(b"k" * 16, "0", 2).seal(PLACE, b"a 1")])
+def test_under_horovodrun_what_others_say_at_its_server_is_not_believed(said):
+    with key_value_server() as server:
+        server.values["/hvdkit.0.1/store"] = said
+        rendezvous = Rendezvous("http", "127.0.0.1", server.server_address[1])
+        world = World("horovodrun", 1, 2, rendezvous=rendezvous)
+        with pytest.raises(AuthenticationError, match=r"not written by a rank[\s\S]*HINT: "):
+            _meet_through_http(world, rendezvous, "hvdkit/0/1", Credentials(b"k" * 16, "0", 1), 5.0)
+
+
+@pytest.mark.parametrize("said", [b"", b"\xff\xfe 1", b"a b", b"x" * 5000])
+def test_under_horovodrun_what_is_no_place_is_told_without_a_secret(said):
+    with key_value_server() as server:
+        server.values["/hvdkit.0.1/store"] = said
+        rendezvous = Rendezvous("http", "127.0.0.1", server.server_address[1])
+        with pytest.raises(TransportUnavailableError, match="where rank 0 should say where its store is"):
+            _meet_through_http(World("horovodrun", 1, 2, rendezvous=rendezvous), rendezvous, "hvdkit/0/1", None, 5.0)
 
 
 def srun_environment(rank: int, job: int, **more: str) -> dict[str, str]:
