@@ -32,7 +32,7 @@ _ALLREDUCES = (
     "master_worker",
 )
 _COMPRESSIONS = ("auto", "always")
-_TRANSPORTS = ("auto", "mpi", "torch", "solo")
+_TRANSPORTS = ("auto", "mpi", "torch", "horovod", "solo")
 
 
 def _boolean(text: str) -> bool:

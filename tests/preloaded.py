@@ -2,8 +2,8 @@
 
 Two such processes, whose strings have other hashes, serve a job's even and odd ranks: what depends on the order of a
 set still differs between ranks. A rank is a process of its own with the environment, the folder, the arguments, the
-standard streams and the exit status of the client that was started in its place (by mpirun, say); it is killed when
-its client ends, and all are when the tests end.
+standard streams, the listening socket and the exit status of the client that was started in its place (by mpirun, say);
+it is killed when its client ends, and all are when the tests end.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Server:
     def _start(self) -> list[str] | None:
         """Fork a rank. Returns its arguments in the rank, None in the server."""
         client, _ = self.listener.accept()
-        request, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        request, streams, _, _ = socket.recv_fds(client, 1 << 20, 4)
         while not request.endswith(b"\0"):
             received = client.recv(1 << 20)
             if not received:  # it was killed before it could ask
@@ -114,12 +114,14 @@ class Server:
             return None
         self._forget()
         client.close()
-        for target, stream in enumerate(streams):
+        for target, stream in enumerate(streams[:3]):
             os.dup2(stream, target)
             os.close(stream)
         os.chdir(place["folder"])
         os.environ.clear()
         os.environ.update(place["environment"])
+        for listener in streams[3:]:
+            os.environ["HVDKIT_RENDEZVOUS_FD"] = str(listener)
         return list(place["arguments"])
 
     def _forget(self) -> None:

@@ -23,7 +23,9 @@ while True:
             raise
         time.sleep(0.05)
 request = json.dumps({"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}).encode() + b"\0"
-sent = socket.send_fds(server, [request], [0, 1, 2])
+# hvdkitrun hands rank 0 a socket that listens already.
+listener = os.environ.get("HVDKIT_RENDEZVOUS_FD")
+sent = socket.send_fds(server, [request], [0, 1, 2, *([int(listener)] if listener else [])])
 server.sendall(request[sent:])
 status = struct.unpack("i", server.recv(4) or struct.pack("i", 1))[0]
 if status < 0:

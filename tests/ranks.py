@@ -91,10 +91,12 @@ def start_ranks(
 ) -> list[subprocess.Popen[str]]:
     """Start ``command`` on ``size`` ranks: one mpirun for ``mpi``, one process a rank for ``torch``.
 
+    ``extra``: variables, which may ask for another transport than the one that these ranks would have.
+
     ``per_node``: how many ranks shall take each other for ranks of one node; all, if None. ``preload``: modules that
     ranks have imported when they start, which saves their time; ``command`` is then ``python -m module``.
     """
-    environment = rank_environment(HVDKIT_TRANSPORT=transport, RANKS_PER_NODE=str(per_node or size), **extra)
+    environment = rank_environment(**{"HVDKIT_TRANSPORT": transport, "RANKS_PER_NODE": str(per_node or size), **extra})
     if preload:
         command = preloaded(command, preload, environment)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}

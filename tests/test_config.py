@@ -126,7 +126,7 @@ def test_horovods_log_levels_are_those_of_logging(name, horovods, pythons):
 def test_an_unknown_log_level_or_transport_is_told_the_choices():
     with pytest.raises(ValueError, match="expected one of trace, debug, info, warning, error, fatal, got 'loud'"):
         from_environment({"HOROVOD_LOG_LEVEL": "loud"})
-    with pytest.raises(ValueError, match="expected one of auto, mpi, torch, solo, got 'nccl'"):
+    with pytest.raises(ValueError, match="expected one of auto, mpi, torch, horovod, solo, got 'nccl'"):
         from_environment({"HVDKIT_TRANSPORT": "nccl"})
 
 

@@ -26,12 +26,15 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None:
-    """What the adapters' ``init`` do; ``cuda``: whether tensors of GPUs shall travel by NCCL."""
+def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
+    """What the adapters' ``init`` do.
+
+    ``cuda``: whether tensors of GPUs shall travel by NCCL; ``for_torch``: whether tensors are PyTorch's.
+    """
     ranks_or_comm, sets = check_comm(comm), check_process_sets(process_sets, comm)
     if not runtime.is_initialized():
         HANDLES.clear()
-    runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda)
+    runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda, for_torch=for_torch)
     after_import("keras", _watch_keras)
     after_import("tf_keras", _watch_keras)
 
@@ -115,8 +118,8 @@ def stop_timeline() -> None:
     runtime.engine().stop_timeline()
 
 
-def _transport() -> str | None:
-    return str(runtime.engine().transport.name) if runtime.is_initialized() else None
+def _carrier() -> str | None:
+    return runtime.engine().transport.carrier if runtime.is_initialized() else None
 
 
 def mpi_threads_supported() -> bool:
@@ -134,7 +137,7 @@ def mpi_threads_supported() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether MPI carries this job; False before init()."""
-    return _transport() == "mpi"
+    return _carrier() == "mpi"
 
 
 @functools.lru_cache(maxsize=1)
@@ -151,7 +154,7 @@ def mpi_built() -> bool:
 
 def gloo_enabled() -> bool:
     """Whether torch.distributed's Gloo carries this job; False before init()."""
-    return _transport() == "torch"
+    return _carrier() == "torch"
 
 
 def ddl_built() -> bool:

@@ -18,15 +18,18 @@ from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
 
 
-def stays_on_device(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], members: Sequence[int]) -> bool:
+def stays_on_device(
+    codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], members: Sequence[int], encodes: bool = True
+) -> bool:
     """Whether all codecs of a plan of these ranks can do their work on the device: the same on all of them.
 
     On one node nothing is encoded, unless it was asked for everywhere; between nodes it is encoded on the device where
-    each has one rank. Sums of nodes with several ranks are encoded in host memory.
+    each has one rank. Sums of nodes with several ranks are encoded in host memory. ``encodes``: whether that device
+    encodes at all.
     """
     ours = _by_node(nodes, members)
     return all(
-        codec.on_device and (codec.everywhere or len(ours) == len(members))
+        encodes and codec.on_device and (codec.everywhere or len(ours) == len(members))
         for codec in codecs
         if isinstance(codec, LossyCodec) and (codec.everywhere or len(ours) > 1)
     )

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from time import sleep
 from typing import Any
 
+from hvdkit.errors import HorovodInternalError
+
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
 
@@ -80,11 +82,18 @@ class Ending:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        self._watched()
+        code_before = self.code
+        try:
+            self._watched()
+        except HorovodInternalError as error:
+            self.code = self.code or 1
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if self.code and self.another_left:
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:
             self._abort(self.first_code or self.code or 1)
+        if self.code and not code_before:
+            os._exit(self.code)  # Python has settled on success by now, and whoever started this rank must hear of it
 
 
 ENDING = Ending()

@@ -19,6 +19,10 @@ class Liveness:
         """Any message of ``rank`` is a sign of life."""
         self._heard[rank] = now
 
+    def heard_since(self, rank: int, since: float) -> bool:
+        """Whether ``rank`` has given a sign of life since then."""
+        return self._heard.get(rank, 0.0) >= since
+
     def check(self, awaited: Iterable[int], now: float) -> tuple[list[int], list[int]]:
         """(ranks to ask now, ranks that are lost) among those waited for."""
         awaited = set(awaited)

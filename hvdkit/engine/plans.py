@@ -45,7 +45,8 @@ class Plan:
 def place_for(engine: Engine, place: str, codecs: Sequence[Codec], process_set_id: int) -> str:
     """Where slots live that ask for ``place``: there, if all codecs can do their work there, else HOST."""
     members = engine.groups.group(process_set_id).members
-    return place if stays_on_device(codecs, engine.topology.nodes, members) else HOST
+    encodes = place.partition(":")[0] not in engine.transport.host_types
+    return place if stays_on_device(codecs, engine.topology.nodes, members, encodes) else HOST
 
 
 def register(engine: Engine, plan: Plan) -> Lane:

@@ -47,11 +47,12 @@ def dynamic_process_sets() -> bool:
     return _dynamic
 
 
-def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None:
+def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
     """Find out who this process is, connect to the others, and start the engine. A second call does nothing.
 
     comm: None for all ranks; a list of ranks of the job that take part; or an mpi4py communicator.
     process_sets: ProcessSet objects, the same on every rank, or ``"dynamic"``.
+    cuda, for_torch: whether tensors of GPUs shall travel by NCCL, and whether tensors are PyTorch's.
     Raises ValueError for contradictory environments and arguments, TransportUnavailableError where ranks cannot meet,
     HorovodInternalError on every rank where versions or process sets differ.
     """
@@ -63,14 +64,19 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     sets = [] if process_sets is None or dynamic else list(process_sets)
     _generation += 1
-    world, transport = _connect(comm, settings, cuda)
+    world, transport = _connect(comm, settings, cuda, for_torch)
     try:
         static = _static_ranks(sets, transport.size, comm if _is_communicator(comm) else None)
         topology, settings = introduce(transport, world, settings, static)
-        bare = transport
-        transport = share_memory(
-            bare, topology, settings, lambda blob: exchange_blobs(bare, blob, settings.timeout_seconds)
-        )
+        connected = transport
+
+        def exchange(blob: bytes) -> list[bytes]:
+            return exchange_blobs(connected, blob, settings.timeout_seconds)
+
+        # Others wait for the outcome with a deadline.
+        start_seconds = min(settings.start_timeout_seconds, settings.timeout_seconds / 2)
+        transport = connected.start(exchange, start_seconds, settings.timeout_seconds)
+        transport = share_memory(transport, topology, settings, exchange)
         network = Network(0.0, 0.0)
         if transport.size > 1:
             network = measure_network(transport, topology.nodes, settings.timeout_seconds)
@@ -86,7 +92,10 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False) -> None
 
 
 def shutdown() -> None:
-    """Tell the others, give everything back; ``init`` may be called again afterwards."""
+    """Tell the others, give everything back; ``init`` may be called again afterwards.
+
+    Raises PeerLostError where a rank is lost that had not said goodbye before, once everything is given back.
+    """
     global _engine, _dynamic
     if _engine is None or _process != os.getpid():
         return
@@ -94,21 +103,25 @@ def shutdown() -> None:
     graceful = False
     ENDING.another_left = bool(engine.negotiation.departed)
     ENDING.first_code = engine.negotiation.failed_with
+    before = engine.error
     if engine.transport.size > 1:
         graceful = _say_goodbye(engine)
         ENDING.peer_lost |= isinstance(engine.error, PeerLostError)
         engine.driver.stop()
+    lost = engine.error
     with engine.driver.halted(1.0):
         engine.fail(HorovodInternalError("hvdkit was shut down on this rank while the operation was in flight."))
         engine.stop_timeline()
         engine.transport.close(graceful)
+    if before is None and isinstance(lost, PeerLostError):
+        raise lost
 
 
 def _is_communicator(comm: Any) -> bool:
     return hasattr(comm, "Get_rank")
 
 
-def _connect(comm: Any, settings: config.Settings, cuda: bool) -> tuple[World, Transport]:
+def _connect(comm: Any, settings: config.Settings, cuda: bool, for_torch: bool) -> tuple[World, Transport]:
     if _is_communicator(comm):
         ENDING.watch(shutdown)
         ENDING.abort_with(abort_mpi)
@@ -130,7 +143,9 @@ def _connect(comm: Any, settings: config.Settings, cuda: bool) -> tuple[World, T
         ENDING.watch(shutdown)  # before anything can fail that others wait for
         if world.mpi:
             ENDING.abort_with(abort_mpi)
-    transport = open_transport(world, settings.transport, cuda, _generation, settings.start_timeout_seconds, members)
+    transport = open_transport(
+        world, settings.transport, cuda, for_torch, _generation, settings.start_timeout_seconds, members
+    )
     if members is not None:
         world = World(world.launcher, members.index(world.rank), len(members), mpi=world.mpi)
     return world, transport
@@ -156,20 +171,32 @@ def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> 
 
 
 def _say_goodbye(engine: Engine) -> bool:
-    """Tell the others and wait a little for theirs. True if all ranks shut down now."""
+    """Tell the others and wait a little for theirs; for a rank that gives no sign of life, until it counts as lost.
+
+    True if all ranks shut down now. A rank that is only late may have much to do before it leaves.
+    """
     negotiation = engine.negotiation
     reason = ENDING.reason or "it called hvd.shutdown() or ended"
     if negotiation.departed:
         first, cause = next(iter(negotiation.departed.items()))
         reason += f", after rank {first} had left ({cause})"
-    deadline = monotonic() + (FAILED_GOODBYE_SECONDS if ENDING.code or engine.error else GOODBYE_SECONDS)
+    failed = bool(ENDING.code or engine.error)
+    started = monotonic()
+    deadline = started + (FAILED_GOODBYE_SECONDS if failed else GOODBYE_SECONDS)
     told = [False]
 
     def tell() -> None:
         told[0] = True
         negotiation.tell_everyone(["bye", reason, negotiation.failed_with or ENDING.code])
 
+    def finished() -> bool:
+        missing = set(range(engine.transport.size)) - {engine.topology.rank, *negotiation.departed}
+        if engine.error is not None or failed:
+            return monotonic() > deadline or (told[0] and not missing)
+        late = monotonic() > deadline
+        return told[0] and (not missing or (late and engine.watch.all_heard_since(missing, started)))
+
+    engine.watch.awaits_goodbyes = not failed
     engine.defer(tell)
-    others = engine.transport.size - 1
-    engine.driver.drive_until(lambda: monotonic() > deadline or (told[0] and len(negotiation.departed) == others))
-    return len(negotiation.departed) == others and engine.error is None
+    engine.driver.drive_until(finished)
+    return len(negotiation.departed) == engine.transport.size - 1 and engine.error is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdkit import kernels
@@ -13,6 +13,7 @@ from hvdkit.config import Settings
 from hvdkit.engine.places import staging_bytes, staging_place
 from hvdkit.engine.topology import Topology, nodes_that_share
 from hvdkit.transports import Transport
+from hvdkit.transports.base import Exchange
 
 if TYPE_CHECKING:
     from hvdkit.kernels._native import Window
@@ -22,8 +23,6 @@ logger = logging.getLogger("hvdkit")
 
 # How long handing the memory over may take; a rank that cannot get it must not keep the others at init.
 OBTAIN_SECONDS = 10.0
-
-Exchange = Callable[[bytes], list[bytes]]
 
 
 def share_memory(transport: Transport, topology: Topology, settings: Settings, exchange: Exchange) -> Transport:
@@ -64,7 +63,7 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
     if reason and rank == node[0] and settings.node_memory:
         logger.warning(
             "the ranks %s on %s share no memory and talk over %s, which is slower: %s",
-            node, topology.hosts[rank], transport.name, reason,
+            node, topology.hosts[rank], transport.carrier, reason,
         )  # fmt: skip
     if reason or obtained is None:
         return transport

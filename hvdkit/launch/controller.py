@@ -8,6 +8,7 @@ from hvdkit.launch import mpi
 from hvdkit.launch.errors import UsageError
 
 _TRANSPORT_OF = {"mpi": "mpi", "gloo": "torch"}
+_WITH_BOTH = ("auto", "horovod")  # transports that go with either
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def choose(flag: str | None, asked: str, size: int) -> tuple[str | None, str]:
         UsageError: they contradict each other, or the number of ranks.
     """
     variable = f"HVDKIT_TRANSPORT={asked}"
-    if flag is not None and asked not in ("auto", _TRANSPORT_OF[flag]):
+    if flag is not None and asked not in (*_WITH_BOTH, _TRANSPORT_OF[flag]):
         raise UsageError(
             f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}\n"
             f"HINT: leave --{flag} away, or unset HVDKIT_TRANSPORT"
@@ -40,7 +41,9 @@ def choose(flag: str | None, asked: str, size: int) -> tuple[str | None, str]:
         )
     if flag is not None:
         return flag, f"--{flag}"
-    return {"auto": (None, ""), "mpi": ("mpi", variable)}.get(asked, ("gloo", variable))
+    if asked in _WITH_BOTH:
+        return None, ""
+    return ("mpi" if asked == "mpi" else "gloo"), variable
 
 
 def find(flag: str | None, asked: str, size: int) -> Controller:
@@ -51,12 +54,13 @@ def find(flag: str | None, asked: str, size: int) -> Controller:
         LaunchError: MPI was asked for and is not there.
     """
     chosen, by = choose(flag, asked, size)
+    transport = asked if asked in ("horovod", "solo") else None
     if chosen == "mpi":
-        return Controller(mpi.require_mpirun(by), "mpi", f"with mpirun: {by}")
+        return Controller(mpi.require_mpirun(by), transport or "mpi", f"with mpirun: {by}")
     if chosen == "gloo":
-        return Controller(None, "solo" if asked == "solo" else "torch", f"without MPI: {by}")
+        return Controller(None, transport or "torch", f"without MPI: {by}")
     found = mpi.find_mpirun()
     if found.path is None:
-        return Controller(None, "torch", f"without MPI: {found.reason}")
+        return Controller(None, transport or "torch", f"without MPI: {found.reason}")
     # Nobody asked for MPI's transport: ranks on CUDA may meet through MPI and use NCCL.
-    return Controller(found.path, "auto", f"with mpirun: {found.path} is there")
+    return Controller(found.path, transport or "auto", f"with mpirun: {found.path} is there")

@@ -18,7 +18,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Raises ValueError or TypeError for arguments or an environment that make no sense, NotImplementedError for process
     sets made from a communicator beside a list of ranks, TransportUnavailableError.
     """
-    job.init(comm, process_sets, cuda=nccl_available())
+    job.init(comm, process_sets, cuda=nccl_available(), for_torch=True)
 
 
 def gloo_built() -> bool:

@@ -7,23 +7,38 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+from hvdkit.environments import horovodrun
 from hvdkit.environments.base import World
-from hvdkit.environments.openmpi import use_the_wire_both_ways
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport, aligned_empty
 
 __all__ = ["Bytes", "Transfer", "Transport", "aligned_empty", "choose_transport", "open_transport"]
 
+# What may be asked for where one rank alone needs no transport.
+ALONE = ("auto", "horovod", "solo")
 
-def choose_transport(world: World, asked: str, have_mpi4py: bool, have_torch: bool, cuda: bool) -> tuple[str, str]:
+
+def choose_transport(
+    world: World, asked: str, have_mpi4py: bool, have_torch: bool, cuda: bool, for_torch: bool = False
+) -> tuple[str, str]:
     """The transport for ``world`` and the reason, from what was asked for and what is there.
 
+    Whether Horovod's engine is there on all ranks turns out when it starts; see HorovodTransport.
     Raises TransportUnavailableError that says what is missing and what to do.
     """
     if asked == "solo" and world.size > 1:
         raise TransportUnavailableError(f"HVDKIT_TRANSPORT=solo is for one rank, this job has {world.size}.")
-    if world.size == 1 and asked in ("auto", "solo"):
+    if world.size == 1 and asked in ALONE:
         return "solo", "one rank"
+    if asked == "horovod":
+        if not for_torch:
+            raise TransportUnavailableError(
+                "HVDKIT_TRANSPORT=horovod carries PyTorch's tensors, and this script uses another framework.\n"
+                "HINT: unset HVDKIT_TRANSPORT: the job goes by MPI or Gloo, whichever started it."
+            )
+        return "horovod", "HVDKIT_TRANSPORT"
+    if asked == "auto" and for_torch and world.launcher == horovodrun.name:
+        return "horovod", f"started by {world.launcher}"
     if asked == "mpi":
         if not have_mpi4py:
             raise TransportUnavailableError(
@@ -58,6 +73,7 @@ def open_transport(
     world: World,
     asked: str,
     cuda: bool,
+    for_torch: bool,
     generation: int,
     start_timeout_seconds: float,
     members: Sequence[int] | None = None,
@@ -68,19 +84,31 @@ def open_transport(
     """
     have_mpi4py = importlib.util.find_spec("mpi4py") is not None
     have_torch = importlib.util.find_spec("torch") is not None
-    name, _ = choose_transport(world, asked, have_mpi4py, have_torch, cuda)
+    name, _ = choose_transport(world, asked, have_mpi4py, have_torch, cuda, for_torch)
+    horovods = name == "horovod"
+    if horovods:  # it has another one for messages
+        name, _ = choose_transport(world, "auto", have_mpi4py, have_torch, cuda)
+    ranks = range(world.size) if members is None else members
     if members is not None:
         job = f"{world.job}/{'-'.join(map(str, members))}"
         world = dataclasses.replace(world, rank=members.index(world.rank), size=len(members), job=job)
-    if name == "solo" or (world.size == 1 and asked in ("auto", "solo")):
+    if name == "solo" or (world.size == 1 and asked in ALONE):
         from hvdkit.transports.solo import SoloTransport
 
         return SoloTransport()
+    transport: Transport
     if name == "mpi":
-        return _open_mpi(world, members, start_timeout_seconds)
-    from hvdkit.transports.torch_distributed import TorchTransport
+        transport = _open_mpi(world, members, start_timeout_seconds)
+    else:
+        from hvdkit.transports.torch_distributed import TorchTransport
 
-    return TorchTransport(world, generation, start_timeout_seconds)
+        transport = TorchTransport(world, generation, start_timeout_seconds)
+    if horovods:
+        from hvdkit.transports.horovod import HorovodTransport
+        from hvdkit.transports.horovod_library import find_native_part
+
+        transport = HorovodTransport(transport, find_native_part(), world, ranks, required=asked == "horovod")
+    return transport
 
 
 def open_mpi_communicator(communicator: Any, start_timeout_seconds: float) -> Transport:
@@ -91,17 +119,16 @@ def open_mpi_communicator(communicator: Any, start_timeout_seconds: float) -> Tr
 
 
 def _open_mpi(world: World, members: Sequence[int] | None, start_timeout_seconds: float) -> Transport:
-    use_the_wire_both_ways()
-    from mpi4py import MPI
+    from hvdkit.transports.mpi import MpiTransport, start_mpi
 
-    from hvdkit.transports.mpi import MpiTransport
-
+    MPI = start_mpi(start_timeout_seconds)  # noqa: N806 (mpi4py's name)
     seen = MPI.COMM_WORLD.Get_size()
     if members is None and seen != world.size:
         raise TransportUnavailableError(
             f"{world.launcher} started {world.size} ranks, but MPI sees {seen}: mpi4py was built for another "
             "MPI than the one that started this job.\n"
-            "HINT: use the mpirun that belongs to mpi4py's MPI (pip install 'hvdkit[mpi]' brings both), under SLURM "
-            "`srun --mpi=pmix`, or set HVDKIT_TRANSPORT=torch."
+            "HINT: use the mpirun that belongs to mpi4py's MPI (pip install 'hvdkit[mpi]' brings both), or tell mpi4py "
+            "the other one's library (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM `srun --mpi=pmix`; or set "
+            "HVDKIT_TRANSPORT=torch."
         )
     return MpiTransport(MPI.COMM_WORLD, members, start_timeout_seconds)

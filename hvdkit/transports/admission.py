@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
+from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, ends_process_after
 
 PRESENT = b"1"  # what a rank says that has no secret
 STRANGERS = (
@@ -75,14 +76,16 @@ def meet(store: Any, world: World, credentials: Credentials | None, timeout_seco
     everyone = [f"here/{rank}" for rank in range(world.size)]
     mine = PRESENT if credentials is None else credentials.seal(everyone[world.rank], nonce)
     store.set(everyone[world.rank], mine)
-    try:
-        store.wait(everyone, timedelta(seconds=timeout_seconds))
-    except (RuntimeError, dist.DistError) as error:
-        raise TransportUnavailableError(
-            f"rank {world.rank} waited {timeout_seconds:g} s for all {world.size} ranks; missing: "
-            f"{_missing(store, everyone)}\n"
-            "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
-        ) from error
+    with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS):
+        try:
+            store.wait(everyone, timedelta(seconds=timeout_seconds))
+        except (RuntimeError, dist.DistError) as error:
+            raise TransportUnavailableError(
+                f"rank {world.rank} waited {timeout_seconds:g} s for all {world.size} ranks; missing: "
+                f"{_missing(store, everyone)}\n"
+                "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts "
+                "slowly."
+            ) from error
     told = store.multi_get(everyone) if store.has_extended_api() else [store.get(key) for key in everyone]
     if credentials is None:
         for rank, word in enumerate(told):

@@ -14,6 +14,8 @@ from hvdkit.compression import LossyCodec
 from hvdkit.kernels import ReduceOp
 
 Bytes = npt.NDArray[np.uint8]
+# Everyone's bytes on every rank, from one's own.
+Exchange = Callable[[bytes], list[bytes]]
 
 CACHE_LINE = 64
 
@@ -113,8 +115,22 @@ class Transport(ABC):
     nodes: Sequence[Sequence[int]] = ()
     # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.bell.
     bell: Any = None
-    # The devices ("cuda") for which there may be collectives; tensors on others are staged in host memory.
+    # The devices ("cuda", "cpu") for which there may be collectives; tensors on others are staged in host memory.
     device_types: frozenset[str] = frozenset()
+    # Those of them ("cpu") whose memory is the host's, where our own kernels encode quicker than PyTorch's operations.
+    host_types: frozenset[str] = frozenset()
+
+    @property
+    def carrier(self) -> str:
+        """The name of the transport that carries messages, which another one may stand before."""
+        return self.name
+
+    def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
+        """Start, now that all ranks are connected, what else carries buffers; the transport to use from here on.
+
+        Collective. ``start_seconds``: how long that may take; ``silence_seconds``: how long a rank may be silent later.
+        """
+        return self
 
     @abstractmethod
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:

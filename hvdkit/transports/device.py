@@ -123,23 +123,23 @@ class CudaStream:
 class DeviceTransfer:
     """What was launched last on a stream: all ranks are waited for, so the peer is -1."""
 
-    __slots__ = ("_end", "_kept", "peer")
+    __slots__ = ("_kept", "end", "peer")
 
     def __init__(self, end: End, kept: list[Tensor]) -> None:
         self.peer = -1
-        self._end = end
+        self.end = end
         self._kept = kept  # kernels read or write these until the end
 
     def done(self) -> bool:
         try:
-            return self._end.query()
+            return self.end.query()
         except RuntimeError as error:
             raise _lost(error) from error
 
     def wait(self) -> None:
         """Block until done, on a waiter thread. An error shows in ``done()``."""
         try:
-            self._end.synchronize()
+            self.end.synchronize()
         except RuntimeError:
             return
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic, sleep
 from typing import Any
 
+from hvdkit.environments.openmpi import use_the_wire_both_ways
 from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport
+from hvdkit.transports.last_resort import ends_process_after
 
 logger = logging.getLogger("hvdkit")
 
@@ -22,6 +25,17 @@ MEETING_PAUSE = 0.001
 CLOSING_SECONDS = 1.0
 # Tags of collectives reach up to here; see lane.lane_tag. MPI promises only 32767, every MPI in use has 2**22 or more.
 LARGEST_TAG = 1 << 22
+
+
+def start_mpi(timeout_seconds: float) -> Any:
+    """mpi4py's ``MPI``, started. If MPI itself waits longer for a rank, which it alone knows, the process ends here."""
+    if "mpi4py.MPI" not in sys.modules:
+        use_the_wire_both_ways()
+        with ends_process_after(timeout_seconds):
+            from mpi4py import MPI
+    from mpi4py import MPI
+
+    return MPI
 
 
 class MpiTransfer:

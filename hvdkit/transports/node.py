@@ -37,7 +37,7 @@ class NodeTransport(Transport):
 
     def __init__(self, inner: Transport, memory: NodeMemory, rings: Window) -> None:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
-        self.device_types = inner.device_types
+        self.device_types, self.host_types = inner.device_types, inner.host_types
         self.nodes = inner.nodes
         self.members = next(node for node in self.nodes if inner.rank in node)
         self.memory = memory
@@ -50,6 +50,10 @@ class NodeTransport(Transport):
         self._post = Post(rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.bells)
         self._gone: dict[int, str] = {}
         self._next_look = 0.0
+
+    @property
+    def carrier(self) -> str:
+        return self._inner.carrier
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         place = self._places.get(peer)

@@ -16,6 +16,7 @@ from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.secret import job_secret
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import Credentials, NotAuthenticError
+from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, ends_process_after
 from hvdkit.transports.listening import addresses_for, listen, place_to_meet
 
 # A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place.
@@ -66,16 +67,17 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
             # Left to itself, the store would listen on all interfaces. It closes what it is given.
             descriptor = listen(address, rendezvous.port).detach()
     try:
-        store = TCPStore(
-            host,
-            rendezvous.port,
-            is_master=serves,
-            timeout=timeout,
-            wait_for_workers=False,
-            # What else this process opens at this place, as torch.distributed does with MASTER_PORT, shares the server.
-            multi_tenant=True,
-            master_listen_fd=descriptor if serves else None,
-        )
+        with ends_process_after(timeout.total_seconds() + LONGEST_ANSWER_SECONDS):
+            store = TCPStore(
+                host,
+                rendezvous.port,
+                is_master=serves,
+                timeout=timeout,
+                wait_for_workers=False,
+                # What else this process opens here, as torch.distributed does with MASTER_PORT, shares the server.
+                multi_tenant=True,
+                master_listen_fd=descriptor if serves else None,
+            )
     except (RuntimeError, dist.DistError) as error:
         role = "serve" if serves else "reach"
         raise TransportUnavailableError(

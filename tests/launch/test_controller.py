@@ -27,6 +27,9 @@ SHOW = "import os; print(os.environ.get('OMPI_COMM_WORLD_SIZE'), os.environ['HVD
         ("mpi", "mpi", 2, True, "mpi"),
         ("gloo", "auto", 2, False, "torch"),
         ("gloo", "torch", 2, False, "torch"),
+        (None, "horovod", 2, True, "horovod"),
+        ("mpi", "horovod", 2, True, "horovod"),
+        ("gloo", "horovod", 2, False, "horovod"),
     ],
 )
 def test_what_was_asked_for_is_what_ranks_get(monkeypatch, flag, asked, size, mpirun, transport):
@@ -54,6 +57,7 @@ def test_without_an_mpirun_ranks_are_started_one_by_one_unless_mpi_was_asked_for
     assert controller.find(None, "auto", 2) == controller.Controller(
         None, "torch", "without MPI: mpi4py is not installed"
     )
+    assert controller.find(None, "horovod", 2).transport == "horovod"
     with pytest.raises(LaunchError, match="--mpi cannot be used: mpi4py is not installed"):
         controller.find("mpi", "auto", 2)
     with pytest.raises(LaunchError, match="HVDKIT_TRANSPORT=mpi cannot be used: mpi4py is not installed"):
@@ -75,7 +79,7 @@ def test_the_variable_chooses_how_ranks_start(asked, words):
         (["--mpi", "-np", "2"], "torch", ["--mpi", "HVDKIT_TRANSPORT=torch"]),
         (["--gloo", "-np", "2"], "mpi", ["--gloo", "HVDKIT_TRANSPORT=mpi"]),
         (["-np", "2"], "solo", ["HVDKIT_TRANSPORT=solo", "-np 2"]),
-        (["-np", "2"], "nccl", ["HVDKIT_TRANSPORT", "auto, mpi, torch, solo", "'nccl'"]),
+        (["-np", "2"], "nccl", ["HVDKIT_TRANSPORT", "auto, mpi, torch, horovod, solo", "'nccl'"]),
     ],
 )
 def test_a_contradiction_ends_with_status_2_before_anything_starts(flags, asked, words):

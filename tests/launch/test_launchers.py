@@ -18,6 +18,7 @@ import pytest
 from hvdkit.environments import Rendezvous, World, detect
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import Credentials
+from hvdkit.transports.horovod_library import find_native_part
 from hvdkit.transports.rendezvous import PLACE, _meet_through_http
 from tests.launch.launching import PATIENCE_SECONDS, environment
 from tests.ranks import ROOT, free_port, mpirun
@@ -25,6 +26,7 @@ from tests.ranks import ROOT, free_port, mpirun
 MODULE = "tests.launch.introduce"
 RANK = [sys.executable, "-m", MODULE]
 TORCHRUN = Path(sys.executable).with_name("torchrun")
+UNDER_HOROVODRUN = "torch" if find_native_part() is None else "horovod"
 
 
 def run(commands: list[list[str]], environments: list[dict[str, str]]) -> dict[int, dict[str, object]]:
@@ -163,14 +165,14 @@ def test_horovodruns_gloo_mode(one_host):
     with key_value_server() as server:
         told = run([RANK, RANK], [horovodrun_environment(server, rank, one_host) for rank in (0, 1)])
         assert len(server.values) == 1  # rank 0 said where its store is
-    assert told == two_ranks("torch", one_host)
+    assert told == two_ranks(UNDER_HOROVODRUN, one_host)
 
 
 def test_under_horovodrun_a_rank_that_is_early_asks_until_rank_0_is_there():
     with key_value_server(hold_back=True) as server:
         told = run([RANK, RANK], [horovodrun_environment(server, rank, one_host=True) for rank in (0, 1)])
         assert server.asked_in_vain.is_set()
-    assert told == two_ranks("torch")
+    assert told == two_ranks(UNDER_HOROVODRUN)
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ def test_under_horovodrun_ranks_with_a_secret_say_where_they_are_to_each_other(s
             {**horovodrun_environment(server, rank, one_host=True), "HVDKIT_SECRET_FILE": str(secret)}
             for rank in (0, 1)
         ]
-        assert run([RANK, RANK], environments) == two_ranks("torch")
+        assert run([RANK, RANK], environments) == two_ranks(UNDER_HOROVODRUN)
 
 
 @pytest.mark.parametrize("said", [b"127.0.0.1 1", b"", b"x" * 5000, Credentials(b"k" * 16, "0", 2).seal(PLACE, b"a 1")])

@@ -7,15 +7,17 @@ import pytest
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports import choose_transport
+from hvdkit.transports.horovod_library import common_problem
 
 MEETING = Rendezvous("tcp", "127.0.0.1", 1)
 ALONE = World("none", 0, 1)
 MPIRUN = World("openmpi", 0, 2, mpi=True)
 TORCHRUN = World("torchrun", 0, 2, rendezvous=MEETING)
+HOROVODRUN = World("horovodrun", 0, 2, rendezvous=Rendezvous("http", "127.0.0.1", 1))
 
 
-def choose(world, asked="auto", have_mpi4py=True, have_torch=True, cuda=False):
-    return choose_transport(world, asked, have_mpi4py, have_torch, cuda)[0]
+def choose(world, asked="auto", have_mpi4py=True, have_torch=True, cuda=False, for_torch=False):
+    return choose_transport(world, asked, have_mpi4py, have_torch, cuda, for_torch)[0]
 
 
 def test_one_rank_starts_nothing():
@@ -38,12 +40,50 @@ def test_what_was_asked_for_wins():
     assert choose(ALONE, "mpi") == "mpi"
 
 
+def test_under_horovodrun_its_engine_carries_pytorchs_tensors_and_no_others():
+    assert choose(HOROVODRUN, for_torch=True) == "horovod"
+    assert choose(HOROVODRUN, for_torch=True, cuda=True) == "horovod"
+    assert choose(HOROVODRUN) == "torch"
+
+
+def test_elsewhere_horovods_engine_is_asked_for_by_name():
+    assert choose(MPIRUN, for_torch=True) == "mpi"
+    assert choose(TORCHRUN, for_torch=True) == "torch"
+    assert choose(MPIRUN, "horovod", for_torch=True) == "horovod"
+    assert choose(TORCHRUN, "horovod", for_torch=True) == "horovod"
+    assert choose(HOROVODRUN, "torch", for_torch=True) == "torch"
+
+
+def test_one_rank_alone_needs_no_engine_of_horovods():
+    assert choose(ALONE, "horovod", for_torch=True) == "solo"
+
+
+def told(problem="", controller="gloo"):
+    return {"problem": problem, "controller": controller, "meeting": None}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([told(), told()], ""),
+        ([told("not there"), told("not there")], "not there"),
+        ([told(), told("not there")], "rank 1: not there"),
+        ([told("not there"), told("too old")], "rank 0: not there"),
+        ([told(controller="mpi"), told()], "Horovod was built in different ways"),
+    ],
+)
+def test_all_ranks_know_what_stands_in_the_way_of_horovods_engine_on_one(ranks, expected):
+    assert common_problem(ranks).startswith(expected)
+    assert bool(common_problem(ranks)) == bool(expected)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ({"world": TORCHRUN, "asked": "mpi"}, "were started by torchrun"),
         ({"world": MPIRUN, "asked": "mpi", "have_mpi4py": False}, "needs mpi4py"),
         ({"world": MPIRUN, "have_mpi4py": False}, "mpi4py is not installed"),
+        ({"world": TORCHRUN, "asked": "horovod"}, "carries PyTorch's tensors"),
         ({"world": TORCHRUN, "asked": "solo"}, "is for one rank, this job has 2"),
         ({"world": TORCHRUN, "have_torch": False, "have_mpi4py": False}, "no transport for 2 ranks"),
     ],

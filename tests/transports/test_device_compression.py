@@ -239,6 +239,8 @@ def test_who_encodes_on_the_device() -> None:
     one, two, pairs = [[0, 1]], [[0], [1]], [[0, 1], [2, 3]]
     assert stays_on_device([Int8()], one, [0, 1])  # where nothing is encoded
     assert stays_on_device([Threshold()], one, [0, 1])
+    assert stays_on_device([Int8()], one, [0, 1], encodes=False)
+    assert not stays_on_device([Int8()], two, [0, 1], encodes=False)
     assert stays_on_device([Int8()], two, [0, 1])
     assert not stays_on_device([Int8(), Threshold()], two, [0, 1])
     assert not stays_on_device([RandomK()], two, [0, 1])

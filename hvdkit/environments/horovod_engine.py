@@ -1,0 +1,74 @@
+"""The environment variables by which Horovod's own engine is told its place in the job and its options."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def variables(
+    controller: str, rank: int, size: int, meeting: tuple[str, int] | None, timeout_seconds: float
+) -> dict[str, str | None]:
+    """What Horovod's engine shall find while it starts; None: not set, whatever the job's environment says.
+
+    ``controller``: how its ranks talk, ``"mpi"`` or ``"gloo"``; ``meeting``: for Gloo, host and port of a key-value
+    server.
+    """
+    told: dict[str, str | None] = {
+        "HOROVOD_CONTROLLER": controller,
+        # A bucket is fused already. What Horovod fused besides would depend on what happens to be ready, and with it
+        # the order in which an element is summed.
+        "HOROVOD_FUSION_THRESHOLD": "0",
+        # Every operation has a name of its own: there is nothing to find again.
+        "HOROVOD_CACHE_CAPACITY": "0",
+        # An operation is given to Horovod when all ranks have asked for it; who is late, our own engine knows.
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": None,
+        "HOROVOD_TIMELINE": None,  # the file is ours
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "0",  # one more exchange in every cycle, for sets that it does not carry
+    }
+    if controller == "mpi":
+        return {**told, "HOROVOD_CPU_OPERATIONS": os.environ.get("HOROVOD_CPU_OPERATIONS", "mpi")}
+    assert meeting is not None, "Gloo's ranks meet somewhere"
+    return {
+        **told,
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting[0],
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(meeting[1]),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get(
+            "HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, math.ceil(timeout_seconds)))
+        ),
+        "HOROVOD_GLOO_IFACE": os.environ.get(
+            "HOROVOD_GLOO_IFACE", os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        )
+        or None,
+        # Only Horovod's operations on GPUs ask which ranks are on one node. One node of all ranks contradicts nothing.
+        "HOROVOD_HOSTNAME": "hvdkit",
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(size),
+        "HOROVOD_LOCAL_RANK": str(rank),
+        "HOROVOD_LOCAL_SIZE": str(size),
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+    }
+
+
+@contextmanager
+def told_to_horovod(told: dict[str, str | None]) -> Iterator[None]:
+    """``told`` in the environment, for as long as Horovod's engine takes to start; it has no arguments for these."""
+    before = {name: os.environ.get(name) for name in told}
+    _set(told)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,188 @@
+"""Horovod's engine carries the buffers of PyTorch's CPU tensors; another transport carries the messages.
+
+What Horovod's engine is given are fusion buffers, and allreduce, broadcast and allgather of all ranks. Its sums have an
+order of their own: all ranks hold the same bits, but not those of another transport. Halves are exchanged by its
+alltoall and allgather, and summed here, in fp32 and in rank order.
+
+Process sets stay with our own algorithms. Horovod can only make one of its own with every rank of the job, members or
+not; and where a rank is lost while there is one, its Gloo ends the other processes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hvdkit.environments.base import World
+from hvdkit.errors import TransportUnavailableError
+from hvdkit.transports.base import Bytes, DeviceCollectives, Exchange, Transfer, Transport
+from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
+from hvdkit.transports.horovod_group import HorovodGroup, Launches, ThreadEnd
+from hvdkit.transports.horovod_library import NOT_INSTALLED, NativeHorovod, common_problem, load
+from hvdkit.transports.horovod_meeting import Meeting
+from hvdkit.transports.waiters import Waiters
+
+logger = logging.getLogger("hvdkit")
+
+# Horovod's engine stops on all ranks within a few of its cycles of a millisecond, or waits for a lost one.
+CLOSING_SECONDS = 5.0
+
+
+class HorovodTransport(Transport):
+    """``inner`` for messages, and once ``start`` has been called, Horovod's engine for buffers.
+
+    ``native_part``: the file of Horovod's library, None where there is none. ``members``: the ranks of MPI's world that
+    take part. ``required``: it is an error where Horovod's engine cannot be had.
+    """
+
+    name = "horovod"
+    host_types = frozenset({"cpu"})
+
+    def __init__(
+        self, inner: Transport, native_part: Path | None, world: World, members: Sequence[int], required: bool
+    ) -> None:
+        self.rank, self.size, self.polling = inner.rank, inner.size, inner.polling
+        self.device_types = inner.device_types
+        self._inner = inner
+        self._native_part = native_part
+        self._world = world
+        self._members = list(members)
+        self._required = required
+        self._native: NativeHorovod | None = None
+        self._waker: Callable[[], None] = lambda: None
+        self._waiters = Waiters("hvdkit-horovod")
+
+    @property
+    def carrier(self) -> str:
+        return self._inner.carrier
+
+    # -- Horovod's engine ---------------------------------------------------------------------------------------------
+
+    def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
+        """Start Horovod's engine on all ranks, or, where one of them has no use of it, on none.
+
+        Raises TransportUnavailableError on all ranks if it was asked for by name; else rank 0 says so. Raises it too
+        where an engine does not start that was there on all ranks: what it left behind may end the process later.
+        """
+        native, controller, problem = self._prepare()
+        meeting = None
+        try:
+            if controller == "gloo" and self.rank == 0 and not problem:
+                meeting = Meeting(self._world)
+            mine = {"problem": problem, "controller": controller, "meeting": meeting and meeting.place}
+            told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            problem = common_problem(told)
+            if problem:
+                return self._without(problem)
+            assert native is not None, "a rank without the library has a problem"
+            self._native = native
+            place = told[0]["meeting"]
+            ranks = self._members if controller == "mpi" else list(range(self.size))
+            problem = native.start(
+                controller, self.rank, ranks, place and (place[0], place[1]), start_seconds, silence_seconds
+            )
+            outcomes = [blob.decode() for blob in exchange(problem.encode())]
+        finally:
+            if meeting is not None:
+                meeting.close()
+        problem = next((f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text), "")
+        if problem:
+            raise TransportUnavailableError(
+                f"Horovod's engine did not start: {problem}.\n"
+                "HINT: see what it printed, and whether hosts reach each other (HOROVOD_GLOO_IFACE, firewalls); "
+                f"HVDKIT_TRANSPORT={self.carrier} goes without it."
+            )
+        self.device_types = self._inner.device_types | {"cpu"}
+        return self
+
+    def _prepare(self) -> tuple[NativeHorovod | None, str, str]:
+        """The library, how its ranks shall talk, and what stands in the way on this rank."""
+        if self._native_part is None:
+            return None, "", NOT_INSTALLED
+        try:
+            native = load(self._native_part)
+        except (ImportError, OSError) as error:
+            told = str(error).splitlines()[0]
+            return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {told}"
+        if self._inner.carrier == "mpi" and "mpi" in native.controllers:
+            return native, "mpi", native.problem() or _mpi_problem()
+        if "gloo" not in native.controllers:
+            return native, "", "Horovod was built without Gloo, and MPI does not connect these ranks"
+        return native, "gloo", native.problem()
+
+    def _without(self, problem: str) -> Transport:
+        if self._required:
+            raise TransportUnavailableError(
+                f"HVDKIT_TRANSPORT=horovod cannot be used: {problem}.\n"
+                "HINT: build Horovod for this PyTorch on every host (HOROVOD_WITH_PYTORCH=1 pip install "
+                "--no-build-isolation horovod), or unset HVDKIT_TRANSPORT."
+            )
+        if self.rank == 0 and problem != NOT_INSTALLED:
+            logger.warning(
+                "Horovod's engine is not used, tensors travel by hvdkit's own over %s: %s", self.carrier, problem
+            )
+        return self._inner
+
+    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        if place != "cpu":
+            return self._inner.collectives_for(place, members, label)
+        if self._native is None or list(members) != list(range(self.size)):
+            return None
+        launches = Launches(label, self._native, self._waiters, lambda: self._waker())
+        return TorchDeviceCollectives(HorovodGroup(self._native, launches, self.rank, self.size), _CPU, launches)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        return self._inner.isend(buffer, peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        return self._inner.irecv(buffer, peer, tag)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        self._inner.send_control(peer, payload)
+
+    def advance(self) -> bool:
+        return self._inner.advance()
+
+    def poll_control(self) -> list[tuple[int, bytes]]:
+        return self._inner.poll_control()
+
+    def lost_peers(self) -> dict[int, str]:
+        return self._inner.lost_peers()
+
+    def watch(self, transfers: Sequence[Transfer]) -> None:
+        # What Horovod's engine carries calls the waker when it is done.
+        others = [one for one in transfers if not (isinstance(one, DeviceTransfer) and isinstance(one.end, ThreadEnd))]
+        if others:
+            self._inner.watch(others)
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+        self._inner.set_waker(waker)
+
+    def close(self, graceful: bool) -> None:
+        native, self._native = self._native, None
+        if native is not None:
+            native.stop(CLOSING_SECONDS)
+        self._waiters.close(timeout_seconds=1.0)
+        self._waker = lambda: None
+        self._inner.close(graceful)
+
+    def abort(self, code: int) -> None:
+        self._inner.abort(code)
+
+
+_CPU = torch.device("cpu")
+
+
+def _mpi_problem() -> str:
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return "MPI was started without MPI_THREAD_MULTIPLE, and Horovod's engine calls it from a thread of its own"
+    return ""

@@ -1,0 +1,24 @@
+"""A deadline for calls of libraries that know none, and that let no other thread of Python run meanwhile."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# If the rank that serves the store of torch.distributed was stopped, the store's own deadlines do not hold: it may take
+# so much longer until they are given up on.
+LONGEST_ANSWER_SECONDS = 2.0
+
+
+@contextmanager
+def ends_process_after(seconds: float) -> Iterator[None]:
+    """End this process, with a traceback and status 1, if what runs in this context is not through by then.
+
+    faulthandler's thread needs no Python. It has one alarm: one that the user set is given up.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

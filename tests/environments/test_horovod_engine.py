@@ -1,0 +1,34 @@
+"""What Horovod's engine finds in the environment while it starts, and what is there afterwards."""
+
+from __future__ import annotations
+
+import os
+
+from hvdkit.environments.horovod_engine import told_to_horovod, variables
+
+
+def test_gloos_ranks_are_told_their_place_and_where_they_meet(monkeypatch):
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,eth0")
+    told = variables("gloo", 1, 3, ("10.0.0.1", 4711), 59.2)
+    assert (told["HOROVOD_RANK"], told["HOROVOD_SIZE"]) == ("1", "3")
+    assert (told["HOROVOD_GLOO_RENDEZVOUS_ADDR"], told["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "4711")
+    assert (told["HOROVOD_GLOO_IFACE"], told["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == ("eth1", "60")
+
+
+def test_under_mpi_the_place_is_mpis(monkeypatch):
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "ccl")
+    told = variables("mpi", 1, 3, None, 60.0)
+    assert "HOROVOD_RANK" not in told
+    assert (told["HOROVOD_CONTROLLER"], told["HOROVOD_CPU_OPERATIONS"]) == ("mpi", "ccl")
+
+
+def test_the_environment_is_the_scripts_again_when_the_engine_has_started(monkeypatch):
+    monkeypatch.setenv("HOROVOD_TIMELINE", "trace.json")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1000")
+    monkeypatch.delenv("HOROVOD_RANK", raising=False)
+    before = dict(os.environ)
+    with told_to_horovod(variables("gloo", 0, 2, ("127.0.0.1", 1), 60.0)):
+        assert "HOROVOD_TIMELINE" not in os.environ
+        assert (os.environ["HOROVOD_FUSION_THRESHOLD"], os.environ["HOROVOD_RANK"]) == ("0", "0")
+    assert dict(os.environ) == before

@@ -1,0 +1,138 @@
+"""Faults that strike a rank at random moments, and what counts as the right end of such a job: pure decisions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+# In the order in which a job comes by them.
+MOMENTS = ("init", "broadcast", "first step", "allreduce", "checkpoint", "shutdown")
+KINDS = ("killed", "stopped", "raises", "slow", "full disk", "launcher killed")
+# A rank that meets its end between two of the others' looks: up to so many seconds after the moment has come.
+LONGEST_DELAY_SECONDS = 0.05
+SLOW_SECONDS = 2.0
+RIGHT_STATUS = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``rank`` does, or suffers, ``kind`` so many seconds after it has come to ``moment``."""
+
+    kind: str
+    moment: str
+    rank: int
+    delay: float
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Fault:
+        fault = cls(**json.loads(text))
+        assert fault.kind in (*KINDS, "none", "cut")
+        assert fault.moment in MOMENTS
+        return fault
+
+    @property
+    def is_survived(self) -> bool:
+        """Whether the job shall go on as if nothing had happened."""
+        return self.kind in ("none", "slow", "full disk")
+
+
+def random_faults(seed: int, ranks: int, kinds: Sequence[str] = KINDS) -> Iterator[Fault]:
+    """Faults without end: every kind at every moment before any comes again, in random order."""
+    chance = random.Random(seed)
+    while True:
+        pairs = list(itertools.product(kinds, MOMENTS))
+        chance.shuffle(pairs)
+        for kind, moment in pairs:
+            yield Fault(kind, moment, chance.randrange(ranks), chance.uniform(0, LONGEST_DELAY_SECONDS))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, as seen from outside. Times are seconds of the machine's monotonic clock."""
+
+    status: int | None  # of the launcher; None: it did not end
+    output: str
+    ended: float
+    left_behind: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``problems`` is empty where all is well; ``noticed_after`` is None where nobody had anything to notice."""
+
+    problems: tuple[str, ...]
+    noticed_after: float | None
+    message: str
+
+
+def judge(fault: Fault, outcome: Outcome, ranks: int) -> Verdict:
+    """Whether a job ended as it must after ``fault``."""
+    struck = re.search(r"STRIKES ([\d.]+)", outcome.output)
+    noticed = {int(rank): text for rank, _, text in _told("NOTICED", outcome.output)}
+    times = [float(seconds) for _, seconds, _ in _told("NOTICED", outcome.output)]
+    ended_well = {int(rank) for rank, _, _ in _told("ENDED WELL", outcome.output)}
+    survivors = set(range(ranks)) - {fault.rank}
+    problems = [f"left behind: {what}" for what in outcome.left_behind]
+    if outcome.status is None:
+        problems.append("it did not end")
+    if "WRONG" in outcome.output:
+        problems.append("a sum was wrong")
+    if struck is None and fault.kind != "none":
+        problems.append("the fault did not strike")
+    words = ""
+    if fault.is_survived:
+        if ended_well != set(range(ranks)) or outcome.status != RIGHT_STATUS:
+            problems.append(f"only ranks {sorted(ended_well)} ended well")
+        words = _warning(fault, outcome.output)
+        # Whoever is late to come or to leave keeps no operation waiting.
+        is_told = fault.kind == "full disk" or (fault.kind == "slow" and fault.moment not in ("init", "shutdown"))
+        if is_told and not words:
+            problems.append("nobody was warned")
+        return Verdict(tuple(problems), None, words)
+    if fault.kind != "launcher killed":
+        if outcome.status == RIGHT_STATUS:
+            problems.append("the launcher says that all was well")
+        words = _naming(fault.rank, [*noticed.values(), outcome.output])
+        if fault.moment == "init":  # MPI, or PyTorch's store, may wait without end and does not say for whom
+            words = words or _last_resort(outcome.output)
+        if not words:
+            problems.append(f"nobody named rank {fault.rank}")
+        # As it leaves, a rank that has said goodbye is not missed any more.
+        wrongly_well = ended_well & survivors if fault.moment != "shutdown" else set()
+        if wrongly_well:
+            problems.append(f"ranks {sorted(wrongly_well)} ended as if nothing had happened")
+    after = None
+    if struck is not None:
+        # Where the launcher ended the others before they could speak, they noticed when it did.
+        after = max([*times, *([] if times else [outcome.ended])]) - float(struck[1])
+    return Verdict(tuple(problems), after, words)
+
+
+def _told(word: str, output: str) -> list[tuple[str, str, str]]:
+    """What ranks said: (rank, seconds, text)."""
+    return re.findall(rf"RANK (\d+) {word} ([\d.]+) ?(.*)", output)
+
+
+def _naming(rank: int, texts: Sequence[str]) -> str:
+    """The first line that says which rank it was."""
+    lines = (line for text in texts for line in text.splitlines() if "STRIKES" not in line)
+    naming = re.compile(rf"\brank {rank}\b|(missing:|for ranks) \[[^]]*\b{rank}\b")
+    return next((line for line in lines if naming.search(line)), "")
+
+
+def _last_resort(output: str) -> str:
+    found = re.search(r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_tcp_store)", output)
+    return found[0].replace("\n", " / ") if found else ""
+
+
+def _warning(fault: Fault, output: str) -> str:
+    patterns = {"slow": rf".*(not by ranks \[{fault.rank}\]|waits for ranks \[).*", "full disk": r".*timeline.*"}
+    found = re.search(patterns.get(fault.kind, "$^"), output)
+    return found[0] if found else ""

@@ -1,0 +1,61 @@
+"""What counts as the right end of a job that a fault has struck: a judge that could not say no would be none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.faults.injection import KINDS, MOMENTS, Fault, Outcome, judge, random_faults
+
+KILLED = Fault("killed", "allreduce", 1, 0.01)
+SLOW = Fault("slow", "allreduce", 1, 0.01)
+NOTICED = "RANK {} NOTICED {} PeerLostError: rank 1 (here) is lost"
+KILLED_OUTPUT = "\n".join(["STRIKES 100.0", NOTICED.format(0, 100.2), NOTICED.format(2, 100.5)])
+WELL = "\n".join(f"RANK {rank} ENDED WELL 103.0" for rank in range(3))
+
+
+def test_every_kind_comes_at_every_moment_and_the_same_seed_gives_the_same_faults():
+    faults = list(itertools.islice(random_faults(7, 3), len(KINDS) * len(MOMENTS)))
+    assert {(fault.kind, fault.moment) for fault in faults} == set(itertools.product(KINDS, MOMENTS))
+    assert faults == list(itertools.islice(random_faults(7, 3), len(faults)))
+    assert faults != list(itertools.islice(random_faults(8, 3), len(faults)))
+    assert all(Fault.loads(fault.dumps()) == fault for fault in faults)
+
+
+def test_survivors_that_name_the_rank_are_right():
+    verdict = judge(KILLED, Outcome(137, KILLED_OUTPUT, 101.0), 3)
+    assert verdict.problems == ()
+    assert verdict.noticed_after == pytest.approx(0.5)
+    assert "rank 1" in verdict.message
+
+
+def test_a_launcher_that_ends_the_job_and_names_the_rank_is_right():
+    verdict = judge(KILLED, Outcome(137, "STRIKES 100.0\nhvdkitrun: rank 1 on here was killed", 101.0), 3)
+    assert verdict.problems == ()
+    assert verdict.noticed_after == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "problem"),
+    [
+        (Outcome(None, KILLED_OUTPUT, 101.0), "did not end"),
+        (Outcome(0, KILLED_OUTPUT, 101.0), "all was well"),
+        (Outcome(137, f"{KILLED_OUTPUT}\nWRONG step 2", 101.0), "a sum was wrong"),
+        (Outcome(137, KILLED_OUTPUT, 101.0, ["123 python"]), "left behind: 123 python"),
+        (Outcome(137, "STRIKES 100.0\nit is gone", 101.0), "nobody named rank 1"),
+        (Outcome(137, "RANK 0 NOTICED 1.0 rank 1", 101.0), "did not strike"),
+        (Outcome(137, f"{KILLED_OUTPUT}\nRANK 2 ENDED WELL 101.0", 102.0), "ranks [2] ended as if nothing"),
+    ],
+)
+def test_what_is_wrong_after_a_kill_is_said(outcome, problem):
+    assert any(problem in one for one in judge(KILLED, outcome, 3).problems)
+
+
+def test_a_slow_rank_is_waited_for_and_warned_about():
+    warning = "weight was submitted by ranks [0, 2], but not by ranks [1] for 1 seconds"
+    good = judge(SLOW, Outcome(0, f"STRIKES 100.0\n{warning}\n{WELL}", 104.0), 3)
+    assert good.problems == ()
+    assert good.noticed_after is None
+    assert "nobody was warned" in judge(SLOW, Outcome(0, f"STRIKES 100.0\n{WELL}", 104.0), 3).problems
+    assert judge(SLOW, Outcome(7, f"STRIKES 100.0\n{warning}\n{NOTICED}", 104.0), 3).problems
