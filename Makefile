@@ -9,16 +9,19 @@ BIN := $(VENV)/bin
 CSRC := $(wildcard hvdkit/kernels/csrc/* hvdkit/transports/csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test lint format clean
+.PHONY: help train test cluster-test lint format clean
 
 help: ## list what make can do
-	@sed -n 's/^\([a-z]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
 train: $(VENV)/.ready-train ## set up .venv and train the digits example on NP=2 processes (ARGS=... to the script)
 	$(BIN)/hvdkitrun -np $(NP) $(BIN)/python examples/pytorch_digits.py $(ARGS)
 
 test: $(VENV)/.ready-test ## set up .venv and run the tests (ARGS=... to pytest)
 	$(BIN)/python -m pytest -q --durations=25 $(ARGS)
+
+cluster-test: $(VENV)/.ready-test ## build the image of docker/ and run the tests over hosts (needs Docker or root; ARGS=... to pytest)
+	docker/cluster-test.sh $(abspath $(BIN))/python $(ARGS)
 
 lint: $(VENV)/.ready-test ## ruff, mypy and clang-format, changing nothing
 	$(BIN)/ruff check

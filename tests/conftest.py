@@ -13,6 +13,11 @@ import pytest
 TRANSPORTS = {1: ["mpi"], 2: ["mpi", "torch"], 3: ["torch"], 4: ["mpi"]}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What tests need that not every machine has."""
+    parser.addoption("--cluster", metavar="IMAGE", help="run tests/cluster on containers of this image")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what TRANSPORTS leaves out."""
     left_out = set()

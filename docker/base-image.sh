@@ -1,0 +1,30 @@
+#!/bin/bash
+# Make two base images from Debian's packages, for machines that can pull none: hvdkit-base:runtime, hvdkit-base:build.
+#
+#   sudo docker/base-image.sh
+#   docker build --build-arg BASE_IMAGE=hvdkit-base:runtime --build-arg BUILD_IMAGE=hvdkit-base:build ...
+#
+# Needs root, debootstrap, Docker, and a mirror of Debian's that debootstrap reaches (MIRROR=... for another one).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+source packages.env
+
+SUITE=bookworm
+folder=$(mktemp -d)
+trap 'rm -rf --one-file-system "$folder"' EXIT
+
+echo "base-image.sh: hvdkit-base:runtime, from Debian's packages"
+root=$folder/root
+debootstrap --variant=minbase --include="${RUNTIME_PACKAGES// /,},${MPI_PACKAGES// /,}" "$SUITE" "$root" ${MIRROR:+"$MIRROR"} \
+    > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+import() { # TAG
+    tar --directory "$root" --create --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' . |
+        docker import --change 'CMD ["bash"]' - "hvdkit-base:$1" > /dev/null
+}
+import runtime
+
+echo "base-image.sh: hvdkit-base:build, with a compiler"
+cp /etc/resolv.conf "$root/etc/resolv.conf"
+chroot "$root" sh -c "apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $BUILD_PACKAGES" \
+    > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+import build
