@@ -46,12 +46,12 @@ def run(count: int, seed: int, transports: Sequence[str]) -> list[Entry]:
     return entries
 
 
-def table(entries: Sequence[Entry]) -> str:
+def table(entries: Sequence[Entry], timeout_seconds: float) -> str:
     """The report: fault by transport."""
     right = sum(not entry.verdict.problems for entry in entries)
     lines = [
         f"{right} of {len(entries)} jobs of {RANKS} ranks ended as they must "
-        f"(HVDKIT_TIMEOUT_SECONDS={TIMEOUT_SECONDS}; seconds from the fault to the last rank that noticed it).",
+        f"(HVDKIT_TIMEOUT_SECONDS={timeout_seconds:g}; seconds from the fault to the last rank that noticed it).",
         "",
         "| fault | transport | jobs | right | noticed after: median | longest | a message | left behind |",
         "|---|---|---|---|---|---|---|---|",
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="where the table (.md) and what it is made of (.json) go")
     args = parser.parse_args(argv)
     entries = run(args.count, args.seed, args.transports)
-    text = table(entries)
+    text = table(entries, TIMEOUT_SECONDS)
     print(text)
     if args.report is not None:
         args.report.parent.mkdir(parents=True, exist_ok=True)

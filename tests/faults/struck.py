@@ -18,6 +18,7 @@ STEPS = 6
 ELEMENTS = 1 << 20  # 4 MiB: it takes a while
 PATTERN = torch.arange(ELEMENTS) % 251 + 1.0  # whole numbers, so that sums are exact
 UNSEEN_SECONDS = 60
+CUT_SECONDS = 3
 
 
 class Striker:
@@ -51,9 +52,10 @@ class Striker:
             raise RuntimeError("this rank cannot go on")
         if fault.kind == "slow":
             time.sleep(SLOW_SECONDS)
-        elif fault.kind in ("launcher killed", "cut"):
+        elif fault.kind == "launcher killed":
             time.sleep(UNSEEN_SECONDS)  # somebody else does it when they read this
-            # Whoever was cut off goes on by itself, and must notice too.
+        elif fault.kind == "cut":
+            time.sleep(CUT_SECONDS)  # the same; whoever is cut off goes on by itself, and must notice too
 
     def _signal(self, kind: str) -> None:
         tell("STRIKES", time.monotonic())
