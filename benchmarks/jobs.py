@@ -29,7 +29,7 @@ class Peer:
     """One contestant: what its worker does, what starts its ranks, and flags of the worker that only it has.
 
     ``launcher``: ``mpi`` and ``gloo`` are hvdkit's own, ``plain`` starts one process a rank with torchrun's variables,
-    ``horovod`` is Horovod's own without MPI.
+    ``horovod`` is Horovod's own without MPI; ``mpi horovod`` and ``gloo horovod`` are hvdkit's with Horovod's engine.
     """
 
     name: str
@@ -85,6 +85,11 @@ def horovods(variant: str = "", *flags: str) -> list[Peer]:
     return [Peer(name + variant, worker, launcher, flags) for name, worker, launcher in found]
 
 
+def on_horovod() -> list[Peer]:
+    """hvdkit over Horovod's engine, on each of what that was built with."""
+    return [Peer(f"hvdkit horovod {engine}", "hvdkit", f"{engine} horovod") for engine in _horovod_engines()]
+
+
 def environment(threads: int, launcher: str) -> dict[str, str]:
     """This process's environment, less what a launcher may have left in it."""
     prefixes = ("OMPI_", "PMI", "PRTE_", "SLURM_", "HOROVOD_", "HVDKIT_", "TORCHELASTIC_")
@@ -93,8 +98,9 @@ def environment(threads: int, launcher: str) -> dict[str, str]:
     path = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
     kept.update(OMP_NUM_THREADS=str(threads), PYTHONPATH=os.pathsep.join(path))
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    if launcher in ("mpi", "gloo"):
-        kept["HVDKIT_TRANSPORT"] = {"mpi": "mpi", "gloo": "torch"}[launcher]
+    transports = {"mpi": "mpi", "gloo": "torch", "mpi horovod": "horovod", "gloo horovod": "horovod"}
+    if launcher in transports:
+        kept["HVDKIT_TRANSPORT"] = transports[launcher]
     return kept
 
 
@@ -102,7 +108,7 @@ def start_here(task: Task, launcher: str) -> list[subprocess.Popen[bytes]]:
     """All ranks on this machine, each peer by its own launcher."""
     if launcher != "plain":
         module = "horovod.runner.launch" if launcher == "horovod" else "hvdkit.launch"
-        engine = "--mpi" if launcher == "mpi" else "--gloo"
+        engine = "--mpi" if launcher.startswith("mpi") else "--gloo"
         return [task.start([sys.executable, "-m", module, "-np", str(task.ranks), engine, *task.command])]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,8 +4,9 @@
     python benchmarks/step.py --model transformer --rounds 1 --steps 3         # a quick look
 
 "alone" is the same step on all ranks at once with no communication: what the others would take if it were free. "fp16"
-sends gradients in half precision, "PowerSGD" is DDP's hook of that name, of rank 4. Each peer runs in its own job, once
-a round. At the end of a job all ranks must hold the same weights, or the job has failed.
+sends gradients in half precision, "PowerSGD" is DDP's hook of that name, of rank 4, "hvdkit horovod" is hvdkit with
+Horovod's engine, to see what the wrapper costs. Each peer runs in its own job, once a round. At the end of a job all
+ranks must hold the same weights, or the job has failed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def compare(args: argparse.Namespace) -> None:
     """What the script itself runs: rounds of jobs for each model, then the tables."""
-    peers = common.chosen(training.contestants(), args.peers)
+    peers = common.chosen([*training.contestants(), *jobs.on_horovod()], args.peers)
     results, errors = {}, {}
     for model in training.MODELS if args.model == "both" else [args.model]:
         results[model] = measure(args, peers, model)
