@@ -9,6 +9,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source packages.env
 
+if ! command -v debootstrap > /dev/null; then
+    { apt-get update -qq && apt-get install -qq --yes debootstrap; } > /dev/null
+fi
+
 SUITE=bookworm
 folder=$(mktemp -d)
 trap 'rm -rf --one-file-system "$folder"' EXIT
@@ -18,6 +22,7 @@ root=$folder/root
 debootstrap --variant=minbase --include="${RUNTIME_PACKAGES// /,},${MPI_PACKAGES// /,}" "$SUITE" "$root" ${MIRROR:+"$MIRROR"} \
     > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
 import() { # TAG
+    rm -f "$root"/etc/ssh/ssh_host_*  # no image shall have keys
     tar --directory "$root" --create --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' . |
         docker import --change 'CMD ["bash"]' - "hvdkit-base:$1" > /dev/null
 }

@@ -12,18 +12,30 @@ have() {
     command -v "$1" > /dev/null
 }
 
-if ! { have dockerd && have debootstrap && { docker compose version > /dev/null 2>&1 || have docker-compose; }; }; then
-    [ "$(id -u)" = 0 ] && have apt-get || fail "it is not installed, and only root can install Debian's"
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes docker.io docker-compose debootstrap; } \
-        > /dev/null || fail "Debian's docker.io could not be installed"
+compose() {
+    docker compose version > /dev/null 2>&1 || have docker-compose
+}
+
+runs() {
+    have docker && docker info > /dev/null 2>&1
+}
+
+runs && compose && exit 0
+missing=()
+have docker && { runs || have dockerd; } || missing+=(docker.io)
+compose || missing+=(docker-compose)
+if [ ${#missing[@]} != 0 ]; then
+    [ "$(id -u)" = 0 ] && have apt-get || fail "there is no ${missing[*]}, and only root can install Debian's"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-remove "${missing[@]}"; } \
+        > /dev/null || fail "Debian's ${missing[*]} could not be installed"
 fi
-docker info > /dev/null 2>&1 && exit 0
+runs && exit 0
 [ "$(id -u)" = 0 ] || fail "none runs, and only root can start one"
 log=$(mktemp)
 setsid dockerd > "$log" 2>&1 < /dev/null &
 started=$!
 for _ in $(seq 60); do
-    if docker info > /dev/null 2>&1; then
+    if runs; then
         echo "$started"
         exit 0
     fi

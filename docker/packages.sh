@@ -10,3 +10,5 @@ apt-get update --quiet --quiet
 # shellcheck disable=SC2086 (one word a package)
 DEBIAN_FRONTEND=noninteractive apt-get install --quiet --quiet --yes --no-install-recommends $missing
 rm -rf /var/lib/apt/lists/*
+# Openssh's package makes keys, which no image shall have.
+rm -f /etc/ssh/ssh_host_*

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable
 from time import sleep
 from typing import Any
-
-from hvdkit.errors import HorovodInternalError
 
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
@@ -85,14 +84,18 @@ class Ending:
         code_before = self.code
         try:
             self._watched()
-        except HorovodInternalError as error:
+        except Exception as error:  # raised on, it would be a word on stderr, and the process a success
             self.code = self.code or 1
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
         if self.code and self.another_left:
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:
             self._abort(self.first_code or self.code or 1)
         if self.code and not code_before:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
             os._exit(self.code)  # Python has settled on success by now, and whoever started this rank must hear of it
 
 

@@ -65,7 +65,7 @@ class Negotiation:
     def send(self, rank: int, message: Message) -> None:
         if rank == self._rank:
             self._take(rank, message)
-        elif rank not in self.departed or message[0] == "bye":  # who said goodbye waits for ours
+        elif rank not in self.departed or message[0] in ("bye", "pong"):  # who said goodbye waits for ours
             self._engine.transport.send_control(rank, encode(message))
 
     def tell_everyone(self, message: Message) -> None:
@@ -143,7 +143,7 @@ class Negotiation:
         elif kind == "lane_error":
             engine.lane_failed(message[1], message[2])
         elif kind == "ping":
-            self.send(sender, ["pong"])
+            self.tell([sender], ["pong"])  # who has left meanwhile needs none
         elif kind == "bye":
             failed_first = not self.failed_with
             self._note_departed(sender, message[1], message[2])

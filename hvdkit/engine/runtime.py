@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from time import monotonic
 from typing import Any
 
 from hvdkit import config, environments
 from hvdkit.engine.core import Engine
 from hvdkit.engine.ending import ENDING, abort_mpi
+from hvdkit.engine.farewell import Farewell
 from hvdkit.engine.introduction import exchange_blobs, introduce
 from hvdkit.engine.measuring import measure_network
 from hvdkit.engine.schedule import Network
@@ -20,10 +20,6 @@ from hvdkit.errors import HorovodInternalError, NotInitializedError, PeerLostErr
 from hvdkit.transports import Transport, open_mpi_communicator, open_transport
 
 logger = logging.getLogger("hvdkit")
-
-# How long shutdown waits for the others to shut down too. A rank that failed only makes sure that they have heard.
-GOODBYE_SECONDS = 5.0
-FAILED_GOODBYE_SECONDS = 0.3
 
 _engine: Engine | None = None
 _dynamic = False
@@ -100,20 +96,20 @@ def shutdown() -> None:
     if _engine is None or _process != os.getpid():
         return
     engine, _engine, _dynamic = _engine, None, False
-    graceful = False
+    graceful, lost = False, None
     ENDING.another_left = bool(engine.negotiation.departed)
     ENDING.first_code = engine.negotiation.failed_with
-    before = engine.error
-    if engine.transport.size > 1:
-        graceful = _say_goodbye(engine)
-        ENDING.peer_lost |= isinstance(engine.error, PeerLostError)
+    try:
+        if engine.transport.size > 1:
+            graceful, lost = _say_goodbye(engine)
+            ENDING.peer_lost |= isinstance(lost or engine.error, PeerLostError)
+    finally:
         engine.driver.stop()
-    lost = engine.error
-    with engine.driver.halted(1.0):
-        engine.fail(HorovodInternalError("hvdkit was shut down on this rank while the operation was in flight."))
-        engine.stop_timeline()
-        engine.transport.close(graceful)
-    if before is None and isinstance(lost, PeerLostError):
+        with engine.driver.halted(1.0):
+            engine.fail(HorovodInternalError("hvdkit was shut down on this rank while the operation was in flight."))
+            engine.stop_timeline()
+            engine.transport.close(graceful)
+    if lost is not None:
         raise lost
 
 
@@ -170,33 +166,24 @@ def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> 
     return static
 
 
-def _say_goodbye(engine: Engine) -> bool:
-    """Tell the others and wait a little for theirs; for a rank that gives no sign of life, until it counts as lost.
-
-    True if all ranks shut down now. A rank that is only late may have much to do before it leaves.
-    """
+def _say_goodbye(engine: Engine) -> tuple[bool, HorovodInternalError | None]:
+    """Tell the others and wait a little for theirs: whether all ranks shut down now, and who is lost after all."""
     negotiation = engine.negotiation
     reason = ENDING.reason or "it called hvd.shutdown() or ended"
     if negotiation.departed:
         first, cause = next(iter(negotiation.departed.items()))
         reason += f", after rank {first} had left ({cause})"
-    failed = bool(ENDING.code or engine.error)
-    started = monotonic()
-    deadline = started + (FAILED_GOODBYE_SECONDS if failed else GOODBYE_SECONDS)
-    told = [False]
-
-    def tell() -> None:
-        told[0] = True
-        negotiation.tell_everyone(["bye", reason, negotiation.failed_with or ENDING.code])
-
-    def finished() -> bool:
-        missing = set(range(engine.transport.size)) - {engine.topology.rank, *negotiation.departed}
-        if engine.error is not None or failed:
-            return monotonic() > deadline or (told[0] and not missing)
-        late = monotonic() > deadline
-        return told[0] and (not missing or (late and engine.watch.all_heard_since(missing, started)))
-
-    engine.watch.awaits_goodbyes = not failed
-    engine.defer(tell)
-    engine.driver.drive_until(finished)
-    return len(negotiation.departed) == engine.transport.size - 1 and engine.error is None
+    before = engine.error
+    failed = bool(ENDING.code or before)
+    farewell = Farewell(engine, reason, negotiation.failed_with or ENDING.code, failed)
+    engine.driver.drive_until(farewell.over)
+    lost = engine.error if before is None and isinstance(engine.error, PeerLostError) else None
+    if farewell.silent:
+        rank = farewell.silent[0]
+        lost = PeerLostError(
+            f"{engine.topology.told(rank)} gave {engine.told()} no sign of life for "
+            f"{engine.settings.timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) and did not say goodbye.\n"
+            "HINT: see whether it was killed, stopped, or cut off from the network.",
+            rank,
+        )
+    return not farewell.missing() and engine.error is None, lost

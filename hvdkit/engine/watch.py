@@ -49,7 +49,6 @@ class Watch:
         self._stands_for: dict[int, Collection[int]] = {}
         self._next_look = 0.0
         self._departed_at: dict[int, float] = {}
-        self.awaits_goodbyes = False  # of all ranks: this one has nothing else to do any more
 
     def seen_thread(self) -> None:
         """Several threads that submit make it impossible to say that a rank is blocked as a whole."""
@@ -62,9 +61,9 @@ class Watch:
     def heard(self, rank: int) -> None:
         self._liveness.heard(rank, monotonic())
 
-    def all_heard_since(self, ranks: Collection[int], since: float) -> bool:
-        """Whether each of ``ranks`` has given a sign of life."""
-        return all(self._liveness.heard_since(rank, since) for rank in ranks)
+    def heard_since(self, rank: int, since: float) -> bool:
+        """Whether ``rank`` has given a sign of life since then."""
+        return self._liveness.heard_since(rank, since)
 
     def begin_waiting(self, handle: Handle | None, lane: Lane | None) -> None:
         """The calling thread waits from now on."""
@@ -196,8 +195,6 @@ class Watch:
             awaited.add(0)
         if engine.negotiation.coordinator is not None:
             awaited |= engine.negotiation.coordinator.awaited_ranks()
-        if self.awaits_goodbyes:
-            awaited.update(range(engine.transport.size))
         awaited -= {engine.topology.rank, *engine.negotiation.departed}
         to_ask, lost = self._liveness.check(awaited, now)
         for rank in to_ask:

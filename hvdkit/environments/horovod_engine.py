@@ -27,6 +27,8 @@ def variables(
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": None,
         "HOROVOD_TIMELINE": None,  # the file is ours
+        "HOROVOD_AUTOTUNE": None,  # it would choose another fusion
+        "HOROVOD_ELASTIC": None,  # it would ask for places by other keys
         "HOROVOD_DYNAMIC_PROCESS_SETS": "0",  # one more exchange in every cycle, for sets that it does not carry
     }
     if controller == "mpi":

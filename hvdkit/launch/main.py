@@ -127,7 +127,13 @@ def run_mpi(
     if chosen.verbose:
         say(shlex.join(argv))
     streams = {stream: MpirunStream(partial(write_known, output, chosen.size)) for stream in STREAMS}
-    outcome = supervise([Child(argv, environment, lambda stream, data: streams[stream].feed(data))])
+    child = Child(
+        argv,
+        environment,
+        receive=lambda stream, data: streams[stream].feed(data),
+        is_ending=lambda: any(stream.aborting for stream in streams.values()),
+    )
+    outcome = supervise([child])
     for stream in streams.values():
         stream.close()
     output.close()

@@ -15,6 +15,9 @@ _PARTIAL_TAG = re.compile(rb"\[(\d+(,(\d+(\](<([a-z]*(>:?)?)?)?)?)?)?)?\Z")
 _DASHES = rb"-{60,76}"
 _REPORT = re.compile(_DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
 _PARTIAL_REPORT = re.compile(rb"(?:-{1,76}|" + _DASHES + rb"\n[^\n]*)\Z")
+# What MPI says when a rank calls for the end of the job.
+_ABORTING = re.compile(_DASHES + rb"\nMPI_ABORT was invoked on rank \d+ in communicator")
+_LONGEST_ABORTING = 200
 _REPORT_END = re.compile(rb"\n" + _DASHES + rb"\n")
 
 
@@ -27,10 +30,14 @@ class MpirunStream:
         self._buffer = b""
         self._in_report = False
         self.own_words = b""
+        self.aborting = False  # a rank has called for the job's end
+        self._latest = b""
 
     def feed(self, data: bytes) -> None:
         """More bytes from mpirun; a piece that may be the start of a tag waits for the rest."""
         self._buffer += data
+        self._latest = self._latest[-_LONGEST_ABORTING:] + data
+        self.aborting = self.aborting or _ABORTING.search(self._latest) is not None
         while self._step():
             pass
 

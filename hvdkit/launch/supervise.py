@@ -28,6 +28,8 @@ from hvdkit.launch.output import STREAMS
 # From the first failure to the last process gone: SIGTERM at once, SIGKILL from the leash, then from here.
 GRACE_SECONDS = 2.5
 _LEASH_SECONDS = GRACE_SECONDS + 1.0
+# How long what has said that it ends may take: mpirun waits for ever for a host that was cut off.
+ENDING_SECONDS = 10.0
 _DRAIN_SECONDS = 1.0  # for output still on its way when all children have ended
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -48,6 +50,7 @@ class Child:
     remote: list[str] = field(default_factory=list)
     pass_fds: tuple[int, ...] = ()
     secret: str = field(default="", repr=False)
+    is_ending: Callable[[], bool] = lambda: False  # whether it has said that it ends
 
     @property
     def argv(self) -> list[str]:
@@ -108,6 +111,7 @@ class _Run:
         self.outcome = Outcome()
         self.stopped_at: float | None = None
         self.killed = False
+        self.ending_since: dict[int, float] = {}
 
     def loop(self) -> Outcome:
         for child in self.children:
@@ -117,6 +121,7 @@ class _Run:
             self.read(timeout=self.patience(ended_at))
             self.note_failures()
             now = time.monotonic()
+            self.note_endless(now)
             if self.stopped_at is not None and now - self.stopped_at > _LEASH_SECONDS and not self.killed:
                 self.kill()
             if all(process.returncode is not None for process in self.processes):
@@ -129,7 +134,8 @@ class _Run:
         """How long to wait for something to happen."""
         if ended_at is not None:
             return 0.1
-        return 0.25 if self.stopped_at is not None and not self.killed else None
+        is_ending = self.ending_since or self.stopped_at is not None
+        return 0.25 if is_ending and not self.killed else None
 
     def start(self, child: Child) -> None:
         pipe = subprocess.PIPE
@@ -180,6 +186,15 @@ class _Run:
             code = process.poll()
             if code and self.stopped_at is None:
                 self.outcome = Outcome(failed=index, code=code)
+                self.stop()
+
+    def note_endless(self, now: float) -> None:
+        """End a child that has said that it ends the job, and does not come to it: a host of its may be cut off."""
+        for index, (child, process) in enumerate(zip(self.children, self.processes, strict=True)):
+            if process.returncode is not None or self.stopped_at is not None or not child.is_ending():
+                continue
+            if now - self.ending_since.setdefault(index, now) > ENDING_SECONDS:
+                self.outcome = Outcome(failed=index, code=1)
                 self.stop()
 
     def stop(self) -> None:

@@ -72,7 +72,10 @@ class HorovodTransport(Transport):
         meeting = None
         try:
             if controller == "gloo" and self.rank == 0 and not problem:
-                meeting = Meeting(self._world)
+                try:
+                    meeting = Meeting(self._world)
+                except (OSError, TransportUnavailableError) as error:
+                    problem = f"rank 0 cannot serve the place where Horovod's ranks meet: {error}"
             mine = {"problem": problem, "controller": controller, "meeting": meeting and meeting.place}
             told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
             problem = common_problem(told)
@@ -105,7 +108,7 @@ class HorovodTransport(Transport):
             return None, "", NOT_INSTALLED
         try:
             native = load(self._native_part)
-        except (ImportError, OSError) as error:
+        except (AttributeError, ImportError, OSError) as error:
             told = str(error).splitlines()[0]
             return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {told}"
         if self._inner.carrier == "mpi" and "mpi" in native.controllers:

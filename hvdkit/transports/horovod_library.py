@@ -49,6 +49,7 @@ class NativeHorovod:
         spec.loader.exec_module(self.operations)
         self._calls = ctypes.CDLL(str(path))
         self._calls.horovod_init.restype = ctypes.c_bool
+        assert self._calls.horovod_add_process_set, "an AttributeError: before 0.23, operations had other arguments"
         self._stuck = ""
         self._stopping = threading.Event()
 

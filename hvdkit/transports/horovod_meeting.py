@@ -14,6 +14,7 @@ from hvdkit.environments.base import World
 from hvdkit.transports.listening import addresses_for
 
 LARGEST_VALUE = 1 << 20  # bytes; Gloo's addresses take some hundred a rank
+POLL_SECONDS = 0.02  # between two looks at whether to end
 SILENCE_SECONDS = 10.0  # of a client
 
 
@@ -64,7 +65,9 @@ class Meeting:
         address = addresses_for(world)[0]
         self._server = _Server(address)
         self.place = address, int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="hvdkit-meeting", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), name="hvdkit-meeting", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STANDARD_ERROR = 2  # sys.stderr may be no file, as in a notebook
+LONGEST_SECONDS = 1e6  # that it takes
 # If the rank that serves the store of torch.distributed was stopped, the store's own deadlines do not hold: it may take
 # so much longer until they are given up on.
 LONGEST_ANSWER_SECONDS = 2.0
@@ -18,7 +19,7 @@ def ends_process_after(seconds: float) -> Iterator[None]:
 
     faulthandler's thread needs no Python. It has one alarm: one that the user set is given up.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=STANDARD_ERROR)
+    faulthandler.dump_traceback_later(min(seconds, LONGEST_SECONDS), exit=True, file=STANDARD_ERROR)
     try:
         yield
     finally:

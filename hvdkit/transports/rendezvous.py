@@ -18,6 +18,7 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, ends_process_after
 from hvdkit.transports.listening import addresses_for, listen, place_to_meet
+from hvdkit.transports.mpi import start_mpi
 
 # A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place.
 _served: dict[tuple[str, int], Any] = {}
@@ -43,7 +44,7 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
-        rendezvous, secret = _meet_through_mpi(world)
+        rendezvous, secret = _meet_through_mpi(world, timeout_seconds)
     elif rendezvous is not None and rendezvous.kind == "http":
         credentials = None if secret is None else Credentials(secret, world.job, generation)
         rendezvous = _meet_through_http(world, rendezvous, prefix, credentials, timeout_seconds)
@@ -90,10 +91,9 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
     return store
 
 
-def _meet_through_mpi(world: World) -> tuple[Rendezvous, bytes]:
+def _meet_through_mpi(world: World, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
     """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
-    from mpi4py import MPI
-
+    MPI = start_mpi(timeout_seconds)  # noqa: N806 (mpi4py's name)
     served, told = None, bytearray(PLACE_BYTES)
     if world.rank == 0:
         try:
@@ -102,7 +102,8 @@ def _meet_through_mpi(world: World) -> tuple[Rendezvous, bytes]:
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
         told[:] = words.encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
-    MPI.COMM_WORLD.Bcast(told, root=0)
+    with ends_process_after(timeout_seconds):
+        MPI.COMM_WORLD.Bcast(told, root=0)
     if told.startswith(b"!"):
         raise TransportUnavailableError(told.decode(errors="replace").strip("! "))
     secret, _, place = bytes(told).partition(b" ")

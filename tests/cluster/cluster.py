@@ -61,12 +61,11 @@ class Cluster:
             [*self._compose, *words],
             env=self._environment,
             text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,  # warnings of compose are no part of what it was asked for
             check=False,
             timeout=PATIENCE_SECONDS,
         )
-        assert done.returncode == 0, done.stdout
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     @cached_property
@@ -110,7 +109,8 @@ class Cluster:
             yield process
         finally:
             if process.poll() is None:
-                process.kill()
+                process.kill()  # and what it runs in the container, which does not notice
+                self.run(["pkill", "-KILL", "-u", "worker", "-f", "^timeout --kill-after"], host)
             process.communicate()
 
     def shell(self, script: str, host: str, user: str = "worker") -> str:
@@ -146,12 +146,13 @@ class Cluster:
     def left_behind(self, host: str) -> str:
         """What is on a host that was not there when it started: processes, shared memory, ports, files of sessions.
 
-        What PyTorch, torchrun and Open MPI 4 leave in /tmp by themselves is not looked at.
+        What PyTorch, TensorFlow, torchrun and Open MPI 4 leave in /tmp by themselves is not looked at.
         """
         script = """
         ps -eo pid=,args= | grep -vE '^ *[0-9]+ (sshd: /usr/sbin/sshd|/usr/sbin/sshd|timeout |sh -ec|ps |grep )' || true
         ls -A /dev/shm
-        ls -A /tmp | grep -vE "^(tmp[.]|torchinductor_|torchelastic_|ompi[.]$(hostname)[.]1000$)" || true
+        theirs="tmp[.]|torchinductor_|torchelastic_|__pycache__|__autograph|ompi[.]$(hostname)[.]1000$"
+        ls -A /tmp | grep -vE "^($theirs)" || true
         ss -Hltn | grep -v ':2222 ' | grep -v '127[.]0[.]0[.]11:' || true
         """
         return self.shell(script, host).strip()

@@ -99,7 +99,7 @@ def judge(fault: Fault, outcome: Outcome, ranks: int) -> Verdict:
     if fault.kind != "launcher killed":
         if outcome.status == RIGHT_STATUS:
             problems.append("the launcher says that all was well")
-        words = _naming(fault.rank, [*noticed.values(), outcome.output])
+        words = _blaming(fault.rank, [text for rank, text in noticed.items() if rank in survivors], outcome.output)
         if fault.moment == "init":  # MPI, or PyTorch's store, may wait without end and does not say for whom
             words = words or _last_resort(outcome.output)
         if not words:
@@ -120,11 +120,15 @@ def _told(word: str, output: str) -> list[tuple[str, str, str]]:
     return re.findall(rf"RANK (\d+) {word} ([\d.]+) ?(.*)", output)
 
 
-def _naming(rank: int, texts: Sequence[str]) -> str:
-    """The first line that says which rank it was."""
-    lines = (line for text in texts for line in text.splitlines() if "STRIKES" not in line)
-    naming = re.compile(rf"\brank {rank}\b|(missing:|for ranks) \[[^]]*\b{rank}\b")
-    return next((line for line in lines if naming.search(line)), "")
+def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
+    """The first thing that a survivor, or the launcher, said of this rank: not one that it only takes part in."""
+    lost = rf"\brank {rank}\b( \([^)]*\))? (is lost|gave |has left|did not prove)|(?<!its )connection to rank {rank}\b"
+    missed = rf"(missing:|for ranks) \[[^]]*\b{rank}\b"
+    launcher = [line for line in output.splitlines() if re.match(rf"hvdkitrun: rank {rank} on ", line)]
+    late = [line for line in output.splitlines() if re.search(rf"missing: \[[^]]*\b{rank}\b", line)]
+    return next((text for text in noticed if re.search(f"{lost}|{missed}", text)), "") or "".join(
+        [*launcher, *late][:1]
+    )
 
 
 def _last_resort(output: str) -> str:

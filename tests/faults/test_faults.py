@@ -140,3 +140,23 @@ def test_a_rank_that_is_too_late_becomes_an_error(channel, transport):
     assert status != 0
     assert 0 in noticed(output), output
     assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in noticed(output)[0]
+
+
+LEAVES_LATE = (
+    "import time, torch, hvdkit.torch as hvd\n"
+    "hvd.init()\n"
+    "hvd.allreduce(torch.ones(3), name='all')\n"
+    "if hvd.rank() == 1:\n"
+    "    time.sleep(12)\n"  # longer than the others wait for it, and than a rank may be silent
+    "    print('SAVED', flush=True)\n"
+    "hvd.shutdown()\n"
+    "print('LEFT', flush=True)\n"
+)
+
+
+def test_a_rank_that_leaves_late_has_the_time_it_needs(transport):
+    command = [sys.executable, "-c", LEAVES_LATE]
+    status, output = run_ranks(command, 3, transport, timeout=90, HVDKIT_TIMEOUT_SECONDS="3")
+    assert status == 0, output
+    assert "SAVED" in output
+    assert output.count("LEFT") == 3, output

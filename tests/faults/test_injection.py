@@ -31,7 +31,9 @@ def test_survivors_that_name_the_rank_are_right():
 
 
 def test_a_launcher_that_ends_the_job_and_names_the_rank_is_right():
-    verdict = judge(KILLED, Outcome(137, "STRIKES 100.0\nhvdkitrun: rank 1 on here was killed", 101.0), 3)
+    verdict = judge(
+        KILLED, Outcome(137, "STRIKES 100.0\nhvdkitrun: rank 1 on here was killed by signal SIGKILL (9)", 101.0), 3
+    )
     assert verdict.problems == ()
     assert verdict.noticed_after == pytest.approx(1.0)
 
@@ -45,6 +47,16 @@ def test_a_launcher_that_ends_the_job_and_names_the_rank_is_right():
         (Outcome(137, KILLED_OUTPUT, 101.0, ["123 python"]), "left behind: 123 python"),
         (Outcome(137, "STRIKES 100.0\nit is gone", 101.0), "nobody named rank 1"),
         (Outcome(137, "RANK 0 NOTICED 1.0 rank 1", 101.0), "did not strike"),
+        (
+            Outcome(137, "STRIKES 1.0\nRANK 0 NOTICED 2.0 rank 2 (b) is lost: its connection to rank 1 (a) broke", 3.0),
+            "named",
+        ),
+        (
+            Outcome(137, "STRIKES 1.0\nRANK 1 NOTICED 2.0 rank 1 (a) is lost: its connection to rank 2 broke", 3.0),
+            "named",
+        ),
+        (Outcome(137, "STRIKES 1.0\nRANK 0 NOTICED 2.0 rank 0 (b) gave rank 1 (a) no sign of life", 3.0), "named"),
+        (Outcome(137, "STRIKES 1.0\nhvdkitrun: rank 0 on here exited with code 7, which ended the job", 3.0), "named"),
         (Outcome(137, f"{KILLED_OUTPUT}\nRANK 2 ENDED WELL 101.0", 102.0), "ranks [2] ended as if nothing"),
     ],
 )

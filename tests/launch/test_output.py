@@ -33,6 +33,13 @@ LEFT = (
 )
 
 
+ABORTING = (
+    DASHES
+    + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[1,1],1]\n  Errorcode: 7\n"
+    + DASHES
+)
+
+
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
     return [data[start:end] for start, end in itertools.pairwise(edges)]
@@ -106,3 +113,14 @@ def test_nothing_is_lost_where_signals_interrupt_a_write():
     assert writer.returncode == 0
     assert set(lines) == {b"[0]<stdout>: " + b"x" * 100_000}
     assert len(lines) == 100
+
+
+@given(st.lists(st.integers(0, 400)))
+def test_that_a_rank_has_called_for_the_end_of_the_job_is_seen(places):
+    stream = MpirunStream(lambda rank, name, data: None)
+    for piece in cut(b"[1,0]<stdout>: MPI_ABORT was invoked on rank 1 in communicator\n", places):
+        stream.feed(piece)
+    assert not stream.aborting
+    for piece in cut(ABORTING, places):
+        stream.feed(piece)
+    assert stream.aborting
