@@ -20,6 +20,7 @@ from hvdkit.launch.ssh import Ssh
 
 _OLDEST = 5  # older ones tag and map by other names
 _SHARED_MEMORY, _SEGMENT_BYTES = "/dev/shm", 16 << 20  # noqa: S108 (where Open MPI has its own files, one a rank)
+ABORT_DELAY_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,9 @@ def mpirun_argv(
         argv += ["--mca", "oob_tcp_if_include", ",".join(interfaces)]
     if without_tcp:
         argv += ["--mca", "btl", "^tcp"]
+    if len(hosts) > 1 and "opal_abort_delay" not in mpi_args:
+        # A rank whose connection to a dead one broke ends the job at once, before mpirun has heard who died.
+        argv += ["--mca", "opal_abort_delay", str(ABORT_DELAY_SECONDS)]
     for name in sorted(for_other_hosts(environment)):
         argv += ["-x", name]
     return [*argv, *mpi_args, *command]

@@ -81,6 +81,12 @@ def test_mpirun_does_without_tcp_where_all_ranks_are_here_and_memory_has_room(mo
     assert "btl" not in mpirun_argv()
 
 
+def test_over_several_hosts_mpirun_has_the_time_to_hear_who_died():
+    assert after(mpirun_argv(), "opal_abort_delay") == "1"
+    assert mpirun_argv(mpi_args=["--mca", "opal_abort_delay", "5"]).count("opal_abort_delay") == 1
+    assert "opal_abort_delay" not in mpirun_argv(slots=assign_slots([Host("a", 2)], 2))
+
+
 def test_flags_become_horovods_variables():
     flags = (
         "-np 2 --fusion-threshold-mb 64 --cycle-time-ms 3.5 --cache-capacity 9 --timeline-filename t.json "
