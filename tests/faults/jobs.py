@@ -51,8 +51,7 @@ def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
             stderr=subprocess.STDOUT,
         )
         status, output, ended = watch(job, fault)
-        left = left_behind(folder)
-        left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before if not is_mapped(name)]  # noqa: S108
+        left = left_behind(folder, before)
     return Outcome(status, output, ended, left)
 
 
@@ -91,8 +90,11 @@ def watch(job: subprocess.Popen[str], fault: Fault) -> tuple[int | None, str, fl
     return None if hangs else status, "".join(said), ended
 
 
-def left_behind(mark: str) -> list[str]:
-    """What still runs of a job, by an argument that its processes have; ranks are forks of this process's children."""
+def left_behind(mark: str, shared_before: set[str]) -> list[str]:
+    """What is there of a job that has ended: processes with an argument of its, ranks that were forked, shared memory.
+
+    ``shared_before``: the files in /dev/shm when it was started.
+    """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         left = []
@@ -102,6 +104,8 @@ def left_behind(mark: str) -> list[str]:
         for server in psutil.Process().children():
             if "tests.preloaded" in server.cmdline():
                 left += [f"{rank.pid} of {server.pid}" for rank in server.children()]
+        new = set(os.listdir("/dev/shm")) - shared_before  # noqa: S108
+        left += [f"/dev/shm/{name}" for name in new if not is_mapped(name)]  # noqa: S108
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.02)
