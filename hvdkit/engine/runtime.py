@@ -90,7 +90,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
 def shutdown() -> None:
     """Tell the others, give everything back; ``init`` may be called again afterwards.
 
-    Raises PeerLostError where a rank is lost that had not said goodbye before, once everything is given back.
+    Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is given back.
     """
     global _engine, _dynamic
     if _engine is None or _process != os.getpid():
@@ -166,18 +166,19 @@ def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> 
     return static
 
 
-def _say_goodbye(engine: Engine) -> tuple[bool, HorovodInternalError | None]:
+def _say_goodbye(engine: Engine) -> tuple[bool, PeerLostError | None]:
     """Tell the others and wait a little for theirs: whether all ranks shut down now, and who is lost after all."""
     negotiation = engine.negotiation
     reason = ENDING.reason or "it called hvd.shutdown() or ended"
     if negotiation.departed:
         first, cause = next(iter(negotiation.departed.items()))
         reason += f", after rank {first} had left ({cause})"
-    before = engine.error
-    failed = bool(ENDING.code or before)
+    failed = bool(ENDING.code or engine.error)
     farewell = Farewell(engine, reason, negotiation.failed_with or ENDING.code, failed)
     engine.driver.drive_until(farewell.over)
-    lost = engine.error if before is None and isinstance(engine.error, PeerLostError) else None
+    # A connection that breaks now is no news: its rank may have left with its goodbye unsent, and if it was killed,
+    # whoever started it knows.
+    lost = None
     if farewell.silent:
         rank = farewell.silent[0]
         lost = PeerLostError(

@@ -16,6 +16,8 @@ KINDS = ("killed", "stopped", "raises", "slow", "full disk", "launcher killed")
 LONGEST_DELAY_SECONDS = 0.05
 SLOW_SECONDS = 2.0
 RIGHT_STATUS = 0
+# Between the last operation, which needs all ranks, and the word of a rank that it leaves.
+SAME_MOMENT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,13 @@ def judge(fault: Fault, outcome: Outcome, ranks: int) -> Verdict:
             words = words or _last_resort(outcome.output)
         if not words:
             problems.append(f"nobody named rank {fault.rank}")
-        # As it leaves, a rank that has said goodbye is not missed any more.
-        wrongly_well = ended_well & survivors if fault.moment != "shutdown" else set()
+        # Who has come to its end needs nobody any more, and may not even have heard.
+        leaving = {
+            int(rank)
+            for rank, at, _ in _told("LEAVING", outcome.output)
+            if struck and float(at) <= float(struck[1]) + SAME_MOMENT_SECONDS
+        }
+        wrongly_well = (ended_well & survivors) - leaving
         if wrongly_well:
             problems.append(f"ranks {sorted(wrongly_well)} ended as if nothing had happened")
     after = None

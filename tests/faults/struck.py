@@ -104,6 +104,7 @@ def work(fault: Fault, folder: Path) -> None:
                 torch.save(parameter.detach(), folder / "checkpoint")
             striker.at("checkpoint")
             hvd.barrier()
+    tell("RANK", rank, "LEAVING", time.monotonic())
     striker.done()
     striker.at("shutdown")
     hvd.shutdown()
