@@ -73,6 +73,8 @@ def main(scenario: str, channel: str) -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     if channel != "joined":
         wait_for_rank_1(channel, optimizer, model)  # a good round first
+    else:
+        hvd.barrier()  # the others may still be in init()
     optimizer.zero_grad()
     if hvd.rank() == 1:
         misbehave(scenario)
