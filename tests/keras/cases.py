@@ -167,14 +167,13 @@ def case_compressed_training_is_as_accurate_as_dense(hvd: Any) -> None:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.002), compression=codec)
         made.compile(optimizer, loss, metrics=["accuracy"])
         rows = 1400 // hvd.size()  # the same number of batches on all ranks
-        made.fit(images[mine][:rows], labels[mine][:rows], batch_size=32, epochs=20, verbose=0)
+        made.fit(images[mine][:rows], labels[mine][:rows], batch_size=32, epochs=30, verbose=0)
         check_same_bits(hvd, made)
         accuracies[name] = made.evaluate(images[test], labels[test], verbose=0)[1]
         sent = [one for one in hvd.compression_stats().by_parameter.values() if one.codec.startswith(name)]
         assert name == "dense" or max(one.ratio for one in sent) > 3, (name, sent)
     assert accuracies["dense"] > 0.96, accuracies
-    # Eight of 397 images: other processors round otherwise, and with that alone a few come out differently.
-    assert min(accuracies.values()) > accuracies["dense"] - 0.021, accuracies
+    assert min(accuracies.values()) > accuracies["dense"] - 0.015, accuracies
 
 
 def case_several_passes_make_a_step(hvd: Any) -> None:
