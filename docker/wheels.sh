@@ -16,6 +16,6 @@ debian=(--python-version 3.11 --only-binary=:all: --platform manylinux_2_28_x86_
 
 "$PYTHON" docker/requirements.py pyproject.toml torch tensorflow mpi examples > docker/wheels/requirements.txt
 "${fetch[@]}" "${debian[@]}" --requirement docker/wheels/requirements.txt setuptools wheel pybind11
-# Horovod for the cluster's tests: its source, what builds it, and what it runs with.
-"${fetch[@]}" "${debian[@]}" 'cmake<4' cffi cloudpickle psutil pyyaml packaging
+# For the cluster's tests: pytest, and Horovod's source, what builds it, and what it runs with.
+"${fetch[@]}" "${debian[@]}" pytest 'cmake<4' cffi cloudpickle psutil pyyaml packaging
 "${fetch[@]}" --no-deps --no-binary horovod horovod==0.28.1

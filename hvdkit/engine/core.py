@@ -64,7 +64,9 @@ class Engine(NamedOperations):
         self.topology = topology
         self.settings = settings
         self.network = network
-        self.sizes = choose_sizes(network, settings.fusion_threshold, settings.max_bytes_in_flight)
+        self.sizes = choose_sizes(
+            network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
+        )
         self.statistics = Statistics()
         spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology, usable_cores())
         choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)

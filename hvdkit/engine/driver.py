@@ -18,6 +18,8 @@ SHORTEST_PAUSE = 50e-6
 SHORT_VISIT = 0.004
 # An event-driven transport wakes its driver; the timeout only bounds how late a time-out is noticed.
 EVENT_PAUSE, EVENT_IDLE_PAUSE = 0.05, 0.5
+# How long the end waits for a round; only one that is stuck in a library takes longer.
+ROUND_SECONDS = 30.0
 
 
 def usable_cores() -> int:
@@ -67,12 +69,12 @@ class Driver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the background thread after its present round."""
+        """End the background thread after its present round, or leave it behind where that does not end."""
         self._stopping = True
         self._last_guest_left.set()
         self._bell.ring()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(ROUND_SECONDS)
 
     def wake(self) -> None:
         """Something has come in or was submitted."""

@@ -105,10 +105,14 @@ def shutdown() -> None:
             ENDING.peer_lost |= isinstance(lost or engine.error, PeerLostError)
     finally:
         engine.driver.stop()
-        with engine.driver.halted(1.0):
+        with engine.driver.halted(1.0) as halted:
+            if not halted:
+                logger.warning(
+                    "%s: a library that the engine called has not come back; it is left there", engine.told()
+                )
             engine.fail(HorovodInternalError("hvdkit was shut down on this rank while the operation was in flight."))
             engine.stop_timeline()
-            engine.transport.close(graceful)
+            engine.transport.close(graceful and halted)
     if lost is not None:
         raise lost
 

@@ -47,19 +47,25 @@ class Sizes:
     encoded_bucket: int = ENCODED_BUCKET
 
 
-def choose_sizes(network: Network, asked_bucket: int | None, asked_in_flight: int | None) -> Sizes:
+def choose_sizes(
+    network: Network, asked_bucket: int | None, asked_in_flight: int | None, worthwhile_bytes: int = 0
+) -> Sizes:
     """Bytes of a bucket, of the first one, and of what may be on its way at once.
 
     ``asked_bucket`` (HVDKIT_FUSION_THRESHOLD) and ``asked_in_flight`` (HVDKIT_MAX_BYTES_IN_FLIGHT) win where given.
+    ``worthwhile_bytes``: what buckets, but for the first, should have at least, by the transport.
     """
     if asked_bucket is not None:
         bucket, first, reason = asked_bucket, asked_bucket, "HVDKIT_FUSION_THRESHOLD"
     else:
         latency = network.latency_seconds + OPERATION_SECONDS
         enough = latency / LATENCY_SHARE / max(network.seconds_per_byte, 1e-15)
-        bucket = int(min(max(enough, SMALLEST_BUCKET), LARGEST_BUCKET))
+        smallest = max(worthwhile_bytes, SMALLEST_BUCKET)
+        bucket = int(min(max(enough, smallest), max(smallest, LARGEST_BUCKET)))
         first = max(bucket // FIRST_BUCKET_PART, SMALLEST_BUCKET // FIRST_BUCKET_PART)
         reason = f"latency is {LATENCY_SHARE:.0%} of {enough / MEBIBYTE:.1f} MiB at {network.told()}"
+        if bucket == worthwhile_bytes:
+            reason = f"what an operation costs the transport is worth {bucket / MEBIBYTE:.0f} MiB"
     encoded = ENCODED_BUCKET if asked_bucket is None else asked_bucket
     if asked_in_flight is not None:
         return Sizes(bucket, first, asked_in_flight, f"{reason}; HVDKIT_MAX_BYTES_IN_FLIGHT", encoded)

@@ -121,7 +121,7 @@ def open_mpi_communicator(communicator: Any, start_timeout_seconds: float) -> Tr
 def _open_mpi(world: World, members: Sequence[int] | None, start_timeout_seconds: float) -> Transport:
     from hvdkit.transports.mpi import MpiTransport, start_mpi
 
-    MPI = start_mpi(start_timeout_seconds)  # noqa: N806 (mpi4py's name)
+    MPI = start_mpi(world, start_timeout_seconds)  # noqa: N806 (mpi4py's name)
     seen = MPI.COMM_WORLD.Get_size()
     if members is None and seen != world.size:
         raise TransportUnavailableError(

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
-from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, ends_process_after
+from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
 PRESENT = b"1"  # what a rank says that has no secret
 STRANGERS = (
@@ -76,7 +76,8 @@ def meet(store: Any, world: World, credentials: Credentials | None, timeout_seco
     everyone = [f"here/{rank}" for rank in range(world.size)]
     mine = PRESENT if credentials is None else credentials.seal(everyone[world.rank], nonce)
     store.set(everyone[world.rank], mine)
-    with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS):
+    late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
+    with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
         try:
             store.wait(everyone, timedelta(seconds=timeout_seconds))
         except (RuntimeError, dist.DistError) as error:

@@ -120,6 +120,9 @@ class Transport(ABC):
     # Those of them ("cpu") whose memory is the host's, where our own kernels encode quicker than PyTorch's operations.
     host_types: frozenset[str] = frozenset()
 
+    # What a bucket of gradients, but for the first one, should have at least; 0: what latency makes it.
+    worthwhile_bytes = 0
+
     @property
     def carrier(self) -> str:
         """The name of the transport that carries messages, which another one may stand before."""

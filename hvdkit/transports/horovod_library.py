@@ -52,6 +52,7 @@ class NativeHorovod:
         assert self._calls.horovod_add_process_set, "an AttributeError: before 0.23, operations had other arguments"
         self._stuck = ""
         self._stopping = threading.Event()
+        self._shutdown: _Prepared | None = None
 
     @property
     def controllers(self) -> list[str]:
@@ -78,6 +79,7 @@ class NativeHorovod:
         ``timeout_seconds``: how long this may take; ``silence_seconds``: how long Gloo's ranks may be silent later.
         """
         self._stopping.clear()
+        self._shutdown = _Prepared(self._calls.horovod_shutdown)
         started: list[bool] = []
         numbers = (ctypes.c_int * len(ranks))(*ranks)
 
@@ -85,10 +87,10 @@ class NativeHorovod:
             started.append(self._calls.horovod_init(numbers, len(ranks), None, None, 0))
 
         with told_to_horovod(variables(controller, rank, len(ranks), meeting, silence_seconds)):
-            if not _within(timeout_seconds, run):
+            if not _Prepared(run).within(timeout_seconds):
                 self._stuck = f"it was not ready after {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"
                 return self._stuck
-        if not started[0]:
+        if not (started and started[0]):
             return "it refused"
         seen = self._calls.horovod_rank(), self._calls.horovod_size()
         if seen != (rank, len(ranks)):
@@ -98,7 +100,8 @@ class NativeHorovod:
     def stop(self, timeout_seconds: float) -> None:
         """Stop the engine. What is in flight fails, here and on all other ranks."""
         self._stopping.set()
-        if not self._stuck and not _within(timeout_seconds, self._calls.horovod_shutdown):
+        shutdown, self._shutdown = self._shutdown, None
+        if not self._stuck and shutdown is not None and not shutdown.within(timeout_seconds):
             self._stuck = "Horovod's engine of a former job still waits for a rank that was lost"
             logger.debug("Horovod's engine did not stop within %g s", timeout_seconds)
 
@@ -144,9 +147,25 @@ def common_problem(told: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Run ``call``, which has no time limit of its own. Whether it came back in time; else it is left behind."""
-    thread = threading.Thread(target=call, name="hvdkit-horovod-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+class _Prepared:
+    """A call that has no time limit of its own, on a thread that waits for it.
+
+    The thread is there before the call is due: where the interpreter ends, Python 3.12 and later start none.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._due, self._done = threading.Event(), threading.Event()
+
+        def run() -> None:
+            self._due.wait()
+            try:
+                call()
+            finally:
+                self._done.set()
+
+        threading.Thread(target=run, name="hvdkit-horovod-call", daemon=True).start()
+
+    def within(self, seconds: float) -> bool:
+        """Make the call. Whether it came back in time; else it is left behind."""
+        self._due.set()
+        return self._done.wait(seconds)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from time import monotonic, sleep
 from typing import Any
 
+from hvdkit.environments.base import World
 from hvdkit.environments.openmpi import use_the_wire_both_ways
 from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport
@@ -27,11 +28,17 @@ CLOSING_SECONDS = 1.0
 LARGEST_TAG = 1 << 22
 
 
-def start_mpi(timeout_seconds: float) -> Any:
+def start_mpi(world: World, timeout_seconds: float) -> Any:
     """mpi4py's ``MPI``, started. If MPI itself waits longer for a rank, which it alone knows, the process ends here."""
     if "mpi4py.MPI" not in sys.modules:
         use_the_wire_both_ways()
-        with ends_process_after(timeout_seconds):
+        late = (
+            f"rank {world.rank} waited {timeout_seconds:g} s for MPI to start on all {world.size} ranks: one of them "
+            "has not called hvd.init(), was stopped, or cannot be reached. MPI does not say which.\n"
+            "HINT: see what the other ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where some begin much later; "
+            "over hosts, name the network between them (--network-interfaces) and see that no firewall closes it."
+        )
+        with ends_process_after(timeout_seconds, late):
             from mpi4py import MPI
     from mpi4py import MPI
 

@@ -38,6 +38,7 @@ class NodeTransport(Transport):
     def __init__(self, inner: Transport, memory: NodeMemory, rings: Window) -> None:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.device_types, self.host_types = inner.device_types, inner.host_types
+        self.worthwhile_bytes = inner.worthwhile_bytes
         self.nodes = inner.nodes
         self.members = next(node for node in self.nodes if inner.rank in node)
         self.memory = memory

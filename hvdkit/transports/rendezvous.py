@@ -16,7 +16,7 @@ from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.secret import job_secret
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import Credentials, NotAuthenticError
-from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, ends_process_after
+from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.listening import addresses_for, listen, place_to_meet
 from hvdkit.transports.mpi import start_mpi
 
@@ -67,8 +67,10 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
         if serves:
             # Left to itself, the store would listen on all interfaces. It closes what it is given.
             descriptor = listen(address, rendezvous.port).detach()
+    keeper = "the launcher" if rendezvous.kind == "agent" else "rank 0"
+    late = f"rank {world.rank} was not answered by the store at {host}:{rendezvous.port}, of {keeper}.\n{STOPPED}"
     try:
-        with ends_process_after(timeout.total_seconds() + LONGEST_ANSWER_SECONDS):
+        with ends_process_after(timeout.total_seconds() + LONGEST_ANSWER_SECONDS, late):
             store = TCPStore(
                 host,
                 rendezvous.port,
@@ -93,7 +95,7 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
 
 def _meet_through_mpi(world: World, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
     """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
-    MPI = start_mpi(timeout_seconds)  # noqa: N806 (mpi4py's name)
+    MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
     served, told = None, bytearray(PLACE_BYTES)
     if world.rank == 0:
         try:
@@ -102,7 +104,10 @@ def _meet_through_mpi(world: World, timeout_seconds: float) -> tuple[Rendezvous,
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
         told[:] = words.encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
-    with ends_process_after(timeout_seconds):
+    late = (
+        f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
+    )
+    with ends_process_after(timeout_seconds, late):
         MPI.COMM_WORLD.Bcast(told, root=0)
     if told.startswith(b"!"):
         raise TransportUnavailableError(told.decode(errors="replace").strip("! "))

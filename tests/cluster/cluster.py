@@ -73,22 +73,36 @@ class Cluster:
         """Each host's container."""
         return {host: self._call("ps", "-q", host).strip() for host in HOSTS}
 
-    def argv(self, command: list[str], host: str = "launcher", user: str = "worker", **environment: str) -> list[str]:
-        """The command that runs ``command`` on a host."""
+    def argv(
+        self,
+        command: list[str],
+        host: str = "launcher",
+        user: str = "worker",
+        seconds: float = PATIENCE_SECONDS,
+        **environment: str,
+    ) -> list[str]:
+        """The command that runs ``command`` on a host, for so many seconds at the most."""
         variables = [word for name, value in environment.items() for word in ("-e", f"{name}={value}")]
         # The time limit is in there: what docker runs in a container goes on when docker itself is ended.
-        limit = ["timeout", "--kill-after=5", str(PATIENCE_SECONDS)]
+        limit = ["timeout", "--kill-after=5", str(seconds)]
         return ["docker", "exec", "-u", user, *variables, self.containers[host], *limit, *command]
 
-    def run(self, command: list[str], host: str = "launcher", user: str = "worker", **environment: str) -> Result:
+    def run(
+        self,
+        command: list[str],
+        host: str = "launcher",
+        user: str = "worker",
+        seconds: float = PATIENCE_SECONDS,
+        **environment: str,
+    ) -> Result:
         """Run a command on a host to its end."""
         done = subprocess.run(
-            self.argv(command, host, user, **environment),
+            self.argv(command, host, user, seconds, **environment),
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=PATIENCE_SECONDS + 20,
+            timeout=seconds + 20,
             check=False,
         )
         return Result(done.returncode, done.stdout)

@@ -41,6 +41,14 @@ def test_buckets_stay_within_their_bounds_on_any_network(network):
     assert sizes.in_flight >= sizes.bucket
 
 
+def test_a_bucket_is_not_smaller_than_what_the_transport_finds_worthwhile():
+    sizes = choose_sizes(Network(0.0, 0.0), None, None, 16 << 20)
+    assert sizes.bucket == 16 << 20
+    assert "worth 16 MiB" in sizes.reason
+    assert choose_sizes(GIGABIT, None, None, 0).bucket == choose_sizes(GIGABIT, None, None).bucket
+    assert choose_sizes(GIGABIT, 12345, None, 16 << 20).bucket == 12345
+
+
 def test_a_network_that_moves_more_in_the_time_of_a_trip_gets_larger_buckets():
     assert choose_sizes(TEN_GIGABITS, None, None).bucket > choose_sizes(GIGABIT, None, None).bucket
 

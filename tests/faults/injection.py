@@ -139,7 +139,9 @@ def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
 
 
 def _last_resort(output: str) -> str:
-    found = re.search(r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_tcp_store)", output)
+    told = r"hvdkit: rank \d+ (waited .* for MPI to (start|bring)|was not answered by the store).*"
+    where = r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_tcp_store)"  # without the native part
+    found = re.search(f"{told}|{where}", output)
     return found[0].replace("\n", " / ") if found else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,14 +19,9 @@ from hvdkit.tensorflow import device
 from hvdkit.torch import direct
 from tests.tensorflow.data import check_equal, doubles, values, ways
 from tests.transports import pretend_device
+from tests.transports.launched import launches
 
 HELD = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int8, tf.int64)
-
-
-def launches(action: Callable[[], Any]) -> int:
-    before = pretend_device.LAUNCHES[0]
-    action()
-    return pretend_device.LAUNCHES[0] - before
 
 
 def case_operations_are_launched_on_the_device(hvd: Any) -> None:

@@ -11,41 +11,7 @@ from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
 from tests.told import told
 from tests.transports import pretend_device
-
-
-def launches(action) -> int:
-    before = pretend_device.LAUNCHES[0]
-    action()
-    return pretend_device.LAUNCHES[0] - before
-
-
-def model_and_optimizer(hvd, **arguments):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **arguments
-    )
-    return model, optimizer
-
-
-def case_operations_are_launched_on_the_device(hvd):
-    assert launches(lambda: hvd.allreduce(torch.ones(3))) == 1
-    assert launches(lambda: hvd.broadcast(torch.ones(3), 0)) == 1
-    assert launches(lambda: hvd.allgather(torch.ones(3))) == 1
-
-
-def case_what_the_device_does_not_do_is_left_to_the_host(hvd):
-    assert launches(lambda: hvd.allreduce(torch.ones(3, dtype=torch.int32), op=hvd.Average)) == 0
-    assert launches(lambda: hvd.allreduce(torch.ones(3, dtype=torch.int16), op=hvd.Sum)) == 0
-    assert launches(lambda: hvd.alltoall(torch.ones(hvd.size()))) == 0
-    assert launches(lambda: hvd.reducescatter(torch.ones(6))) == 0
-
-
-def case_halves_are_summed_in_fp32(hvd):
-    for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
-        own = torch.full((7,), large if hvd.rank() == 0 else 1.0, dtype=dtype)
-        exact = torch.tensor(large + hvd.size() - 1).to(dtype)
-        assert hvd.allreduce(own, op=hvd.Sum).tolist() == [exact.item()] * 7
+from tests.transports.launched import COUNT, launches, model_and_optimizer
 
 
 def case_a_lanes_gradients_live_on_the_device_and_are_averaged(hvd):
@@ -193,7 +159,7 @@ def case_ranks_that_share_a_device_are_staged(hvd):
 def case_a_launch_that_fails_is_an_error_on_every_rank(hvd):
     hvd.allreduce(torch.ones(2))
     if hvd.rank() == 1:
-        pretend_device.FAIL_AT.append(pretend_device.LAUNCHES[0] + 1)
+        pretend_device.FAIL_AT.append(COUNT[0] + 1)
     with told(HorovodInternalError, "pretended failure"):
         hvd.allreduce(torch.ones(2), name="fails")
     pretend_device.FAIL_AT.clear()

@@ -11,32 +11,17 @@ import torch
 from hvdkit.engine import runtime
 from hvdkit.transports import horovod_group
 from hvdkit.transports.horovod_group import Launches
+from tests.transports.launched import COUNT, launches, model_and_optimizer
 
-LAUNCHES = [0]
 _launch = Launches.launch
 
 
 def _counted(self, *arguments):
-    LAUNCHES[0] += 1
+    COUNT[0] += 1
     return _launch(self, *arguments)
 
 
 Launches.launch = _counted
-
-
-def launches(action) -> int:
-    before = LAUNCHES[0]
-    action()
-    return LAUNCHES[0] - before
-
-
-def model_and_optimizer(hvd, **arguments):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **arguments
-    )
-    return model, optimizer
 
 
 def trained(hvd, steps=3, **arguments):
@@ -57,25 +42,12 @@ def case_horovods_engine_is_there_and_messages_go_by_what_connects_the_ranks(hvd
     )
 
 
-def case_allreduce_broadcast_and_allgather_go_by_horovods_engine(hvd):
-    assert launches(lambda: hvd.allreduce(torch.ones(3))) == 1
-    assert launches(lambda: hvd.broadcast(torch.ones(3), 0)) == 1
-    assert launches(lambda: hvd.allgather(torch.ones(3))) == 1
-
-
 def case_gradients_go_by_horovods_engine(hvd):
     def train():
         trained(hvd)
         assert all(lane.on_device for lane in runtime.engine().lanes.values())
 
     assert launches(train) >= 3
-
-
-def case_what_horovods_engine_is_not_given_is_done_by_ours(hvd):
-    assert launches(lambda: hvd.allreduce(torch.ones(3, dtype=torch.int32), op=hvd.Average)) == 0
-    assert launches(lambda: hvd.allreduce(torch.ones(3, dtype=torch.int16), op=hvd.Sum)) == 0
-    assert launches(lambda: hvd.alltoall(torch.ones(hvd.size()))) == 0
-    assert launches(lambda: hvd.reducescatter(torch.ones(6))) == 0
 
 
 def case_process_sets_stay_with_our_own_algorithms(hvd):
@@ -134,13 +106,6 @@ def case_sums_of_bytes_are_cut_off_as_everywhere(hvd):
         with np.errstate(over="ignore"):
             expected = np.full(3, 100 * hvd.size()).astype(str(dtype).removeprefix("torch."))
         assert hvd.allreduce(own, op=hvd.Sum).tolist() == expected.tolist()
-
-
-def case_halves_are_summed_in_fp32(hvd):
-    for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
-        own = torch.full((7,), large if hvd.rank() == 0 else 1.0, dtype=dtype)
-        exact = torch.tensor(large + hvd.size() - 1).to(dtype)
-        assert hvd.allreduce(own, op=hvd.Sum).tolist() == [exact.item()] * 7
 
 
 def case_all_ranks_and_all_runs_hold_the_same_bits(hvd):

@@ -59,6 +59,14 @@ def carried() -> None:
     hvd.shutdown()
 
 
+def more_operations_than_horovods_cache_holds() -> None:
+    hvd.init()
+    one = torch.ones(2)
+    for _ in range(1100):
+        assert hvd.allreduce(one, op=hvd.Sum).tolist() == [hvd.size()] * 2
+    hvd.shutdown()
+
+
 def carried_as_horovod() -> None:
     """The same where ``import horovod`` gives hvdkit."""
     import hvdkit

@@ -18,8 +18,8 @@ from hvdkit.transports.device import TorchDeviceCollectives
 from hvdkit.transports.nccl import exchange
 from hvdkit.transports.torch_distributed import TorchTransport
 from tests import ranks
+from tests.transports.launched import COUNT
 
-LAUNCHES = [0]
 FAIL_AT: list[int] = []  # numbers of launches that fail
 SHARED: list[bool] = []  # not empty: these ranks share their device
 
@@ -49,8 +49,8 @@ class ThreadStream:
 
     def launch(self, device, after, tensors, work) -> ThreadEnd:
         assert all(mark == "a mark" for mark in after)
-        LAUNCHES[0] += 1
-        if LAUNCHES[0] in FAIL_AT:
+        COUNT[0] += 1
+        if COUNT[0] in FAIL_AT:
             raise RuntimeError("pretended failure at launch")
 
         def run() -> None:

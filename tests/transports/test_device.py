@@ -10,7 +10,7 @@ from hvdkit.transports.nccl import exchange, shared_gpus, within
 from tests.ranks import RankedCases
 
 RUNNER = "tests.transports.pretend_device"
-CASES = RankedCases("tests.transports.device_cases", runner=RUNNER)
+CASES = RankedCases("tests.transports.launched", "tests.transports.device_cases", runner=RUNNER)
 OPERATIONS = RankedCases("tests.torch.ops_cases", runner=RUNNER)
 OPTIMIZER = RankedCases("tests.torch.optimizer_cases", runner=RUNNER)
 COMPRESSION = RankedCases("tests.torch.compression_cases", runner=RUNNER, HVDKIT_COMPRESSION="always")

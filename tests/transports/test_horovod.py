@@ -25,7 +25,7 @@ OPERATIONS = RankedCases("tests.torch.ops_cases", **ASKED)
 OPTIMIZER = RankedCases("tests.torch.optimizer_cases", **ASKED)
 COMPRESSION = RankedCases("tests.torch.compression_cases", HVDKIT_COMPRESSION="always", **ASKED)
 TRANSPORT = RankedCases("tests.transports.transport_cases", **ASKED)
-CASES = RankedCases("tests.transports.horovod_cases", **ASKED)
+CASES = RankedCases("tests.transports.horovod_cases", "tests.transports.launched", **ASKED)
 # They look for the addresses of numpy arrays, and for what the algorithms of the host tell the timeline.
 HOST_ONLY = {"case_gradients_live_in_the_fusion_buffer", "case_the_timeline_is_valid_and_has_a_row_for_each_tensor"}
 
@@ -93,6 +93,13 @@ def test_the_real_horovod_is_used_where_import_horovod_gives_hvdkit(connected):
     status, output = job("carried_as_horovod", 2, connected)
     assert status == 0, output
     assert output.count(": horovod 3.0") == 2, output
+
+
+@pytest.mark.parametrize("connected", ["mpi", "torch"])
+def test_nothing_is_said_about_operations_that_horovods_cache_forgets(connected):
+    status, output = job("more_operations_than_horovods_cache_holds", 2, connected)
+    assert status == 0, output
+    assert "evicted" not in output
 
 
 @pytest.mark.parametrize("flag", ["--mpi", "--gloo"])

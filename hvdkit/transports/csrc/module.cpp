@@ -1,4 +1,5 @@
-// The binding of windows, cells, bells, post and staged collectives. Each object keeps the window it lies in alive.
+// The binding of windows, cells, bells, post and staged collectives, each of which keeps the window it lies in alive,
+// and of the last resort.
 #include "module.h"
 
 #include <pybind11/stl.h>
@@ -6,6 +7,7 @@
 #include <system_error>
 
 #include "../../kernels/csrc/arguments.h"
+#include "last_resort.h"
 #include "post.h"
 #include "staged.h"
 #include "window.h"
@@ -200,6 +202,9 @@ void bind_shared_memory(py::module_& module) {
              py::keep_alive<1, 4>(), py::keep_alive<1, 8>())
         .def("advance", &Staged::advance, py::arg("spin_seconds"), Unlocked())
         .def("awaited", &Staged::awaited);
+    py::class_<LastResort>(module, "LastResort")
+        .def(py::init<double, std::string>())
+        .def("cancel", &LastResort::cancel, Unlocked());
 }
 
 }  // namespace hvdkit

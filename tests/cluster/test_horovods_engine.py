@@ -1,0 +1,22 @@
+"""The tests of Horovod's engine that need no other hosts: few machines have built Horovod, and the image has."""
+
+from __future__ import annotations
+
+import re
+
+from tests.cluster.cluster import Cluster
+
+# On the image's Python, as its user: tests/ is mounted there. The cases of all transports, which take minutes, are left
+# to those who have built Horovod.
+PYTEST = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "/work/pytest", "-k"]
+OWN = "not test_operations and not test_optimizers and not test_transport and not test_nothing_is_lost"
+
+
+def test_horovods_engine_on_one_host(cluster: Cluster):
+    command = ["env", "--chdir", "/checkout", *PYTEST, OWN, "tests/transports/test_horovod.py"]
+    result = cluster.run(command, host="w1", seconds=300, PYTHONDONTWRITEBYTECODE="1")
+    cluster.shell("rm -rf /work/pytest", "w1")
+    assert result.status == 0, result.output
+    [passed] = re.findall(r"(\d+) passed", result.output)
+    assert int(passed) >= 50, result.output
+    assert "skipped" not in result.output, result.output

@@ -1,0 +1,56 @@
+"""The end of a process whose library neither comes back nor lets another thread of Python run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import ROOT, rank_environment
+from tests.transports.shared import needs_native
+
+STUCK = "ctypes.PyDLL(None).sleep(60)"  # holds Python's lock meanwhile
+WITHOUT_NATIVE = "sys.modules['hvdkit.kernels._native'] = None"
+
+
+def ended(seconds: float, inside: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """How a process ends that does ``inside`` in a context of so many seconds."""
+    program = f"""
+import ctypes, sys, time
+{before}
+from hvdkit.transports.last_resort import ends_process_after
+with ends_process_after({seconds}, "rank 1 waited.\\nHINT: look."):
+    {inside}
+time.sleep({seconds + 0.3})
+print("went on")
+"""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=rank_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+@needs_native
+def test_it_says_why_and_ends_the_process():
+    done = ended(0.3, STUCK)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "hvdkit: rank 1 waited.\nHINT: look.\n")
+
+
+def test_without_the_native_part_it_shows_where():
+    done = ended(0.3, STUCK, WITHOUT_NATIVE)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Timeout ")
+    assert 'File "<string>"' in done.stderr
+
+
+@pytest.mark.parametrize("before", [pytest.param("", marks=needs_native), WITHOUT_NATIVE], ids=["native", "python"])
+@pytest.mark.parametrize("inside", ["pass", "time.sleep(0.1)"])
+def test_what_is_through_in_time_goes_on(before, inside):
+    done = ended(2.0, inside, before)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
