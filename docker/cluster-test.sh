@@ -8,8 +8,14 @@ python=$1
 shift
 
 SECONDS=0
+rm -f build/cluster-faults.md
 started=$(docker/engine.sh)
-trap '[ -z "$started" ] || kill "$started"' EXIT
+end() {
+    # Whatever ended this script: no host of the cluster stays.
+    docker ps --all --quiet --filter label=com.docker.compose.project=hvdkit-tests | xargs -r docker rm --force > /dev/null || true
+    [ -z "$started" ] || kill "$started"
+}
+trap end EXIT
 
 base=${BASE_IMAGE:-debian:bookworm-slim} build=${BASE_IMAGE:-debian:bookworm-slim}
 if ! docker image inspect "$base" > /dev/null 2>&1 && ! docker pull --quiet "$base" > /dev/null 2>&1; then
@@ -27,5 +33,6 @@ echo "cluster-test: the image is $(docker image inspect --format '{{.Size}}' hvd
 
 status=0
 "$python" -m pytest -q --durations=10 tests/cluster --cluster hvdkit:cluster "$@" || status=$?
+[ ! -e build/cluster-faults.md ] || cat build/cluster-faults.md
 echo "cluster-test: took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 exit "$status"

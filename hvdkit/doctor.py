@@ -100,6 +100,7 @@ def look() -> list[Finding]:
         _interfaces(),
         _shared_memory(),
         _kernels(),
+        _compiler(),
     ]
 
 
@@ -200,8 +201,15 @@ def _shared_memory() -> Finding:
 def _kernels() -> Finding:
     if kernels_backend() == "native":
         return Finding("kernels", True, "native (C++)")
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    told = "numpy, which is slower" + ("" if compiler is None else f", though there is {compiler}")
     return Finding(
-        "kernels", False, told, "install a C++ compiler, then pip install hvdkit again, with -v to see errors"
+        "kernels",
+        False,
+        "numpy, which is slower",
+        "install a C++ compiler, then pip install hvdkit again, with -v to see errors",
     )
+
+
+def _compiler() -> Finding:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    # Whether one is missed, the kernels tell.
+    return Finding("C++ compiler", None if compiler is None else True, compiler or "none")

@@ -29,6 +29,7 @@ def test_it_finds_what_the_tests_need():
     lines = {line[5:].partition(":")[0]: line for line in done.stdout.splitlines() if line.startswith("[")}
     for name in ("PyTorch", "TensorFlow", "Keras", "MPI", "Gloo", "mpirun"):
         assert lines[name].startswith("[ok]"), done.stdout
+    assert lines["C++ compiler"][1:3] in ("ok", "--")
     assert "Open MPI" in lines["MPI"]
     assert "on tensorflow" in lines["Keras"]
 

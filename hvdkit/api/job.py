@@ -25,6 +25,8 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
+ANSWER_SECONDS = 60.0  # of a process that only loads MPI
+
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
     """What the adapters' ``init`` do.
@@ -148,7 +150,11 @@ def mpi_built() -> bool:
     if "mpi4py.MPI" in sys.modules:
         return True
     program = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI"
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)  # noqa: S603 (our own words)
+    command = [sys.executable, "-c", program]
+    try:
+        answer = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS)  # noqa: S603 (our own words)
+    except subprocess.TimeoutExpired:
+        return False
     return answer.returncode == 0
 
 

@@ -274,7 +274,10 @@ class Engine(NamedOperations):
             moved = operation.advance()
         except PeerLostError as error:
             reason = self.negotiation.departed.get(-1 if error.rank is None else error.rank)
-            how = f"{self.topology.told(error.rank or 0)} has left the job: {reason}" if reason else str(error)
+            who = "" if error.rank is None else self.topology.told(error.rank)
+            how = f"{who} has left the job: {reason}" if reason else str(error)
+            if who not in how:
+                how = f"{who} is lost: {how}"
             raise PeerLostError(f"{operation.what} failed on {self.told()}: {how}", error.rank) from error
         except Exception as error:
             raise HorovodInternalError(f"{operation.what} failed on {self.told()}: {error!r}") from error

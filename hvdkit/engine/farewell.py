@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 # How long shutdown waits for the others to shut down too. A rank that failed only makes sure that they have heard.
 GOODBYE_SECONDS = 5.0
 FAILED_GOODBYE_SECONDS = 0.3
+# So often, whoever has not said goodbye is asked for a sign of life; most have when the first time comes.
+ASKING_SECONDS = 0.5
 
 
 class Farewell:
@@ -23,7 +25,7 @@ class Farewell:
     def __init__(self, engine: Engine, reason: str, code: int, failed: bool) -> None:
         self._engine = engine
         self._failed = failed
-        self._deadline = monotonic() + (FAILED_GOODBYE_SECONDS if failed else GOODBYE_SECONDS)
+        self._began = monotonic()
         self._told = False
         self._asked_at: float | None = None
         self.silent: list[int] = []
@@ -43,16 +45,27 @@ class Farewell:
         """Whether this rank may leave. Also where no message can be sent any more, it ends."""
         missing = self.missing()
         now = monotonic()
+        waited = now - self._began
         if self._told and not missing:
             return True
-        if now <= self._deadline:
-            return False
         if self._failed or self._engine.error is not None or not self._told:
-            return True
+            return waited > (FAILED_GOODBYE_SECONDS if self._failed else GOODBYE_SECONDS)
         if self._asked_at is None:
-            self._asked_at = now
-            self._engine.defer(lambda: self._engine.negotiation.tell(missing, ["ping"]))
+            if waited > ASKING_SECONDS:
+                self._ask(missing, now)
+            return False
         unheard = [rank for rank in missing if not self._engine.watch.heard_since(rank, self._asked_at)]
-        if unheard and now > self._asked_at + self._engine.settings.timeout_seconds:
-            self.silent = unheard
-        return not unheard or bool(self.silent)
+        if unheard:
+            if now > self._asked_at + self._engine.settings.timeout_seconds:
+                self.silent = unheard
+            return bool(self.silent)
+        # An answer is worth no more than its age: the last one must have been asked for at the end.
+        if self._asked_at > self._began + GOODBYE_SECONDS:
+            return True
+        if waited > GOODBYE_SECONDS or now > self._asked_at + ASKING_SECONDS:
+            self._ask(missing, now)
+        return False
+
+    def _ask(self, ranks: list[int], now: float) -> None:
+        self._asked_at = now
+        self._engine.defer(lambda: self._engine.negotiation.tell(ranks, ["ping"]))

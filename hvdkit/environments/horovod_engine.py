@@ -9,12 +9,17 @@ from contextlib import contextmanager
 
 
 def variables(
-    controller: str, rank: int, size: int, meeting: tuple[str, int] | None, timeout_seconds: float
+    controller: str,
+    rank: int,
+    size: int,
+    meeting: tuple[str, int] | None,
+    timeout_seconds: float,
+    interface: str = "",
 ) -> dict[str, str | None]:
     """What Horovod's engine shall find while it starts; None: not set, whatever the job's environment says.
 
     ``controller``: how its ranks talk, ``"mpi"`` or ``"gloo"``; ``meeting``: for Gloo, host and port of a key-value
-    server.
+    server; ``interface``: where Gloo listens, if the user names none.
     """
     told: dict[str, str | None] = {
         "HOROVOD_CONTROLLER": controller,
@@ -45,9 +50,9 @@ def variables(
         "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get(
             "HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, math.ceil(timeout_seconds)))
         ),
-        "HOROVOD_GLOO_IFACE": os.environ.get(
-            "HOROVOD_GLOO_IFACE", os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        )
+        "HOROVOD_GLOO_IFACE": os.environ.get("HOROVOD_GLOO_IFACE")
+        or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        or interface
         or None,
         # Only Horovod's operations on GPUs ask which ranks are on one node. One node of all ranks contradicts nothing.
         "HOROVOD_HOSTNAME": "hvdkit",

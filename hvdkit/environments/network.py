@@ -40,6 +40,19 @@ def interface_address(interface: str) -> str:
     )
 
 
+def own_addresses() -> list[str]:
+    """Every address of this host."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    entries = [entry for known in psutil.net_if_addrs().values() for entry in known if entry.family in families]
+    return sorted({entry.address.partition("%")[0] for entry in entries})
+
+
+def loopback_interface() -> str:
+    """The name of the interface that the loopback address belongs to; "" where none has it."""
+    known = psutil.net_if_addrs()
+    return next((name for name in known if any(entry.address == LOOPBACK for entry in known[name])), "")
+
+
 def address_towards(host: str, port: int = 1) -> str:
     """This host's address on the route to another. Raises OSError where there is no route, or no such host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

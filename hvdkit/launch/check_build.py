@@ -15,6 +15,8 @@ from hvdkit.launch.mpi import find_mpirun
 
 _PACKAGES = {"PyTorch": "torch", "TensorFlow": "tensorflow", "mpi4py": "mpi4py", "NumPy": "numpy"}
 
+ANSWER_SECONDS = 60.0  # of a process that only loads PyTorch
+
 
 def is_installed(module: str) -> bool:
     """Whether the module can be found; it is not imported, which for a framework takes seconds."""
@@ -39,7 +41,11 @@ def version_of(module: str) -> str:
 def has_nccl() -> bool:
     """Whether PyTorch has NCCL, and a GPU for it. Asks a short-lived process."""
     program = "import sys, torch; sys.exit(not (torch.distributed.is_nccl_available() and torch.cuda.is_available()))"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0  # noqa: S603
+    command = [sys.executable, "-c", program]
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS).returncode == 0  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def kernels_backend() -> str:

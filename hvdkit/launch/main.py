@@ -131,6 +131,7 @@ def run_mpi(
         argv,
         environment,
         receive=lambda stream, data: streams[stream].feed(data),
+        scratch=mpi.sessions(environment, mpi_args),
         is_ending=lambda: any(stream.aborting for stream in streams.values()),
     )
     outcome = supervise([child])

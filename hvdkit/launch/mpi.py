@@ -21,6 +21,9 @@ from hvdkit.launch.ssh import Ssh
 _OLDEST = 5  # older ones tag and map by other names
 _SHARED_MEMORY, _SEGMENT_BYTES = "/dev/shm", 16 << 20  # noqa: S108 (where Open MPI has its own files, one a rank)
 ABORT_DELAY_SECONDS = 1
+# Where mpirun is told to have its files on this machine, by itself, and by its caller.
+_SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
+_SESSIONS_OF_THE_CALLER = re.compile(r"\w*tmpdir_base|--tmpdir")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,12 @@ def needs_no_tcp(slots: list[Slot], remote: set[str], environment: Mapping[str, 
         return shutil.disk_usage(_SHARED_MEMORY).free > len(slots) * _SEGMENT_BYTES
     except OSError:
         return False
+
+
+def sessions(environment: Mapping[str, str], mpi_args: list[str]) -> str:
+    """The variable in which mpirun is told of a folder for its files; "" where the caller has chosen one."""
+    words = [*environment, *mpi_args]
+    return "" if any(_SESSIONS_OF_THE_CALLER.fullmatch(word) for word in words) else _SESSIONS
 
 
 def mpirun_argv(

@@ -42,6 +42,7 @@ class Child:
     """A worker to start. ``remote`` is the ssh command in front of it, empty for this machine.
 
     ``secret`` goes to the worker with the header, by its standard input, and from there to the command in a file.
+    ``scratch`` is an environment variable in which the command is told of a folder for what it would leave behind.
     """
 
     command: list[str]
@@ -50,6 +51,7 @@ class Child:
     remote: list[str] = field(default_factory=list)
     pass_fds: tuple[int, ...] = ()
     secret: str = field(default="", repr=False)
+    scratch: str = ""
     is_ending: Callable[[], bool] = lambda: False  # whether it has said that it ends
 
     @property
@@ -66,6 +68,7 @@ class Child:
             "folder": os.getcwd(),
             "pass_fds": self.pass_fds,
             "secret": self.secret,
+            "scratch": self.scratch,
             "grace": GRACE_SECONDS,
             "by_signal": not self.remote,
         }

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -48,9 +49,28 @@ def offer(secret: str) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def scratch(variable: str) -> Iterator[dict[str, str]]:
+    """What tells the command of a folder, in this environment variable if there is one, that goes when the command is.
+
+    A command that must be killed cannot clean up behind itself.
+    """
+    if not variable:
+        yield {}
+        return
+    import shutil  # these take longer to load than all else here, and most commands need none of it
+    import tempfile
+
+    folder = tempfile.mkdtemp(prefix="hvdkit-")
+    try:
+        yield {variable: folder}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(header: dict[str, Any], more: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start the command in its own session, so that signals of a terminal or a group do not reach it."""
-    environment = header["environment"]
+    environment = {**header["environment"], **more}
     if header["keep_environment"]:
         environment = {**os.environ, **environment}
     if header["secret"] and hasattr(os, "memfd_create"):
@@ -177,10 +197,12 @@ def main() -> None:
     header = read_header()
     if header is None:
         return  # hvdkitrun was gone before it could say what to run
-    child = start(header)
-    for descriptor in header["pass_fds"]:
-        os.close(descriptor)
-    end_like(wait(child, wake, header["grace"]), header["by_signal"])
+    with scratch(header.get("scratch", "")) as more:
+        child = start(header, more)
+        for descriptor in header["pass_fds"]:
+            os.close(descriptor)
+        code = wait(child, wake, header["grace"])
+    end_like(code, header["by_signal"])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def meet(store: Any, world: World, credentials: Credentials | None, timeout_seco
                 "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts "
                 "slowly."
             ) from error
-    told = store.multi_get(everyone) if store.has_extended_api() else [store.get(key) for key in everyone]
+        told = store.multi_get(everyone) if store.has_extended_api() else [store.get(key) for key in everyone]
     if credentials is None:
         for rank, word in enumerate(told):
             if word != PRESENT:
@@ -124,7 +125,7 @@ def _nonce_of(rank: int, key: str, word: bytes, credentials: Credentials) -> byt
 
 def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seconds: float) -> None:
     """Prove over each connection who is at its ends. Raises AuthenticationError that names the rank which could not."""
-    timeout = timedelta(seconds=timeout_seconds)
+    deadline = monotonic() + timeout_seconds
     peers = [peer for peer in range(world.size) if peer != world.rank]
     shown = {peer: np.frombuffer(bytearray(session.shown_by(world.rank, to=peer)), dtype=np.uint8) for peer in peers}
     heard = {peer: np.zeros(TAG_BYTES, dtype=np.uint8) for peer in peers}
@@ -132,8 +133,8 @@ def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seco
     received = {peer: group.recv([torch.from_numpy(heard[peer])], peer, tag) for peer in peers}
     for peer in peers:
         try:
-            sent[peer].wait(timeout)
-            received[peer].wait(timeout)
+            for work in (sent[peer], received[peer]):
+                work.wait(timedelta(seconds=max(0.001, deadline - monotonic())))
         except RuntimeError as error:
             raise AuthenticationError(
                 f"rank {peer} did not prove to rank {world.rank} in {timeout_seconds:g} s that it is one: "

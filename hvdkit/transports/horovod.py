@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 
 from hvdkit.environments.base import World
+from hvdkit.environments.network import loopback_interface, own_addresses
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports.base import Bytes, DeviceCollectives, Exchange, Transfer, Transport
 from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
 from hvdkit.transports.horovod_group import HorovodGroup, Launches, ThreadEnd
 from hvdkit.transports.horovod_library import NOT_INSTALLED, NativeHorovod, common_problem, load
 from hvdkit.transports.horovod_meeting import Meeting
+from hvdkit.transports.listening import on_one_host
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")
@@ -80,18 +82,34 @@ class HorovodTransport(Transport):
                     meeting = Meeting(self._world)
                 except (OSError, TransportUnavailableError) as error:
                     problem = f"rank 0 cannot serve the place where Horovod's ranks meet: {error}"
-            mine = {"problem": problem, "controller": controller, "meeting": meeting and meeting.place}
+            mine = {
+                "problem": problem,
+                "controller": controller,
+                "meeting": meeting and meeting.place,
+                "addresses": own_addresses(),
+            }
             told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
             problem = common_problem(told)
             if problem:
                 return self._without(problem)
             assert native is not None, "a rank without the library has a problem"
             self._native = native
+            if meeting is not None:
+                meeting.admit(address for one in told for address in one["addresses"])
             place = told[0]["meeting"]
-            ranks = self._members if controller == "mpi" else list(range(self.size))
+            members = _some_of_mpis(self._members) if controller == "mpi" else []
             problem = native.start(
-                controller, self.rank, ranks, place and (place[0], place[1]), start_seconds, silence_seconds
+                controller,
+                self.rank,
+                self.size,
+                members,
+                place and (place[0], place[1]),
+                start_seconds,
+                silence_seconds,
+                loopback_interface() if on_one_host(self._world) else "",
             )
+            if problem and meeting is not None and meeting.problem():
+                problem += f" ({meeting.problem()})"
             outcomes = [blob.decode() for blob in exchange(problem.encode())]
         finally:
             if meeting is not None:
@@ -185,6 +203,13 @@ class HorovodTransport(Transport):
 
 
 _CPU = torch.device("cpu")
+
+
+def _some_of_mpis(members: list[int]) -> list[int]:
+    """These ranks of MPI, none if they are all: then Open MPI need not ask mpirun for a group of them."""
+    from mpi4py import MPI
+
+    return [] if members == list(range(MPI.COMM_WORLD.Get_size())) else members
 
 
 def _mpi_problem() -> str:

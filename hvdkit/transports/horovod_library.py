@@ -69,32 +69,36 @@ class NativeHorovod:
         self,
         controller: str,
         rank: int,
-        ranks: list[int],
+        size: int,
+        members: list[int],
         meeting: tuple[str, int] | None,
         timeout_seconds: float,
         silence_seconds: float,
+        interface: str = "",
     ) -> str:
-        """Start the engine, with all of ``ranks`` (those of MPI, if that is the controller). "", or why it failed.
+        """Start the engine with all ``size`` ranks. "", or why it failed.
 
-        ``timeout_seconds``: how long this may take; ``silence_seconds``: how long Gloo's ranks may be silent later.
+        ``members``: which of MPI's ranks these are, if MPI is the controller; none: all of them.
+        ``timeout_seconds``: how long this may take; ``silence_seconds``: how long Gloo's ranks may be silent later;
+        ``interface``: Gloo's, if the user names none.
         """
         self._stopping.clear()
         self._shutdown = _Prepared(self._calls.horovod_shutdown)
         started: list[bool] = []
-        numbers = (ctypes.c_int * len(ranks))(*ranks)
+        numbers = (ctypes.c_int * len(members))(*members)
 
         def run() -> None:
-            started.append(self._calls.horovod_init(numbers, len(ranks), None, None, 0))
+            started.append(self._calls.horovod_init(numbers, len(members), None, None, 0))
 
-        with told_to_horovod(variables(controller, rank, len(ranks), meeting, silence_seconds)):
+        with told_to_horovod(variables(controller, rank, size, meeting, silence_seconds, interface)):
             if not _Prepared(run).within(timeout_seconds):
                 self._stuck = f"it was not ready after {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"
                 return self._stuck
         if not (started and started[0]):
             return "it refused"
         seen = self._calls.horovod_rank(), self._calls.horovod_size()
-        if seen != (rank, len(ranks)):
-            return f"it takes rank {rank} of {len(ranks)} for rank {seen[0]} of {seen[1]}, so it uses another MPI"
+        if seen != (rank, size):
+            return f"it takes rank {rank} of {size} for rank {seen[0]} of {seen[1]}, so it uses another MPI"
         return ""
 
     def stop(self, timeout_seconds: float) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from hvdkit.environments.base import World
 from hvdkit.transports.listening import addresses_for
 
-LARGEST_VALUE = 1 << 20  # bytes; Gloo's addresses take some hundred a rank
+LARGEST_VALUE, LARGEST_SUM = 1 << 20, 1 << 28  # bytes; Gloo's addresses take some hundred for each pair of ranks
+KEYS_OF_A_RANK = 16  # Gloo has one for each of its three groups
 POLL_SECONDS = 0.02  # between two looks at whether to end
 SILENCE_SECONDS = 10.0  # of a client
+MOST_TOLD = 5  # addresses of whoever was refused
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -23,20 +26,29 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_SECONDS
 
     def do_GET(self) -> None:
+        if not self._is_let_in():
+            return
         value = self.server.values.get(self.path)
         self._answer(404 if value is None else 200, value or b"")
 
     def do_PUT(self) -> None:
+        if not self._is_let_in():
+            return
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > LARGEST_VALUE:
             self._answer(400, b"")
             return
-        self.server.values[self.path] = self.rfile.read(int(length))
-        self._answer(200, b"")
+        self._answer(200 if self.server.keep(self.path, self.rfile.read(int(length))) else 409, b"")
 
     def do_DELETE(self) -> None:
         """A client has got all it needs. Others may not have: values stay as long as the server."""
         self._answer(200, b"")
+
+    def _is_let_in(self) -> bool:
+        if self.server.lets_in(str(self.client_address[0]).partition("%")[0]):
+            return True
+        self._answer(403, b"")
+        return False
 
     def _answer(self, status: int, value: bytes) -> None:
         self.send_response(status)
@@ -52,10 +64,40 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # all ranks come at once
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, ranks: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Handler)
         self.values: dict[str, bytes] = {}
+        self.refused: set[str] = set()
+        self._members: frozenset[str] = frozenset()
+        self._admits = threading.Event()
+        self._most_keys = KEYS_OF_A_RANK * ranks
+        self._kept = 0  # bytes
+        self._lock = threading.Lock()
+
+    def admit(self, addresses: Iterable[str]) -> None:
+        self._members = frozenset(addresses)
+        self._admits.set()
+
+    def lets_in(self, address: str) -> bool:
+        """Whether a client is on a host of the job: Horovod's ranks have no other proof."""
+        # Another rank may have heard a moment before this one who takes part.
+        if self._admits.wait(SILENCE_SECONDS) and address in self._members:
+            return True
+        if len(self.refused) < MOST_TOLD:
+            self.refused.add(address)
+        return False
+
+    def keep(self, key: str, value: bytes) -> bool:
+        """Whether the value is at the key from now on: the first one that came stays."""
+        with self._lock:
+            if key in self.values:
+                return self.values[key] == value
+            if len(self.values) >= self._most_keys or self._kept + len(value) > LARGEST_SUM:
+                return False
+            self.values[key] = value
+            self._kept += len(value)
+            return True
 
 
 class Meeting:
@@ -63,12 +105,21 @@ class Meeting:
 
     def __init__(self, world: World) -> None:
         address = addresses_for(world)[0]
-        self._server = _Server(address)
+        self._server = _Server(address, world.size)
         self.place = address, int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_SECONDS,), name="hvdkit-meeting", daemon=True
         )
         self._thread.start()
+
+    def admit(self, addresses: Iterable[str]) -> None:
+        """Let clients at these addresses in. Until it is known who takes part, they wait."""
+        self._server.admit(addresses)
+
+    def problem(self) -> str:
+        """What may have kept ranks away; "" if nothing was seen."""
+        refused = ", ".join(sorted(self._server.refused))
+        return f"clients at {refused} were refused, which are no addresses of the job's hosts" if refused else ""
 
     def close(self) -> None:
         """Serve no longer."""

@@ -98,10 +98,14 @@ class MpiTransport(Transport):
         members = list(range(world.Get_size()) if members is None else members)
         _meet(MPI, world, members, start_timeout_seconds)
         # Collective calls have no deadline of their own; now that everyone is here they need none.
-        group = world.Get_group().Incl(members)
-        self._data = world.Create_group(group, MEETING_TAG)
+        if members == list(range(world.Get_size())):
+            self._data = world.Dup()
+        else:
+            # Open MPI asks mpirun for the group, which a duplicate does without.
+            group = world.Get_group().Incl(members)
+            self._data = world.Create_group(group, MEETING_TAG)
+            group.Free()
         self._control = self._data.Dup()
-        group.Free()
         self.rank = self._data.Get_rank()
         self.size = self._data.Get_size()
         self._outbox: deque[Any] = deque()  # control sends under way, with their payloads

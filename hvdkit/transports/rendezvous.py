@@ -29,6 +29,15 @@ SECRET_BYTES = 32
 PLACE = "where the store is"
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """None: another place is not where the launcher said."""
+
+
+# Neither a proxy, which is for other networks, nor a redirection comes between a rank and its launcher.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+
+
 def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[Any, bytes | None]:
     """A store that all ranks of ``world`` reach, with keys of this job and generation only; and the job's secret.
 
@@ -44,7 +53,8 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
-        rendezvous, secret = _meet_through_mpi(world, timeout_seconds)
+        rendezvous, made = _meet_through_mpi(world, timeout_seconds)
+        secret = secret or made
     elif rendezvous is not None and rendezvous.kind == "http":
         credentials = None if secret is None else Credentials(secret, world.job, generation)
         rendezvous = _meet_through_http(world, rendezvous, prefix, credentials, timeout_seconds)
@@ -115,6 +125,14 @@ def _meet_through_mpi(world: World, timeout_seconds: float) -> tuple[Rendezvous,
     return served or _place(place), secret
 
 
+def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableError:
+    return TransportUnavailableError(
+        f"rank {world.rank} cannot use horovodrun's key-value server at {url}: {error}\n"
+        "HINT: see whether horovodrun still runs, and whether this host reaches it; name its network with "
+        "--network-interfaces."
+    )
+
+
 def _place(words: bytes) -> Rendezvous:
     """Where rank 0 says that its store is."""
     try:
@@ -142,13 +160,15 @@ def _meet_through_http(
         served = _serve(addresses_for(world)[0])
         words = f"{served.host} {served.port}".encode()
         data = words if credentials is None else credentials.seal(PLACE, words)
-        request = urllib.request.Request(url, data=data, method="PUT")
-        urllib.request.urlopen(request, timeout=timeout_seconds).close()  # noqa: S310 (http only)
+        try:
+            _OPENER.open(urllib.request.Request(url, data=data, method="PUT"), timeout=timeout_seconds).close()
+        except OSError as error:
+            raise _unanswered(world, url, error) from error
         return served
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
+            with _OPENER.open(url, timeout=timeout_seconds) as answer:
                 words = answer.read(PLACE_BYTES)
             return _place(words if credentials is None else credentials.unseal(PLACE, words))
         except NotAuthenticError:
@@ -156,9 +176,9 @@ def _meet_through_http(
                 f"what is at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"
                 "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; see SECURITY.md."
             ) from None
-        except urllib.error.HTTPError as error:
-            if error.code != 404:  # 404: rank 0 has not published yet
-                raise
+        except OSError as error:
+            if not (isinstance(error, urllib.error.HTTPError) and error.code == 404):  # rank 0 has not published yet
+                raise _unanswered(world, url, error) from error
         if time.monotonic() > deadline:
             raise TransportUnavailableError(
                 f"rank 0 did not publish its store at {rendezvous.host}:{rendezvous.port} in {timeout_seconds:g} s.\n"

@@ -24,6 +24,7 @@ from hvdkit.transports.admission import SealedStore, greet, meet
 from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
 from hvdkit.transports.credentials import Credentials
 from hvdkit.transports.device import DeviceTransfer
+from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.listening import addresses_for
 from hvdkit.transports.nccl import nccl_available, open_nccl
 from hvdkit.transports.rendezvous import open_store
@@ -84,8 +85,10 @@ class TorchTransport(Transport):
         self._store, self._session = store, session
         gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
         options = _gloo_options(world, start_timeout_seconds)
+        late = f"rank {world.rank} could not connect to all ranks: the store or one of them is silent.\n{STOPPED}"
         try:
-            self._group = gloo(self._sealed("gloo"), world.rank, world.size, options)
+            with ends_process_after(start_timeout_seconds + LONGEST_ANSWER_SECONDS, late):
+                self._group = gloo(self._sealed("gloo"), world.rank, world.size, options)
         except RuntimeError as error:
             raise TransportUnavailableError(
                 f"rank {world.rank} could not connect to all ranks within {start_timeout_seconds:g} s: "

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ PROJECT = "hvdkit-tests"
 WORKERS = ("w1", "w2", "w3")
 HOSTS = (*WORKERS, "launcher")
 PATIENCE_SECONDS = 120
+SETTLE_SECONDS = 10
 LINK = "eth0"
 
 
@@ -170,3 +172,12 @@ class Cluster:
         ss -Hltn | grep -v ':2222 ' | grep -v '127[.]0[.]0[.]11:' || true
         """
         return self.shell(script, host).strip()
+
+    def left_on_hosts(self) -> dict[str, str]:
+        """What is left behind on each host, once it has had time to go."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            left = {host: text for host in HOSTS if (text := self.left_behind(host))}
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)

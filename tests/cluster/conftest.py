@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.cluster import HOSTS, Cluster
-
-SETTLE_SECONDS = 10
+from tests.cluster.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +23,4 @@ def started(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 def cluster(started: Cluster) -> Iterator[Cluster]:
     """The cluster, of which every host is as it was when the test ends."""
     yield started
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while left := {host: text for host in HOSTS if (text := started.left_behind(host))}:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.2)
+    assert started.left_on_hosts() == {}

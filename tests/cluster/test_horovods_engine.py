@@ -6,10 +6,9 @@ import re
 
 from tests.cluster.cluster import Cluster
 
-# On the image's Python, as its user: tests/ is mounted there. The cases of all transports, which take minutes, are left
-# to those who have built Horovod.
+# On the image's Python, as its user: tests/ is mounted there. What takes minutes is left to those who have built Horovod.
 PYTEST = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "/work/pytest", "-k"]
-OWN = "not test_operations and not test_optimizers and not test_transport and not test_nothing_is_lost"
+OWN = "test_horovods_engine and torch"
 
 
 def test_horovods_engine_on_one_host(cluster: Cluster):
@@ -18,5 +17,5 @@ def test_horovods_engine_on_one_host(cluster: Cluster):
     cluster.shell("rm -rf /work/pytest", "w1")
     assert result.status == 0, result.output
     [passed] = re.findall(r"(\d+) passed", result.output)
-    assert int(passed) >= 50, result.output
+    assert int(passed) >= 20, result.output
     assert "skipped" not in result.output, result.output

@@ -6,6 +6,7 @@ import hvdkit
 from tests.cluster.cluster import Cluster
 from tests.cluster.test_launchers import INTRODUCE
 
+START_SECONDS = 10  # for what comes before and after the look at the hosts
 VERSION_FILE = "/opt/hvdkit/lib/python3.11/site-packages/hvdkit/__init__.py"
 
 
@@ -19,8 +20,8 @@ def test_a_host_that_does_not_answer_is_named_within_the_start_timeout(cluster: 
     with cluster.cut("w3"):
         flags = ["-np", "3", "-H", "w1:1,w2:1,w3:1", "--start-timeout", "4"]
         for controller in ("--gloo", "--mpi"):
-            result = cluster.run(["hvdkitrun", controller, *flags, *INTRODUCE])
-            assert result.status == 1
+            result = cluster.run(["hvdkitrun", controller, *flags, *INTRODUCE], seconds=4 + START_SECONDS)
+            assert result.status == 1, result.output  # and not timeout's
             assert "cannot reach host w3 by ssh: " in result.output, result.output
             assert "w2" not in result.output
 
@@ -55,5 +56,7 @@ def test_a_key_is_made_anew_in_each_cluster_and_none_is_in_the_image(cluster: Cl
 
 def test_the_doctor_finds_what_the_image_has(cluster: Cluster):
     result = cluster.run(["hvdkit", "doctor"], host="w1")
-    assert "PyTorch" in result.output, result.output
-    assert "Horovod" in result.output
+    lines = {line[5:].partition(":")[0]: line for line in result.output.splitlines() if line.startswith("[")}
+    for name in ("PyTorch", "TensorFlow", "Keras", "MPI", "Gloo", "kernels"):
+        assert lines[name].startswith("[ok]"), result.output
+    assert "built for torch" in lines["Horovod"]

@@ -16,6 +16,15 @@ def test_gloos_ranks_are_told_their_place_and_where_they_meet(monkeypatch):
     assert (told["HOROVOD_GLOO_IFACE"], told["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == ("eth1", "60")
 
 
+def test_gloo_listens_where_the_job_does_if_no_interface_is_named(monkeypatch):
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert variables("gloo", 0, 2, ("127.0.0.1", 1), 60.0, "lo")["HOROVOD_GLOO_IFACE"] == "lo"
+    assert variables("gloo", 0, 2, ("10.0.0.1", 1), 60.0)["HOROVOD_GLOO_IFACE"] is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert variables("gloo", 0, 2, ("127.0.0.1", 1), 60.0, "lo")["HOROVOD_GLOO_IFACE"] == "eth1"
+
+
 def test_under_mpi_the_place_is_mpis(monkeypatch):
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "ccl")
     told = variables("mpi", 1, 3, None, 60.0)

@@ -16,6 +16,11 @@ KINDS = ("killed", "stopped", "raises", "slow", "full disk", "launcher killed")
 LONGEST_DELAY_SECONDS = 0.05
 SLOW_SECONDS = 2.0
 RIGHT_STATUS = 0
+# From a kill until all know it; and what a deadline may be exceeded by: those who wait look every so often.
+KILL_SECONDS = 5.0
+SLACK_SECONDS = 3.0
+# From then on until nothing of the job runs: what cannot end itself is ended after ten of them.
+END_SECONDS = 20.0
 # Between the last operation, which needs all ranks, and the word of a rank that it leaves.
 SAME_MOMENT_SECONDS = 0.5
 
@@ -74,8 +79,15 @@ class Verdict:
     message: str
 
 
-def judge(fault: Fault, outcome: Outcome, ranks: int) -> Verdict:
-    """Whether a job ended as it must after ``fault``."""
+def latest(fault: Fault, timeout_seconds: float, start_timeout_seconds: float) -> float:
+    """Seconds from the fault within which it must have been noticed."""
+    if fault.kind not in ("stopped", "cut"):
+        return KILL_SECONDS
+    return SLACK_SECONDS + (max(timeout_seconds, start_timeout_seconds) if fault.moment == "init" else timeout_seconds)
+
+
+def judge(fault: Fault, outcome: Outcome, ranks: int, timeout_seconds: float, start_timeout_seconds: float) -> Verdict:
+    """Whether a job with these deadlines ended as it must after ``fault``."""
     struck = re.search(r"STRIKES ([\d.]+)", outcome.output)
     noticed = {int(rank): text for rank, _, text in _told("NOTICED", outcome.output)}
     times = [float(seconds) for _, seconds, _ in _told("NOTICED", outcome.output)]
@@ -119,6 +131,11 @@ def judge(fault: Fault, outcome: Outcome, ranks: int) -> Verdict:
     if struck is not None:
         # Where the launcher ended the others before they could speak, they noticed when it did.
         after = max([*times, *([] if times else [outcome.ended])]) - float(struck[1])
+        limit = latest(fault, timeout_seconds, start_timeout_seconds)
+        if after > limit:
+            problems.append(f"noticed after {after:.1f} s, later than {limit:g} s")
+        if outcome.ended - float(struck[1]) > limit + END_SECONDS:
+            problems.append(f"ended {outcome.ended - float(struck[1]):.1f} s after the fault")
     return Verdict(tuple(problems), after, words)
 
 
@@ -139,8 +156,9 @@ def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
 
 
 def _last_resort(output: str) -> str:
-    told = r"hvdkit: rank \d+ (waited .* for MPI to (start|bring)|was not answered by the store).*"
-    where = r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_tcp_store)"  # without the native part
+    why = "waited .* for MPI to (start|bring)|was not answered by the store|could not connect to all"
+    told = rf"hvdkit: rank \d+ ({why}).*"
+    where = r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_tcp_store|__init__)"  # without the native part
     found = re.search(f"{told}|{where}", output)
     return found[0].replace("\n", " / ") if found else ""
 

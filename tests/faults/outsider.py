@@ -1,4 +1,7 @@
-"""Somebody on the network who belongs to no job: finds the ports that one has open, and sends what nobody asked for."""
+"""Somebody on the network who belongs to no job: finds the ports that one has open, and sends what nobody asked for.
+
+python -m tests.faults.outsider 10.0.0.1 29500        # from another host
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,6 +90,14 @@ def holding(ports: list[Port]) -> Iterator[None]:
         yield
 
 
+def main(*places: str) -> None:
+    """Attack ports of other hosts, each told as ADDRESS PORT, also while connections to all of them stay open."""
+    ports = [Port(address, int(number)) for address, number in zip(places[::2], places[1::2], strict=True)]
+    attack(ports)
+    with holding(ports):
+        attack(ports)
+
+
 class Recorder:
     """Stands before a port, carries bytes both ways, and keeps those that were sent to it."""
 
@@ -121,3 +133,7 @@ class Recorder:
     def close(self) -> None:
         for one in self._sockets:
             one.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

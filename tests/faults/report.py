@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.faults.injection import Fault, Verdict, judge, random_faults
-from tests.faults.jobs import TIMEOUT_SECONDS, run_with_fault
+from tests.faults.jobs import START_TIMEOUT_SECONDS, TIMEOUT_SECONDS, run_with_fault
 
 RANKS = 3
 TRANSPORTS = ("torch", "mpi", "horovod")
@@ -39,7 +39,8 @@ def run(count: int, seed: int, transports: Sequence[str]) -> list[Entry]:
     for fault in bar:
         for transport in transports[: count - len(entries)]:
             outcome = run_with_fault(fault, transport, RANKS)
-            entries.append(Entry(transport, fault, judge(fault, outcome, RANKS)))
+            verdict = judge(fault, outcome, RANKS, TIMEOUT_SECONDS, START_TIMEOUT_SECONDS)
+            entries.append(Entry(transport, fault, verdict))
             bar.update()
             if problems := entries[-1].verdict.problems:
                 tqdm.write(f"{transport} {fault}: {problems}\n{outcome.output}")

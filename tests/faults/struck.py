@@ -100,9 +100,9 @@ def work(fault: Fault, folder: Path) -> None:
         total = hvd.allreduce(PATTERN * step * (rank + 1), op=hvd.Sum, name="large")
         check(torch.equal(total, PATTERN * step * factors), f"allreduce {step}")
         if step == STEPS - 1:
+            striker.at("checkpoint")
             if hvd.rank() == 0:
                 torch.save(parameter.detach(), folder / "checkpoint")
-            striker.at("checkpoint")
             hvd.barrier()
     tell("RANK", rank, "LEAVING", time.monotonic())
     striker.done()

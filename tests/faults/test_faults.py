@@ -160,3 +160,19 @@ def test_a_rank_that_leaves_late_has_the_time_it_needs(transport):
     assert status == 0, output
     assert "SAVED" in output
     assert output.count("LEFT") == 3, output
+
+
+STOPS_WHILE_THE_OTHERS_LEAVE = LEAVES_LATE.replace("time.sleep(12)", "time.sleep(2); os.kill(os.getpid(), 19)")
+
+
+def test_a_rank_that_is_stopped_while_the_others_leave_is_lost():
+    command = [sys.executable, "-c", f"import os; {STOPS_WHILE_THE_OTHERS_LEAVE}"]
+    processes = start_ranks(command, 3, "torch", HVDKIT_TIMEOUT_SECONDS="3")
+    try:
+        outputs = [processes[rank].communicate(timeout=60)[0] for rank in (0, 2)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [processes[rank].returncode for rank in (0, 2)] == [1, 1], outputs
+    assert all(re.search(r"PeerLostError: rank 1 \(.*did not say goodbye", output) for output in outputs), outputs

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.injection import KINDS, MOMENTS, Fault, Outcome, judge, random_faults
 
+DEADLINES = (3.0, 8.0)  # of a silent rank, and of the start
 KILLED = Fault("killed", "allreduce", 1, 0.01)
 SLOW = Fault("slow", "allreduce", 1, 0.01)
 NOTICED = "RANK {} NOTICED {} PeerLostError: rank 1 (here) is lost"
@@ -24,7 +25,7 @@ def test_every_kind_comes_at_every_moment_and_the_same_seed_gives_the_same_fault
 
 
 def test_survivors_that_name_the_rank_are_right():
-    verdict = judge(KILLED, Outcome(137, KILLED_OUTPUT, 101.0), 3)
+    verdict = judge(KILLED, Outcome(137, KILLED_OUTPUT, 101.0), 3, *DEADLINES)
     assert verdict.problems == ()
     assert verdict.noticed_after == pytest.approx(0.5)
     assert "rank 1" in verdict.message
@@ -32,7 +33,10 @@ def test_survivors_that_name_the_rank_are_right():
 
 def test_a_launcher_that_ends_the_job_and_names_the_rank_is_right():
     verdict = judge(
-        KILLED, Outcome(137, "STRIKES 100.0\nhvdkitrun: rank 1 on here was killed by signal SIGKILL (9)", 101.0), 3
+        KILLED,
+        Outcome(137, "STRIKES 100.0\nhvdkitrun: rank 1 on here was killed by signal SIGKILL (9)", 101.0),
+        3,
+        *DEADLINES,
     )
     assert verdict.problems == ()
     assert verdict.noticed_after == pytest.approx(1.0)
@@ -43,6 +47,7 @@ def test_a_launcher_that_ends_the_job_and_names_the_rank_is_right():
     [
         (Outcome(None, KILLED_OUTPUT, 101.0), "did not end"),
         (Outcome(0, KILLED_OUTPUT, 101.0), "all was well"),
+        (Outcome(137, KILLED_OUTPUT, 126.0), "ended 26.0 s after"),
         (Outcome(137, f"{KILLED_OUTPUT}\nWRONG step 2", 101.0), "a sum was wrong"),
         (Outcome(137, KILLED_OUTPUT, 101.0, ["123 python"]), "left behind: 123 python"),
         (Outcome(137, "STRIKES 100.0\nit is gone", 101.0), "nobody named rank 1"),
@@ -61,13 +66,32 @@ def test_a_launcher_that_ends_the_job_and_names_the_rank_is_right():
     ],
 )
 def test_what_is_wrong_after_a_kill_is_said(outcome, problem):
-    assert any(problem in one for one in judge(KILLED, outcome, 3).problems)
+    assert any(problem in one for one in judge(KILLED, outcome, 3, *DEADLINES).problems)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "limit"),
+    [
+        ("killed", "init", 5),
+        ("raises", "allreduce", 5),
+        ("stopped", "allreduce", 6),
+        ("cut", "shutdown", 6),
+        ("stopped", "init", 11),
+        ("launcher killed", "broadcast", 5),
+    ],
+)
+def test_what_is_noticed_too_late_is_said(kind, moment, limit):
+    fault = Fault(kind, moment, 1, 0.01)
+    for seconds, is_late in ((limit - 0.1, False), (limit + 0.1, True)):
+        output = f"STRIKES 100.0\n{NOTICED.format(0, 100 + seconds)}"
+        problems = judge(fault, Outcome(137, output, 100 + seconds), 3, *DEADLINES).problems
+        assert any(f"later than {limit} s" in one for one in problems) == is_late
 
 
 def test_a_slow_rank_is_waited_for_and_warned_about():
     warning = "weight was submitted by ranks [0, 2], but not by ranks [1] for 1 seconds"
-    good = judge(SLOW, Outcome(0, f"STRIKES 100.0\n{warning}\n{WELL}", 104.0), 3)
+    good = judge(SLOW, Outcome(0, f"STRIKES 100.0\n{warning}\n{WELL}", 104.0), 3, *DEADLINES)
     assert good.problems == ()
     assert good.noticed_after is None
-    assert "nobody was warned" in judge(SLOW, Outcome(0, f"STRIKES 100.0\n{WELL}", 104.0), 3).problems
-    assert judge(SLOW, Outcome(7, f"STRIKES 100.0\n{warning}\n{NOTICED}", 104.0), 3).problems
+    assert "nobody was warned" in judge(SLOW, Outcome(0, f"STRIKES 100.0\n{WELL}", 104.0), 3, *DEADLINES).problems
+    assert judge(SLOW, Outcome(7, f"STRIKES 100.0\n{warning}\n{NOTICED}", 104.0), 3, *DEADLINES).problems

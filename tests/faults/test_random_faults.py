@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import tempfile
 
 import pytest
 
-from tests.faults.injection import judge, random_faults
-from tests.faults.jobs import run_with_fault
+from tests.faults import jobs
+from tests.faults.injection import Fault, judge, random_faults
+from tests.faults.jobs import START_TIMEOUT_SECONDS, TIMEOUT_SECONDS, run_with_fault
 
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 (a look)
 RANKS = 3
 FAULTS = list(itertools.islice(random_faults(2026, RANKS), 18))
 
@@ -17,4 +23,23 @@ FAULTS = list(itertools.islice(random_faults(2026, RANKS), 18))
 def test_a_fault_ends_as_it_must(number):
     fault = FAULTS[number]
     outcome = run_with_fault(fault, ("torch", "mpi")[number % 2], RANKS)
-    assert judge(fault, outcome, RANKS).problems == (), f"{fault}\n{outcome.output}"
+    problems = judge(fault, outcome, RANKS, TIMEOUT_SECONDS, START_TIMEOUT_SECONDS).problems
+    assert problems == (), f"{fault}\n{outcome.output}"
+
+
+def test_a_job_that_nothing_strikes_ends_well_with_nothing_to_notice():
+    fault = Fault("none", "allreduce", 1, 0.0)
+    verdict = judge(fault, run_with_fault(fault, "torch", RANKS), RANKS, TIMEOUT_SECONDS, START_TIMEOUT_SECONDS)
+    assert (verdict.problems, verdict.noticed_after) == ((), None)
+
+
+def test_what_stays_behind_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "SETTLE_SECONDS", 0.1)
+    before = set(os.listdir(SHARED_MEMORY))
+    assert jobs.left_behind(str(tmp_path), before) == []
+    with subprocess.Popen([sys.executable, "-c", "input()", str(tmp_path)], stdin=subprocess.PIPE) as process:
+        [left] = jobs.left_behind(str(tmp_path), before)
+        process.kill()
+    assert left.startswith(f"{process.pid} ")
+    with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY) as file:
+        assert jobs.left_behind(str(tmp_path), before) == [file.name]

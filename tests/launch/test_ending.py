@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 
+import psutil
 import pytest
 
 from tests.launch.launching import PATIENCE_SECONDS, call, check_gone, marked, marker, running, wait_until
@@ -106,6 +109,22 @@ def test_a_killed_worker_ends_the_job():
         wait_until(lambda: len(marked(mark)) >= 2, "both ranks run")
         marked(mark)[0].parent().kill()
         assert launcher.wait(PATIENCE_SECONDS) == 128 + 9
+        check_gone(mark)
+
+
+@pytest.mark.parametrize("killed", ["mpirun", "launcher"])
+def test_an_mpirun_that_could_not_clean_up_leaves_no_files(killed, monkeypatch):
+    monkeypatch.delenv("PRTE_MCA_prte_tmpdir_base", raising=False)
+    mark = marker()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # sockets need a short path
+        with running(["--mpi", "-np", "2"], f"{RANK}\n{SLEEP}", mark, TMPDIR=folder) as launcher:
+            wait_until(lambda: len(marked(mark)) >= 2, "both ranks run")
+            [scratch] = os.listdir(folder)
+            assert os.listdir(os.path.join(folder, scratch)) != []
+            mpirun = next(one for one in psutil.Process(launcher.pid).children(recursive=True) if mark in one.cmdline())
+            (mpirun if killed == "mpirun" else launcher).kill()
+            launcher.wait(PATIENCE_SECONDS)
+            wait_until(lambda: os.listdir(folder) == [], "its files go")
         check_gone(mark)
 
 

@@ -1,0 +1,79 @@
+"""Keys and values for Horovod's engine: to clients of the job's hosts alone, and what was written first stays."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hvdkit.environments.base import World
+from hvdkit.environments.network import own_addresses
+from hvdkit.transports import horovod_meeting
+from hvdkit.transports.horovod_meeting import Meeting
+
+REFUSED, FOUND, FORBIDDEN, NOT_FOUND, BAD = 409, 200, 403, 404, 400
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    served = Meeting(World("by hand", 0, 2, 0, 2))
+    yield served
+    served.close()
+
+
+def ask(meeting: Meeting, method: str, key: str, value: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(*meeting.place, timeout=10)
+    try:
+        connection.request(method, key, value, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_it_is_on_the_loopback_of_a_job_on_one_host(meeting):
+    assert meeting.place[0] == "127.0.0.1"
+    assert {"127.0.0.1"} <= set(own_addresses())
+
+
+def test_nobody_is_let_in_but_clients_of_the_jobs_hosts(meeting):
+    meeting.admit(["10.9.8.7"])
+    assert meeting.problem() == ""
+    assert ask(meeting, "GET", "/global/0")[0] == FORBIDDEN
+    assert ask(meeting, "PUT", "/global/0", b"one")[0] == FORBIDDEN
+    assert "127.0.0.1 were refused" in meeting.problem()
+    meeting.admit(["10.9.8.7", "127.0.0.1"])
+    assert ask(meeting, "GET", "/global/0")[0] == NOT_FOUND
+
+
+def test_who_comes_before_it_is_known_who_takes_part_waits(meeting):
+    told = []
+    client = threading.Thread(target=lambda: told.append(ask(meeting, "GET", "/global/0")[0]))
+    client.start()
+    client.join(0.1)
+    assert told == []
+    meeting.admit(own_addresses())
+    client.join(10)
+    assert told == [NOT_FOUND]
+
+
+def test_what_was_written_first_stays(meeting):
+    meeting.admit(own_addresses())
+    assert ask(meeting, "PUT", "/global/0", b"one")[0] == FOUND
+    assert ask(meeting, "PUT", "/global/0", b"one")[0] == FOUND
+    assert ask(meeting, "PUT", "/global/0", b"two")[0] == REFUSED
+    assert ask(meeting, "DELETE", "/global/0")[0] == FOUND
+    assert ask(meeting, "GET", "/global/0") == (FOUND, b"one")
+
+
+def test_it_keeps_no_more_than_a_job_needs(meeting, monkeypatch):
+    meeting.admit(own_addresses())
+    monkeypatch.setattr(horovod_meeting, "LARGEST_SUM", 10)
+    assert ask(meeting, "PUT", "/a", b"12345678")[0] == FOUND
+    assert ask(meeting, "PUT", "/b", b"12345678")[0] == REFUSED
+    assert ask(meeting, "PUT", "/c", b"", **{"Content-Length": str(1 << 30)})[0] == BAD
+    for number in range(31):
+        assert ask(meeting, "PUT", f"/{number}", b"")[0] == FOUND
+    assert ask(meeting, "PUT", "/one-more", b"")[0] == REFUSED

@@ -1,0 +1,63 @@
+"""How ranks find rank 0's store at horovodrun's key-value server."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hvdkit.environments.base import Rendezvous, World
+from hvdkit.environments.network import own_addresses
+from hvdkit.errors import AuthenticationError, TransportUnavailableError
+from hvdkit.transports.credentials import Credentials
+from hvdkit.transports.horovod_meeting import Meeting
+from hvdkit.transports.rendezvous import _meet_through_http
+
+SECRET = Credentials(b"a secret of this job", "job", 1)
+
+
+def world(rank: int) -> World:
+    return World("horovodrun", rank, 2, rank, 2)
+
+
+@pytest.fixture
+def server():
+    """A key-value server such as horovodrun has, behind a proxy that leads nowhere."""
+    meeting = Meeting(world(0))
+    meeting.admit(own_addresses())
+    yield Rendezvous("http", *meeting.place)
+    meeting.close()
+
+
+def meet(rank: int, server: Rendezvous, credentials: Credentials | None, seconds: float = 10) -> tuple[str, int]:
+    found = _meet_through_http(world(rank), server, "hvdkit/job/1", credentials, seconds)
+    if found.listen_fd is not None:
+        os.close(found.listen_fd)
+    return found.host, found.port
+
+
+@pytest.mark.parametrize("credentials", [None, SECRET])
+def test_the_others_find_what_rank_0_wrote_and_no_proxy_is_asked(server, credentials, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    served = meet(0, server, credentials)
+    assert meet(1, server, credentials) == served
+
+
+def test_what_was_written_without_the_secret_is_refused(server):
+    meet(0, server, None)
+    with pytest.raises(AuthenticationError, match="rank 1"):
+        meet(1, server, SECRET)
+
+
+def test_a_server_that_is_gone_is_told_at_once(server):
+    gone = Rendezvous("http", "127.0.0.1", 9)
+    for rank in (0, 1):
+        with pytest.raises(TransportUnavailableError, match=f"rank {rank} cannot use horovodrun's .*127.0.0.1:9/"):
+            meet(rank, gone, None)
+
+
+def test_a_rank_0_that_writes_nothing_is_told(server):
+    with pytest.raises(TransportUnavailableError, match="rank 0 did not publish its store"):
+        meet(1, server, None, seconds=0.3)
