@@ -6,7 +6,7 @@ import re
 
 from tests.cluster.cluster import Cluster
 
-# On the image's Python, as its user: tests/ is mounted there. What takes minutes is left to those who have built Horovod.
+# On the image's Python, as its user: tests/ is mounted there. What takes minutes is left to who has built Horovod.
 PYTEST = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "/work/pytest", "-k"]
 OWN = "test_horovods_engine and torch"
 
