@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
@@ -53,6 +53,9 @@ class OptionalBuildExt(build_ext):
         print(f"hvdkit: {reason}, using the numpy kernels", flush=True)
         self.extensions = []
 
+
+# The sources take a minute one after the other. More at once than this would need gigabytes.
+ParallelCompile(max=8).install()
 
 setup(
     ext_modules=[

@@ -8,8 +8,12 @@ source=/wheels
 wrapper=$(mktemp -d)
 cat > "$wrapper/c++" <<'WRAPPER'
 #!/bin/bash
-# The headers of today's PyTorch need C++17.
-exec /usr/bin/c++ "${@//-std=c++1[14]/-std=c++17}"
+# The headers of today's PyTorch need C++17; what is written for a debugger takes longer than the rest.
+words=()
+for word in "$@"; do
+    [ "$word" = -g ] || words+=("${word/#-std=c++1[14]/-std=c++17}")
+done
+exec /usr/bin/c++ "${words[@]}"
 WRAPPER
 chmod +x "$wrapper/c++"
 

@@ -13,5 +13,7 @@ fi
 if [ -n "$(find /wheels -name '*.whl' -print -quit)" ]; then
     set -- --no-index --find-links /wheels "$@"
 fi
-exec /opt/hvdkit/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check \
+/opt/hvdkit/bin/python -m pip install --quiet --no-cache-dir --no-compile --disable-pip-version-check \
     --constraint "$here/constraints.txt" "$@"
+# pip would compile one file after the other. As for pip, a file that is none of this Python's is no error.
+/opt/hvdkit/bin/python -m compileall -qq -j 0 /opt/hvdkit/lib || true

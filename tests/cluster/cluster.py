@@ -16,7 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [str(ROOT / "docker" / name) for name in ("compose.yaml", "compose.tests.yaml")]
-PROJECT = "hvdkit-tests"
 WORKERS = ("w1", "w2", "w3")
 HOSTS = (*WORKERS, "launcher")
 PATIENCE_SECONDS = 120
@@ -44,11 +43,14 @@ def compose_command() -> list[str]:
 
 
 class Cluster:
-    """Workers and a launcher from ``image``; use it in a ``with`` statement."""
+    """Workers and a launcher from ``image``, on a network of their own; use it in a ``with`` statement.
 
-    def __init__(self, image: str) -> None:
+    Clusters of different names do not see each other.
+    """
+
+    def __init__(self, image: str, name: str) -> None:
         self._environment = {**os.environ, "IMAGE": image}
-        self._compose = [*compose_command(), "-p", PROJECT, *(word for file in FILES for word in ("-f", file))]
+        self._compose = [*compose_command(), "-p", name, *(word for file in FILES for word in ("-f", file))]
 
     def __enter__(self) -> Cluster:
         self._call("down", "--volumes", "--remove-orphans")

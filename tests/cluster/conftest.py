@@ -1,4 +1,4 @@
-"""The cluster that these tests run on. It is started once; each test must leave nothing on its hosts."""
+"""The cluster that these tests run on, one a worker of pytest-xdist; each test must leave nothing on its hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def started(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     image = request.config.getoption("--cluster")
     if image is None:
         pytest.skip("needs a cluster of containers: make cluster-test")
-    with Cluster(image) as cluster:
+    worker = getattr(request.config, "workerinput", {}).get("workerid", "main")
+    with Cluster(image, f"hvdkit-tests-{worker}") as cluster:
         yield cluster
 
 
