@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ logger = logging.getLogger("hvdkit")
 
 _engine: Engine | None = None
 _dynamic = False
-_generation = 0
+_generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
 _process = 0  # that called init
 
 
@@ -52,14 +53,13 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     Raises ValueError for contradictory environments and arguments, TransportUnavailableError where ranks cannot meet,
     HorovodInternalError on every rank where versions or process sets differ.
     """
-    global _engine, _dynamic, _generation, _process
+    global _engine, _dynamic, _process
     if _engine is not None and _process == os.getpid():
         return
     settings = config.from_environment()
     logger.setLevel(settings.log_level.upper())
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     sets = [] if process_sets is None or dynamic else list(process_sets)
-    _generation += 1
     world, transport = _connect(comm, settings, cuda, for_torch)
     try:
         static = _static_ranks(sets, transport.size, comm if _is_communicator(comm) else None)
@@ -143,8 +143,10 @@ def _connect(comm: Any, settings: config.Settings, cuda: bool, for_torch: bool) 
         ENDING.watch(shutdown)  # before anything can fail that others wait for
         if world.mpi:
             ENDING.abort_with(abort_mpi)
+    job = tuple(members or ())
+    _generations[job] += 1
     transport = open_transport(
-        world, settings.transport, cuda, for_torch, _generation, settings.start_timeout_seconds, members
+        world, settings.transport, cuda, for_torch, _generations[job], settings.start_timeout_seconds, members
     )
     if members is not None:
         world = World(world.launcher, members.index(world.rank), len(members), mpi=world.mpi)

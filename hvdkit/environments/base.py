@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -36,6 +36,28 @@ class World:
     rendezvous: Rendezvous | None = None
     mpi: bool = False  # the launcher started an MPI job, so MPI_COMM_WORLD is this world
     job: str = "0"  # the same on all ranks of a job, another one in the next job
+    members: tuple[int, ...] | None = None  # which ranks of the launcher's these are; None: all
+
+    @property
+    def launched(self) -> tuple[int, ...]:
+        """The number that the launcher gave to each rank."""
+        return tuple(range(self.size)) if self.members is None else self.members
+
+    def part(self, members: Sequence[int]) -> World:
+        """The smaller job of some of the ranks, this one among them; ranks are the places in ``members``."""
+        place, size = members.index(self.rank), len(members)
+        here = self.local_size == self.size  # all on one host, and so is a part of them
+        return replace(
+            self,
+            rank=place,
+            size=size,
+            local_rank=place if here else None,
+            local_size=size if here else None,
+            cross_rank=None,
+            cross_size=None,
+            job=f"{self.job}/{'-'.join(map(str, members))}",
+            members=tuple(members),
+        )
 
 
 class Environment(Protocol):

@@ -47,10 +47,10 @@ def own_addresses() -> list[str]:
     return sorted({entry.address.partition("%")[0] for entry in entries})
 
 
-def loopback_interface() -> str:
-    """The name of the interface that the loopback address belongs to; "" where none has it."""
+def interface_of(address: str) -> str:
+    """The name of the interface that an address of this host belongs to; "" where none has it."""
     known = psutil.net_if_addrs()
-    return next((name for name in known if any(entry.address == LOOPBACK for entry in known[name])), "")
+    return next((name for name in known if any(entry.address == address for entry in known[name])), "")
 
 
 def address_towards(host: str, port: int = 1) -> str:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 
@@ -127,14 +128,17 @@ def run_mpi(
     if chosen.verbose:
         say(shlex.join(argv))
     streams = {stream: MpirunStream(partial(write_known, output, chosen.size)) for stream in STREAMS}
-    child = Child(
-        argv,
-        environment,
-        receive=lambda stream, data: streams[stream].feed(data),
-        scratch=mpi.sessions(environment, mpi_args),
-        is_ending=lambda: any(stream.aborting for stream in streams.values()),
-    )
-    outcome = supervise([child])
+    variable = mpi.sessions(environment, mpi_args)
+    # Its worker removes the folder too: of the two, one may be killed.
+    with tempfile.TemporaryDirectory(prefix="hvdkit-", ignore_cleanup_errors=True) as folder:
+        child = Child(
+            argv,
+            {**environment, **({variable: folder} if variable else {})},
+            receive=lambda stream, data: streams[stream].feed(data),
+            scratch=folder,
+            is_ending=lambda: any(stream.aborting for stream in streams.values()),
+        )
+        outcome = supervise([child])
     for stream in streams.values():
         stream.close()
     output.close()

@@ -42,7 +42,7 @@ class Child:
     """A worker to start. ``remote`` is the ssh command in front of it, empty for this machine.
 
     ``secret`` goes to the worker with the header, by its standard input, and from there to the command in a file.
-    ``scratch`` is an environment variable in which the command is told of a folder for what it would leave behind.
+    ``scratch`` is a folder of the command's, which goes with it, also where nobody here is left to remove it.
     """
 
     command: list[str]

@@ -50,27 +50,20 @@ def offer(secret: str) -> str:
 
 
 @contextlib.contextmanager
-def scratch(variable: str) -> Iterator[dict[str, str]]:
-    """What tells the command of a folder, in this environment variable if there is one, that goes when the command is.
-
-    A command that must be killed cannot clean up behind itself.
-    """
-    if not variable:
-        yield {}
-        return
-    import shutil  # these take longer to load than all else here, and most commands need none of it
-    import tempfile
-
-    folder = tempfile.mkdtemp(prefix="hvdkit-")
+def removing(folder: str) -> Iterator[None]:
+    """Remove this folder in the end, if there is one: a command that must be killed cannot clean up behind itself."""
     try:
-        yield {variable: folder}
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            import shutil  # takes longer to load than all else here, and most commands have no such folder
+
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def start(header: dict[str, Any], more: dict[str, str]) -> subprocess.Popen[bytes]:
+def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the command in its own session, so that signals of a terminal or a group do not reach it."""
-    environment = {**header["environment"], **more}
+    environment = header["environment"]
     if header["keep_environment"]:
         environment = {**os.environ, **environment}
     if header["secret"] and hasattr(os, "memfd_create"):
@@ -197,8 +190,8 @@ def main() -> None:
     header = read_header()
     if header is None:
         return  # hvdkitrun was gone before it could say what to run
-    with scratch(header.get("scratch", "")) as more:
-        child = start(header, more)
+    with removing(header.get("scratch", "")):
+        child = start(header)
         for descriptor in header["pass_fds"]:
             os.close(descriptor)
         code = wait(child, wake, header["grace"])

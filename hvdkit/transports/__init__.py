@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -88,17 +87,15 @@ def open_transport(
     horovods = name == "horovod"
     if horovods:  # it has another one for messages
         name, _ = choose_transport(world, "auto", have_mpi4py, have_torch, cuda)
-    ranks = range(world.size) if members is None else members
     if members is not None:
-        job = f"{world.job}/{'-'.join(map(str, members))}"
-        world = dataclasses.replace(world, rank=members.index(world.rank), size=len(members), job=job)
+        world = world.part(members)
     if name == "solo" or (world.size == 1 and asked in ALONE):
         from hvdkit.transports.solo import SoloTransport
 
         return SoloTransport()
     transport: Transport
     if name == "mpi":
-        transport = _open_mpi(world, members, start_timeout_seconds)
+        transport = _open_mpi(world, start_timeout_seconds)
     else:
         from hvdkit.transports.torch_distributed import TorchTransport
 
@@ -107,7 +104,7 @@ def open_transport(
         from hvdkit.transports.horovod import HorovodTransport
         from hvdkit.transports.horovod_library import find_native_part
 
-        transport = HorovodTransport(transport, find_native_part(), world, ranks, required=asked == "horovod")
+        transport = HorovodTransport(transport, find_native_part(), world, required=asked == "horovod")
     return transport
 
 
@@ -118,12 +115,12 @@ def open_mpi_communicator(communicator: Any, start_timeout_seconds: float) -> Tr
     return MpiTransport(communicator, None, start_timeout_seconds)
 
 
-def _open_mpi(world: World, members: Sequence[int] | None, start_timeout_seconds: float) -> Transport:
+def _open_mpi(world: World, start_timeout_seconds: float) -> Transport:
     from hvdkit.transports.mpi import MpiTransport, start_mpi
 
     MPI = start_mpi(world, start_timeout_seconds)  # noqa: N806 (mpi4py's name)
     seen = MPI.COMM_WORLD.Get_size()
-    if members is None and seen != world.size:
+    if world.members is None and seen != world.size:
         raise TransportUnavailableError(
             f"{world.launcher} started {world.size} ranks, but MPI sees {seen}: mpi4py was built for another "
             "MPI than the one that started this job.\n"
@@ -131,4 +128,4 @@ def _open_mpi(world: World, members: Sequence[int] | None, start_timeout_seconds
             "the other one's library (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM `srun --mpi=pmix`; or set "
             "HVDKIT_TRANSPORT=torch."
         )
-    return MpiTransport(MPI.COMM_WORLD, members, start_timeout_seconds)
+    return MpiTransport(MPI.COMM_WORLD, world.members, start_timeout_seconds)

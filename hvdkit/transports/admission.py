@@ -23,6 +23,7 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
+LISTING_SECONDS = 1.0
 PRESENT = b"1"  # what a rank says that has no secret
 STRANGERS = (
     "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
@@ -103,8 +104,12 @@ def meet(store: Any, world: World, credentials: Credentials | None, timeout_seco
 
 
 def _missing(store: Any, everyone: Sequence[str]) -> list[int]:
-    missing = []
+    """The ranks that did not come, as many of them as the store tells in a moment: all ranks ask it at once."""
+    missing: list[int] = []
+    deadline = monotonic() + LISTING_SECONDS
     for rank, key in enumerate(everyone):
+        if missing and monotonic() > deadline:
+            break
         try:
             if not store.check([key]):
                 missing.append(rank)

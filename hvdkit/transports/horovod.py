@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 from hvdkit.environments.base import World
-from hvdkit.environments.network import loopback_interface, own_addresses
+from hvdkit.environments.network import interface_of, own_addresses
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports.base import Bytes, DeviceCollectives, Exchange, Transfer, Transport
 from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
 from hvdkit.transports.horovod_group import HorovodGroup, Launches, ThreadEnd
 from hvdkit.transports.horovod_library import NOT_INSTALLED, NativeHorovod, common_problem, load
 from hvdkit.transports.horovod_meeting import Meeting
-from hvdkit.transports.listening import on_one_host
+from hvdkit.transports.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")
@@ -40,23 +40,20 @@ WORTHWHILE_BYTES = 16 << 20
 class HorovodTransport(Transport):
     """``inner`` for messages, and once ``start`` has been called, Horovod's engine for buffers.
 
-    ``native_part``: the file of Horovod's library, None where there is none. ``members``: the ranks of MPI's world that
-    take part. ``required``: it is an error where Horovod's engine cannot be had.
+    ``native_part``: the file of Horovod's library, None where there is none. ``required``: it is an error where
+    Horovod's engine cannot be had.
     """
 
     name = "horovod"
     host_types = frozenset({"cpu"})
     worthwhile_bytes = WORTHWHILE_BYTES
 
-    def __init__(
-        self, inner: Transport, native_part: Path | None, world: World, members: Sequence[int], required: bool
-    ) -> None:
+    def __init__(self, inner: Transport, native_part: Path | None, world: World, required: bool) -> None:
         self.rank, self.size, self.polling = inner.rank, inner.size, inner.polling
         self.device_types = inner.device_types
         self._inner = inner
         self._native_part = native_part
         self._world = world
-        self._members = list(members)
         self._required = required
         self._native: NativeHorovod | None = None
         self._waker: Callable[[], None] = lambda: None
@@ -75,18 +72,22 @@ class HorovodTransport(Transport):
         where an engine does not start that was there on all ranks: what it left behind may end the process later.
         """
         native, controller, problem = self._prepare()
-        meeting = None
+        launched = list(self._world.launched)
+        meeting, interface = None, ""
         try:
-            if controller == "gloo" and self.rank == 0 and not problem:
+            if controller == "gloo" and not problem:
                 try:
-                    meeting = Meeting(self._world)
+                    # Left to itself, Gloo takes what the host's own name stands for, which often is a loopback.
+                    interface = interface_of(addresses_for(self._world)[0])
+                    meeting = Meeting(self._world) if self.rank == 0 else None
                 except (OSError, TransportUnavailableError) as error:
-                    problem = f"rank 0 cannot serve the place where Horovod's ranks meet: {error}"
+                    problem = f"there is no address where Horovod's ranks could meet: {error}"
             mine = {
                 "problem": problem,
                 "controller": controller,
                 "meeting": meeting and meeting.place,
                 "addresses": own_addresses(),
+                "by_number": controller == "mpi" and native is not None and native.needs_ranks(launched),
             }
             told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
             problem = common_problem(told)
@@ -97,7 +98,7 @@ class HorovodTransport(Transport):
             if meeting is not None:
                 meeting.admit(address for one in told for address in one["addresses"])
             place = told[0]["meeting"]
-            members = _some_of_mpis(self._members) if controller == "mpi" else []
+            members = launched if any(one["by_number"] for one in told) else []
             problem = native.start(
                 controller,
                 self.rank,
@@ -106,10 +107,8 @@ class HorovodTransport(Transport):
                 place and (place[0], place[1]),
                 start_seconds,
                 silence_seconds,
-                loopback_interface() if on_one_host(self._world) else "",
+                interface,
             )
-            if problem and meeting is not None and meeting.problem():
-                problem += f" ({meeting.problem()})"
             outcomes = [blob.decode() for blob in exchange(problem.encode())]
         finally:
             if meeting is not None:
@@ -203,13 +202,6 @@ class HorovodTransport(Transport):
 
 
 _CPU = torch.device("cpu")
-
-
-def _some_of_mpis(members: list[int]) -> list[int]:
-    """These ranks of MPI, none if they are all: then Open MPI need not ask mpirun for a group of them."""
-    from mpi4py import MPI
-
-    return [] if members == list(range(MPI.COMM_WORLD.Get_size())) else members
 
 
 def _mpi_problem() -> str:

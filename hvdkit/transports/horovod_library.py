@@ -51,6 +51,7 @@ class NativeHorovod:
         self._calls.horovod_init.restype = ctypes.c_bool
         assert self._calls.horovod_add_process_set, "an AttributeError: before 0.23, operations had other arguments"
         self._stuck = ""
+        self._was_told_ranks = False
         self._stopping = threading.Event()
         self._shutdown: _Prepared | None = None
 
@@ -64,6 +65,16 @@ class NativeHorovod:
         if self._stuck:
             return self._stuck
         return "Horovod was started in this process by somebody else" if self._calls.horovod_is_initialized() else ""
+
+    def needs_ranks(self, ranks: list[int]) -> bool:
+        """Whether Horovod must be told which of MPI's ranks these are.
+
+        All of MPI's it takes by itself, for which Open MPI need not ask mpirun; but never again once it was told some:
+        it keeps those. All ranks of a job must do the same.
+        """
+        from mpi4py import MPI
+
+        return self._was_told_ranks or ranks != list(range(MPI.COMM_WORLD.Get_size()))
 
     def start(
         self,
@@ -83,6 +94,7 @@ class NativeHorovod:
         ``interface``: Gloo's, if the user names none.
         """
         self._stopping.clear()
+        self._was_told_ranks |= bool(members)
         self._shutdown = _Prepared(self._calls.horovod_shutdown)
         started: list[bool] = []
         numbers = (ctypes.c_int * len(members))(*members)

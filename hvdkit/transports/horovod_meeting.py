@@ -6,6 +6,7 @@ serves this one while the engine starts.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterable
@@ -14,7 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from hvdkit.environments.base import World
 from hvdkit.transports.listening import addresses_for
 
-LARGEST_VALUE, LARGEST_SUM = 1 << 20, 1 << 28  # bytes; Gloo's addresses take some hundred for each pair of ranks
+logger = logging.getLogger("hvdkit")
+
+LARGEST_VALUE = 1 << 20  # bytes
+# Gloo's addresses take 136 bytes for each of two ranks, in two groups. Besides, one value of any kind has room.
+BYTES_OF_A_PAIR = 512
 KEYS_OF_A_RANK = 16  # Gloo has one for each of its three groups
 POLL_SECONDS = 0.02  # between two looks at whether to end
 SILENCE_SECONDS = 10.0  # of a client
@@ -38,7 +43,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdigit() or int(length) > LARGEST_VALUE:
             self._answer(400, b"")
             return
-        self._answer(200 if self.server.keep(self.path, self.rfile.read(int(length))) else 409, b"")
+        value = self.rfile.read(int(length))
+        if len(value) < int(length):  # cut off in the middle, and the client will try again
+            self._answer(400, b"")
+            return
+        self._answer(200 if self.server.keep(self.path, value) else 409, b"")
 
     def do_DELETE(self) -> None:
         """A client has got all it needs. Others may not have: values stay as long as the server."""
@@ -68,10 +77,11 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Handler)
         self.values: dict[str, bytes] = {}
-        self.refused: set[str] = set()
+        self._refused: set[str] = set()
         self._members: frozenset[str] = frozenset()
         self._admits = threading.Event()
         self._most_keys = KEYS_OF_A_RANK * ranks
+        self._most_bytes = LARGEST_VALUE + BYTES_OF_A_PAIR * ranks * ranks
         self._kept = 0  # bytes
         self._lock = threading.Lock()
 
@@ -84,8 +94,16 @@ class _Server(ThreadingHTTPServer):
         # Another rank may have heard a moment before this one who takes part.
         if self._admits.wait(SILENCE_SECONDS) and address in self._members:
             return True
-        if len(self.refused) < MOST_TOLD:
-            self.refused.add(address)
+        with self._lock:
+            new = address not in self._refused and len(self._refused) < MOST_TOLD
+            if new:
+                self._refused.add(address)
+        if new:  # at once: Horovod ends a rank that is refused, and this job with it
+            logger.warning(
+                "rank 0 refused a client at %s, which is no address of the job's hosts, where the ranks of Horovod's "
+                "engine meet. If it is a rank behind a translation of addresses, set HVDKIT_TRANSPORT=torch or mpi.",
+                address,
+            )
         return False
 
     def keep(self, key: str, value: bytes) -> bool:
@@ -93,7 +111,7 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             if key in self.values:
                 return self.values[key] == value
-            if len(self.values) >= self._most_keys or self._kept + len(value) > LARGEST_SUM:
+            if len(self.values) >= self._most_keys or self._kept + len(value) > self._most_bytes:
                 return False
             self.values[key] = value
             self._kept += len(value)
@@ -115,11 +133,6 @@ class Meeting:
     def admit(self, addresses: Iterable[str]) -> None:
         """Let clients at these addresses in. Until it is known who takes part, they wait."""
         self._server.admit(addresses)
-
-    def problem(self) -> str:
-        """What may have kept ranks away; "" if nothing was seen."""
-        refused = ", ".join(sorted(self._server.refused))
-        return f"clients at {refused} were refused, which are no addresses of the job's hosts" if refused else ""
 
     def close(self) -> None:
         """Serve no longer."""

@@ -33,8 +33,9 @@ def start_mpi(world: World, timeout_seconds: float) -> Any:
     if "mpi4py.MPI" not in sys.modules:
         use_the_wire_both_ways()
         late = (
-            f"rank {world.rank} waited {timeout_seconds:g} s for MPI to start on all {world.size} ranks: one of them "
-            "has not called hvd.init(), was stopped, or cannot be reached. MPI does not say which.\n"
+            f"rank {world.launched[world.rank]} waited {timeout_seconds:g} s for MPI to start on all ranks that "
+            f"{world.launcher} has started: one of them has not called hvd.init(), was stopped, or cannot be reached. "
+            "MPI does not say which.\n"
             "HINT: see what the other ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where some begin much later; "
             "over hosts, name the network between them (--network-interfaces) and see that no firewall closes it."
         )

@@ -18,7 +18,7 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.listening import addresses_for, listen, place_to_meet
-from hvdkit.transports.mpi import start_mpi
+from hvdkit.transports.mpi import MEETING_TAG, start_mpi
 
 # A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place.
 _served: dict[tuple[str, int], Any] = {}
@@ -26,6 +26,7 @@ _served: dict[tuple[str, int], Any] = {}
 # More than an address and a port ever need, or an error that says why there are none.
 PLACE_BYTES = 1024
 SECRET_BYTES = 32
+PLACE_TAG = MEETING_TAG + 1  # and those above
 PLACE = "where the store is"
 
 
@@ -53,7 +54,7 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
-        rendezvous, made = _meet_through_mpi(world, timeout_seconds)
+        rendezvous, made = _meet_through_mpi(world, generation, timeout_seconds)
         secret = secret or made
     elif rendezvous is not None and rendezvous.kind == "http":
         credentials = None if secret is None else Credentials(secret, world.job, generation)
@@ -103,7 +104,7 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
     return store
 
 
-def _meet_through_mpi(world: World, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
+def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
     """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
     MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
     served, told = None, bytearray(PLACE_BYTES)
@@ -117,8 +118,14 @@ def _meet_through_mpi(world: World, timeout_seconds: float) -> tuple[Rendezvous,
     late = (
         f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
     )
+    # What an earlier start left behind is not this one's.
+    tag = PLACE_TAG + generation % 1000
     with ends_process_after(timeout_seconds, late):
-        MPI.COMM_WORLD.Bcast(told, root=0)
+        if world.rank == 0:
+            sent = [MPI.COMM_WORLD.Isend([told, MPI.BYTE], rank, tag) for rank in world.launched[1:]]
+            MPI.Request.Waitall(sent)
+        else:
+            MPI.COMM_WORLD.Recv([told, MPI.BYTE], world.launched[0], tag)
     if told.startswith(b"!"):
         raise TransportUnavailableError(told.decode(errors="replace").strip("! "))
     secret, _, place = bytes(told).partition(b" ")

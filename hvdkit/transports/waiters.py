@@ -25,8 +25,9 @@ class Waiters:
                 self._idle -= 1
             else:
                 name = f"{self._name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
-                self._threads[-1].start()
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                thread.start()  # raises where the interpreter ends: then there is none to wait for
+                self._threads.append(thread)
         self._jobs.put(job)
 
     def close(self, timeout_seconds: float) -> None:

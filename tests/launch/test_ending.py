@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 
 import psutil
 import pytest
@@ -112,17 +113,22 @@ def test_a_killed_worker_ends_the_job():
         check_gone(mark)
 
 
-@pytest.mark.parametrize("killed", ["mpirun", "launcher"])
+@pytest.mark.parametrize("killed", ["mpirun", "launcher", "worker, by a second Ctrl-C"])
 def test_an_mpirun_that_could_not_clean_up_leaves_no_files(killed, monkeypatch):
     monkeypatch.delenv("PRTE_MCA_prte_tmpdir_base", raising=False)
     mark = marker()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # sockets need a short path
-        with running(["--mpi", "-np", "2"], f"{RANK}\n{SLEEP}", mark, TMPDIR=folder) as launcher:
-            wait_until(lambda: len(marked(mark)) >= 2, "both ranks run")
+        with running(["--mpi", "-np", "2"], f"{STUBBORN}\n{SLEEP}", mark, TMPDIR=folder) as launcher:
+            wait_until(lambda: len(marked(mark)) >= 4, "both ranks and their children run")
             [scratch] = os.listdir(folder)
             assert os.listdir(os.path.join(folder, scratch)) != []
             mpirun = next(one for one in psutil.Process(launcher.pid).children(recursive=True) if mark in one.cmdline())
-            (mpirun if killed == "mpirun" else launcher).kill()
+            if killed.startswith("worker"):
+                launcher.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+                launcher.send_signal(signal.SIGINT)
+            else:
+                (mpirun if killed == "mpirun" else launcher).kill()
             launcher.wait(PATIENCE_SECONDS)
             wait_until(lambda: os.listdir(folder) == [], "its files go")
         check_gone(mark)

@@ -62,7 +62,7 @@ def test_nothing_is_lost_that_is_encoded(case, ranks, connected):
     COMPRESSION.check(case, ranks, connected)
 
 
-@pytest.mark.parametrize(("ranks", "connected"), [(2, "mpi"), (3, "torch")])
+@pytest.mark.parametrize(("ranks", "connected"), [(2, "mpi"), (3, "mpi"), (3, "torch")])
 @pytest.mark.parametrize("case", [name for name in TRANSPORT.names if name not in HOST_ONLY])
 def test_transport(case, ranks, connected):
     TRANSPORT.check(case, ranks, connected)

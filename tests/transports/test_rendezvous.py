@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import Credentials
 from hvdkit.transports.horovod_meeting import Meeting
 from hvdkit.transports.rendezvous import _meet_through_http
+from tests.ranks import run_ranks
 
 SECRET = Credentials(b"a secret of this job", "job", 1)
 
@@ -61,3 +63,27 @@ def test_a_server_that_is_gone_is_told_at_once(server):
 def test_a_rank_0_that_writes_nothing_is_told(server):
     with pytest.raises(TransportUnavailableError, match="rank 0 did not publish its store"):
         meet(1, server, None, seconds=0.3)
+
+
+PART_OF_MPIS_RANKS = """
+import os
+import torch
+import hvdkit.torch as hvd
+
+if os.environ["OMPI_COMM_WORLD_RANK"] != "0":
+    for _ in range(2):
+        hvd.init(comm=[1, 2])
+        print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), hvd.rank(), hvd.size())
+        hvd.shutdown()
+"""
+
+
+def test_mpi_tells_some_of_its_ranks_where_they_meet_and_rank_0_need_not_be_one():
+    status, output = run_ranks(
+        [sys.executable, "-c", f"import mpi4py.MPI{PART_OF_MPIS_RANKS}"], 3, "mpi", 60, HVDKIT_TRANSPORT="torch"
+    )
+    assert status == 0, output
+    assert (
+        sorted(line for line in output.splitlines() if line.startswith("sum"))
+        == ["sum 2.0 0 2"] * 2 + ["sum 2.0 1 2"] * 2
+    ), output

@@ -221,6 +221,19 @@ def _usable(hvd) -> bool:
     return True
 
 
+def case_a_smaller_job_may_be_without_rank_0_which_calls_nothing_meanwhile(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    hvd.shutdown()
+    if rank > 0:
+        hvd.init(comm=list(range(1, size)))
+        assert (hvd.rank(), hvd.size()) == (rank - 1, size - 1)
+        good_allreduce(hvd)
+        hvd.shutdown()
+    hvd.init()
+    good_allreduce(hvd)
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+
+
 def case_a_list_of_ranks_makes_a_smaller_job(hvd):
     size, rank = hvd.size(), hvd.rank()
     hvd.shutdown()
