@@ -45,7 +45,8 @@ rm "$log"
 echo "cluster-test: the image is $(docker image inspect --format '{{.Size}}' hvdkit:cluster | numfmt --to=iec) ($SECONDS s so far)"
 
 status=0
-"$python" -m pytest -q --numprocesses=2 --dist=loadgroup --durations=10 tests/cluster --cluster hvdkit:cluster "$@" || status=$?
+# The tests of a file stay together: those of faults share a report.
+"$python" -m pytest -q --numprocesses=2 --dist=loadfile --durations=10 tests/cluster --cluster hvdkit:cluster "$@" || status=$?
 [ ! -e build/cluster-faults.md ] || cat build/cluster-faults.md
 echo "cluster-test: took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 exit "$status"

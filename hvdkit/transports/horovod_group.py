@@ -18,8 +18,9 @@ from hvdkit.transports.waiters import Waiters
 # Horovod passes numbers of elements and places among them on as C ints.
 LARGEST = 1 << 30
 EVERYONE = 0  # Horovod's process set of all ranks
-# Horovod says that something failed, not who is lost. The transport below knows, at the latest after so long.
-NAMING_SECONDS = 1.0
+# Horovod says that something failed, not who is lost. The transport below knows, at the latest after so long: of silent
+# ranks Horovod's Gloo gives up after the same time-out, and ours may look a second later.
+NAMING_SECONDS = 3.0
 
 # The numbers of Horovod's C interface.
 _OPS = ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.MIN, 3), (dist.ReduceOp.MAX, 4), (dist.ReduceOp.PRODUCT, 5))

@@ -20,8 +20,6 @@ HOSTS = ",".join(f"{host}:1" for host in WORKERS)
 TIMEOUT_SECONDS, START_TIMEOUT_SECONDS = 5, 12
 REPORT = ROOT / "build" / "cluster-faults.md"
 OUT_OF_TIME = 124  # what `timeout` makes of a command that does not end
-# One worker of pytest-xdist runs all of them, since they share a report.
-pytestmark = pytest.mark.xdist_group("faults")
 CHANCE = random.Random(2026)
 TRANSPORTS = ("torch", "mpi", "horovod")
 EVERYWHERE = [("killed", "allreduce"), ("killed", "first step"), ("stopped", "allreduce"), ("cut", "allreduce")]

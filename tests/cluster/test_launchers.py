@@ -112,3 +112,16 @@ def test_ranks_of_a_host_share_memory_with_dockers_default_of_it(cluster: Cluste
     )
     result = cluster.run(["hvdkitrun", "--gloo", "-np", "4", "-H", "w1:2,w2:2", "python", "-c", program])
     assert result.status == 0, result.output
+
+
+@pytest.mark.parametrize("transport", ["torch", "horovod"])
+def test_a_smaller_job_of_one_rank_of_each_host(cluster: Cluster, transport: str):
+    # Two ranks, of which each host has two: they are on two hosts all the same.
+    flags = ["-np", "4", "-H", "w1:2,w2:2"]
+    result = cluster.run(
+        ["hvdkitrun", "--gloo", *flags, "python", "/programs/part.py", "0", "2"], HVDKIT_TRANSPORT=transport
+    )
+    assert result.status == 0, result.output
+    assert result.records() == [
+        {"rank": rank, "host": host, "local_size": 1, "sum": 3.0} for rank, host in enumerate(["w1", "w2"])
+    ], result.output
