@@ -12,7 +12,7 @@ import hvdkit.torch as hvd
 
 def main() -> None:
     members = [int(word) for word in sys.argv[1:]]
-    if int(os.environ["RANK"]) not in members:
+    if int(os.environ["HVDKIT_RANK"]) not in members:
         return
     hvd.init(comm=members)
     about = {
