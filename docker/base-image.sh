@@ -19,17 +19,24 @@ trap 'rm -rf --one-file-system "$folder"' EXIT
 
 echo "base-image.sh: hvdkit-base:runtime, from Debian's packages"
 root=$folder/root
-debootstrap --variant=minbase --include="${RUNTIME_PACKAGES// /,},${MPI_PACKAGES// /,}" "$SUITE" "$root" ${MIRROR:+"$MIRROR"} \
-    > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+debootstrap --variant=minbase "$SUITE" "$root" ${MIRROR:+"$MIRROR"} > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+cp /etc/resolv.conf "$root/etc/resolv.conf"
+# No package shall start its server here.
+printf '#!/bin/sh\nexit 101\n' > "$root/usr/sbin/policy-rc.d"
+chmod +x "$root/usr/sbin/policy-rc.d"
+add() { # PACKAGES, with apt: debootstrap takes twice as long for them
+    chroot "$root" sh -c "apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $1" \
+        > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+}
 import() { # TAG
     rm -f "$root"/etc/ssh/ssh_host_*  # no image shall have keys
-    tar --directory "$root" --create --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' . |
+    tar --directory "$root" --create --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' \
+        --exclude=./etc/resolv.conf --exclude=./usr/sbin/policy-rc.d . |
         docker import --change 'CMD ["bash"]' - "hvdkit-base:$1" > /dev/null
 }
+add "$RUNTIME_PACKAGES $MPI_PACKAGES"
 import runtime
 
 echo "base-image.sh: hvdkit-base:build, with a compiler"
-cp /etc/resolv.conf "$root/etc/resolv.conf"
-chroot "$root" sh -c "apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $BUILD_PACKAGES" \
-    > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+add "$BUILD_PACKAGES"
 import build

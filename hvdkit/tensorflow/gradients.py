@@ -54,7 +54,7 @@ def reduce_gradients(
         elif isinstance(gradient, tf.IndexedSlices) and not settings.sparse_as_dense:
             sparse.append(place)
         else:
-            results[place] = tf.convert_to_tensor(gradient)
+            results[place] = _of_known_shape(tf.convert_to_tensor(gradient), source)
             (planned if _can_be_planned(settings, results[place], source) else named).append(place)
     for places, way in ((planned, _planned), (named, _named), (sparse, _sparse)):
         if places:
@@ -93,6 +93,19 @@ def _ranks(process_set: ProcessSet) -> tuple[int | None, list[int]]:
 
 def _these(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
     return [items[place] for place in places]
+
+
+def _of_known_shape(gradient: Any, source: Any) -> Any:
+    """A gradient whose shape a graph knows, if it is that of its variable.
+
+    TensorFlow loses it where batch dimensions are unknown: of the kernel of a Dense layer on [None, None, 64], say.
+    """
+    if not is_variable(source) or gradient.shape.is_fully_defined():
+        return gradient
+    shape = tf.TensorShape(source.shape)
+    if not (shape.is_fully_defined() and gradient.shape.is_compatible_with(shape)):
+        return gradient
+    return tf.ensure_shape(gradient, shape)
 
 
 def _can_be_planned(settings: GradientSettings, gradient: Any, source: Any) -> bool:

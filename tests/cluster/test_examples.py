@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.cluster import Cluster
 
 HOSTS = ["-np", "3", "-H", "w1:1,w2:1,w3:1"]
+TWO_HOSTS = ["-np", "2", "-H", "w1:1,w2:1"]
 SMALL_MODEL = ["--layers", "1", "--width", "128", "--context", "32", "--batch-size", "2"]
 SMALL_TEXT = ["--steps", "4", "--report-every", "2", "--max-bytes", "500000", *SMALL_MODEL]
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -38,7 +39,7 @@ def test_text_over_slow_links(cluster: Cluster, script):
         for compression in ("none", "int8"):
             before = cluster.sent("w2")
             command = ["python", f"/examples/{script}", *SMALL_TEXT, "--compression", compression]
-            result = cluster.run(["hvdkitrun", "--gloo", *HOSTS, *command], HVDKIT_COMPRESSION="always", **QUIET)
+            result = cluster.run(["hvdkitrun", "--gloo", *TWO_HOSTS, *command], HVDKIT_COMPRESSION="always", **QUIET)
             assert result.status == 0, result.output
             losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", result.output)]
             assert len(losses) == 2, result.output
@@ -58,8 +59,7 @@ def test_text_over_slow_links(cluster: Cluster, script):
 )
 def test_scripts_written_for_horovod_as_they_are(cluster: Cluster, controller, script):
     command = ["python", f"/scripts/{script[0]}", *script[1:]]
-    flags = [controller, "-np", "2", "-H", "w1:1,w2:1", "--as-horovod"]
-    result = cluster.run(["hvdkitrun", *flags, *command], **QUIET)
+    result = cluster.run(["hvdkitrun", controller, *TWO_HOSTS, "--as-horovod", *command], **QUIET)
     assert result.status == 0, result.output
     [last] = [line for line in result.output.splitlines() if "done: " in line]
     assert "done: 2 workers, loss " in last

@@ -241,6 +241,28 @@ def case_tape_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
         assert float(tf.norm(applied - slope) / tf.norm(slope)) < 0.3
 
 
+def case_tape_after_batches_of_unknown_size_kernels_are_compressed_too(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("one rank sends nothing")
+    kernel = tf.Variable(tf.zeros([64, 32]), name="after_unknown_sizes")
+    int8 = hvd.Compression.int8(compress="everywhere")
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 64])])
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tensordot(x, kernel, 1))  # as a Dense layer does it
+        gradient = hvd.DistributedGradientTape(tape, compression=int8).gradient(loss, kernel)
+        assert gradient.shape == kernel.shape
+        return gradient
+
+    mine = [np.random.default_rng([rank, 5]).normal(size=(rank + 1, 3, 64)) for rank in range(hvd.size())]
+    result = step(tf.constant(mine[hvd.rank()], tf.float32))
+    mean = sum(one.sum((0, 1)) for one in mine) / hvd.size()
+    expected = np.repeat(mean[:, None], 32, axis=1)
+    assert np.abs(result - expected).max() < 0.05 * np.abs(expected).max()
+    assert any("after_unknown_sizes" in name for name in hvd.compression_stats().by_parameter)
+
+
 def case_tape_gradients_of_gradients(hvd: Any) -> None:
     weight = tf.Variable([1.0, 2.0], name="weight")
 
