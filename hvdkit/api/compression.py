@@ -72,8 +72,9 @@ def lossy_codec(compression: Any) -> LossyCodec | None:
 
 def codec_of(compression: Any) -> Codec | None:
     """The codec that a compression stands for; None for a class of the user's that compresses tensor by tensor."""
-    if isinstance(compression, type) and issubclass(compression, Compressor) and "cast" in vars(compression):
-        return CASTS[compression.cast]
+    kind = compression if isinstance(compression, type) else type(compression)  # fp16, and fp16()
+    if issubclass(kind, Compressor) and "cast" in vars(kind):
+        return CASTS[kind.cast]
     return lossy_codec(compression)
 
 

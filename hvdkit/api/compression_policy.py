@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 # Below this a tensor's payload and what it costs to make it are no less than the tensor.
 SMALL_ELEMENTS = 1024
+NAMES_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,33 @@ class Policy:
                 return CASTS["none"]
             return codec
         if isinstance(self.compression, Mapping):
-            chosen = next((one for pattern, one in self.compression.items() if fnmatchcase(name, pattern)), None)
+            chosen = next((one for pattern, one in self.compression.items() if _matches(name, pattern)), None)
         else:
-            chosen = self.compression(name, parameter)
+            chosen = self.compression(plain_name(name), parameter)
         codec = CASTS["none"] if chosen is None else codec_of(chosen)
         if codec is None:
             raise TypeError(
                 f"DistributedOptimizer: compression of '{name}' must be one of hvd.Compression or None, got {chosen!r}"
             )
         return codec
+
+    def is_lossy_for(self, name: str, parameter: Any) -> bool:
+        """Whether the user asked that this gradient be encoded, by more than a cast."""
+        return not self.whole_tensors and isinstance(self.codec(name, parameter), LossyCodec)
+
+    def complaint(self, names: Sequence[str]) -> str | None:
+        """What to tell a user whose patterns match none of these names, so that nothing is compressed."""
+        patterns = list(self.compression) if isinstance(self.compression, Mapping) else []
+        if not patterns or any(_matches(name, pattern) for name in names for pattern in patterns):
+            return None
+        plain = list(dict.fromkeys(map(plain_name, names)))
+        told = ", ".join(repr(name) for name in plain[:NAMES_TOLD]) + (", ..." if len(plain) > NAMES_TOLD else "")
+        return (
+            f"compression: none of the patterns {patterns} matches a gradient, so nothing is compressed. "
+            f"The gradients here are {told}.\n"
+            "HINT: write patterns of these names ('*' matches all). In PyTorch they are those of named_parameters=, in "
+            "Keras a layer's and a variable's name, without the numbers of layers; a function gets the parameter too."
+        )
 
     def choose(self, parameters: Sequence[tuple[str, Any]]) -> tuple[list[Codec], list[int]]:
         """The codecs that occur, and for each parameter the number of its own."""
@@ -81,7 +101,17 @@ class Policy:
 
 def is_worth_it(parameter: Any) -> bool:
     """Whether a gradient is compressed unasked: not biases, the weights of norms, and small tensors."""
-    return len(parameter.shape) > 1 and prod(parameter.shape) >= SMALL_ELEMENTS
+    shape = tuple(parameter.shape)
+    return len(shape) > 1 and None not in shape and prod(shape) >= SMALL_ELEMENTS
+
+
+def plain_name(name: str) -> str:
+    """A name without what makes it the only one of its kind: "dense/kernel" of "dense/kernel (2)"."""
+    return re.sub(r" \(\d+\)$", "", name)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(plain_name(name), pattern)
 
 
 def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:

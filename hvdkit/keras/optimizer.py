@@ -42,8 +42,8 @@ def DistributedOptimizer(
         name: what its gradients are called in the timeline and in errors, "Distributed" and its class otherwise.
         device_dense, device_sparse: where reduced gradients are put, as in ``tf.device`` (TensorFlow only).
         compression: one of hvd.Compression, or for each variable a mapping ``{pattern of names: codec}`` or a function
-            ``(name, variable) -> codec``, of names such as ``dense/kernel``; biases, the weights of norms and small
-            variables stay dense unless said so.
+            ``(name, variable) -> codec``, of names such as ``dense/kernel``, which is that of all Dense layers; biases,
+            the weights of norms and small variables stay dense unless said so, and so do tf.IndexedSlices.
         sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else values and indices are gathered.
         gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
         op: hvd.Average or hvd.Sum.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.compression import NoneCompressor
+from hvdkit.api.compression_policy import plain_name
 from hvdkit.api.gradient_settings import GradientSettings, is_variable, names_of
 from hvdkit.api.planning import form_groups
 from hvdkit.engine import runtime
@@ -22,6 +24,12 @@ from hvdkit.tensorflow.exceptions import mark
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
 from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
 from hvdkit.tensorflow.reduction import Reduction, reduce
+
+SPARSE = (
+    "the gradient of {names} is sparse (tf.IndexedSlices): its rows are gathered as they are, not compressed.\n"
+    "HINT: with sparse_as_dense=True it is compressed as the others are; where most rows are untouched, gathering is "
+    "less, and compression= can leave it out by a pattern or a function."
+)
 
 _PLANNED_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
@@ -167,11 +175,18 @@ def _plan(
         tuple(map(tuple, groups)),
         process_set_id,
     )
-    return PLANS.get(
-        key,
-        sources,
-        lambda: PlannedGradients(settings.title, slots, settings.op, settings.scales, codecs, groups, process_set_id),
-    )
+
+    def make() -> PlannedGradients:
+        _warn(settings, settings.policy.complaint(names))
+        return PlannedGradients(settings.title, slots, settings.op, settings.scales, codecs, groups, process_set_id)
+
+    return PLANS.get(key, sources, make)
+
+
+def _warn(settings: GradientSettings, text: str | None) -> None:
+    """Say something to the user, once for all ranks."""
+    if text is not None and runtime.engine().topology.rank == 0:
+        warnings.warn(f"{settings.title}: {text}", stacklevel=2)
 
 
 def _named(
@@ -181,7 +196,7 @@ def _named(
     return grouped_allreduce(
         gradients,
         device_dense=settings.device_dense,
-        compression=settings.compression if settings.policy.whole_tensors else NoneCompressor,
+        compression=settings.compression if settings.policy.by_tensor else NoneCompressor,
         op=settings.op,
         prescale_factor=prescale,
         postscale_factor=postscale,
@@ -194,6 +209,8 @@ def _named(
 def _sparse(
     settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
 ) -> list[Any]:
+    encoded = [name for name, source in zip(names, sources, strict=True) if settings.policy.is_lossy_for(name, source)]
+    _warn(settings, SPARSE.format(names=", ".join(map(plain_name, encoded))) if encoded else None)
     return grouped_allreduce(
         gradients,
         device_sparse=settings.device_sparse,

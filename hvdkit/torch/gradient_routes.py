@@ -92,6 +92,9 @@ class Routes:
         idle = any(isinstance(codec, DGC) for codec in codecs) and not lane.home.memories.keeps_anything
         if idle and lane.group.rank == 0:
             warnings.warn(NOTHING_TO_ENCODE, stacklevel=2)
+        complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])
+        if complaint is not None and lane.group.rank == 0:
+            warnings.warn(f"{title}: {complaint}", stacklevel=2)
         return PlannedGradients(lane, parameters, self.sparse_dims)
 
     def hand_over(self, parameter: torch.Tensor, since: float | None = None) -> None:

@@ -142,6 +142,21 @@ def case_sums_scales_groups_and_compression(hvd: Any) -> None:
         check_close(ours, steps_of_one_process(keras.optimizers.SGD(rate * factor), hvd), rtol, rtol / 10)
 
 
+def case_patterns_choose_all_layers_of_a_kind(hvd: Any) -> None:
+    only_with_others(hvd)
+    for pattern, compressed in (("kind/kernel", 3), ("*kernel", 4), ("kind_2/kernel", 0)):
+        before = set(hvd.compression_stats().by_parameter)
+        layers = [keras.layers.Dense(64, name=f"kind_{number}") for number in (1, 2, 3)]
+        made = keras.Sequential([keras.layers.Input((64,)), *layers, keras.layers.Dense(64, name="other")])
+        policy = {pattern: hvd.Compression.int8(compress="everywhere")}
+        made.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=policy), "mse")
+        rows = np.random.default_rng(hvd.rank()).normal(size=(8, 64)).astype(np.float32)
+        with warned("none of the patterns", times=int(compressed == 0 and hvd.rank() == 0)):
+            made.fit(rows, rows, batch_size=8, verbose=0)
+        found = set(hvd.compression_stats().by_parameter) - before
+        assert len(found) == compressed, (pattern, found)
+
+
 def case_compressed_training_is_as_accurate_as_dense(hvd: Any) -> None:
     only_with_others(hvd)
     images, labels = load_digits(return_X_y=True)

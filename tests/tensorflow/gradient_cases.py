@@ -13,7 +13,7 @@ from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.gradient_planned import PLANS
 from tests.ranks import Skip
 from tests.tensorflow.data import ways
-from tests.told import told
+from tests.told import told, warned
 
 ROWS = 4
 
@@ -168,6 +168,16 @@ def case_tape_slices_are_gathered_or_dense(hvd: Any) -> None:
 
         for run in ways(step):
             close([run(rows[hvd.rank()])], [expected])
+
+
+def case_tape_slices_are_not_compressed_and_it_says_so(hvd: Any) -> None:
+    table = tf.Variable(tf.zeros([100, 20]), name="embedding_3/table")
+    for as_dense, times in ((False, 1), (True, 0)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [1, 2]))
+        tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.int8, sparse_as_dense=as_dense)
+        with warned("gradient of embedding/table is sparse", times if hvd.rank() == 0 and hvd.size() > 1 else 0):
+            tape.gradient(loss, table)
 
 
 def case_tape_local_sources_stay_local(hvd: Any) -> None:
@@ -358,6 +368,22 @@ def case_tape_adasum_of_equal_gradients_is_one_of_them(hvd: Any) -> None:
     expected = plain(lambda: model.loss(batch(0)), model.weights)
     for run in ways(step):
         close(run(batch(0)), expected)
+
+
+def case_tape_adasum_travels_in_16_bits(hvd: Any) -> None:
+    if hvd.size() != 2:
+        raise Skip("Adasum works on powers of two, and one rank sends nothing")
+    weight = tf.Variable(tf.ones([3]), name="weight")
+
+    def step(factor: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * factor)
+        return [
+            hvd.DistributedGradientTape(tape, op=hvd.Adasum, compression=hvd.Compression.fp16).gradient(loss, weight)
+        ]
+
+    for run in ways(step):
+        close(run(tf.constant(1 / 3)), [tf.cast(tf.cast(tf.fill([3], 1 / 3), tf.float16), tf.float32)], 1e-7)
 
 
 def case_tape_a_step_that_fails_leaves_the_next_one_whole(hvd: Any) -> None:

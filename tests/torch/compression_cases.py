@@ -12,6 +12,7 @@ from torch import nn
 
 from hvdkit.compression import CustomCodec, PayloadCodec
 from hvdkit.engine import runtime
+from tests.told import warned
 from tests.torch.optimizer_support import assert_close, assert_identical, expect
 
 SHAPES = {"large": (50, 60), "wide": (3, 700), "bias": (60,)}
@@ -185,6 +186,19 @@ def case_a_pattern_for_each_parameter(hvd: Any) -> None:
         assert large.abs().max() > 0
         assert bias.abs().max() > 0
         assert wide.abs().max() == 0
+
+
+def case_patterns_that_match_nothing_are_told(hvd: Any) -> None:
+    for policy, names, times in (
+        ({"*.weight": hvd.Compression.int8}, True, 1),
+        ({"lar*": hvd.Compression.int8}, False, 1),  # without names nothing can match
+        ({"*.weight": hvd.Compression.int8, "lar*": hvd.Compression.fp16()}, True, 0),
+    ):
+        net = Constant(hvd.rank())
+        named = net.named_parameters() if names else None
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), named, compression=policy)
+        with warned("none of the patterns", times if hvd.rank() == 0 and hvd.size() > 1 else 0):
+            take_steps(net, optimizer, 2)
 
 
 def case_momentum_goes_on_while_parameters_are_frozen_and_unfrozen(hvd: Any) -> None:
