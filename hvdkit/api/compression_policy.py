@@ -101,6 +101,8 @@ class Policy:
 
 def is_worth_it(parameter: Any) -> bool:
     """Whether a gradient is compressed unasked: not biases, the weights of norms, and small tensors."""
+    if getattr(parameter.shape, "rank", 0) is None:  # a tf.Variable of any shape
+        return False
     shape = tuple(parameter.shape)
     return len(shape) > 1 and None not in shape and prod(shape) >= SMALL_ELEMENTS
 

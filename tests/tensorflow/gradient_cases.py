@@ -234,6 +234,19 @@ def case_tape_compression(hvd: Any) -> None:
                 assert error < (0.05 if rtol is None else rtol), (compression, error)
 
 
+def case_tape_compression_of_variables_of_any_shape(hvd: Any) -> None:
+    for shape in (tf.TensorShape([None, 32]), tf.TensorShape(None)):
+        weight = tf.Variable(tf.zeros([64, 32]), shape=shape, name="any_shape")
+
+        def step(factor: Any, weight: Any = weight) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * factor)
+            return [hvd.DistributedGradientTape(tape, compression=hvd.Compression.int8).gradient(loss, weight)]
+
+        for run in ways(step):
+            close(run(tf.constant(hvd.rank() + 1.0)), [tf.fill([64, 32], (hvd.size() + 1) / 2)])
+
+
 def case_tape_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("one rank sends nothing")
