@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,6 +106,11 @@ class _Server(ThreadingHTTPServer):
                 address,
             )
         return False
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away in the middle is no error of the script, on whose standard error it would be told."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def keep(self, key: str, value: bytes) -> bool:
         """Whether the value is at the key from now on: the first one that came stays."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +77,26 @@ def test_a_value_that_was_cut_off_may_be_sent_again(meeting):
         client.shutdown(socket.SHUT_WR)
         assert client.recv(100).startswith(b"HTTP/1.0 400 ")
     assert ask(meeting, "PUT", "/global/0", b"one")[0] == FOUND
+
+
+def test_of_a_client_that_goes_away_nothing_is_said(meeting, capfd):
+    meeting.admit(own_addresses())
+    client = socket.create_connection(meeting.place, timeout=10)
+    client.sendall(b"PUT /global/0 HTTP/1.0\r\nContent-Length: 3\r\n\r\non")
+    deadline = time.monotonic() + 10
+    while not handlers():
+        assert time.monotonic() < deadline
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no orderly end
+    client.close()
+    for handler in handlers():
+        handler.join(10)
+    assert capfd.readouterr().err == ""
+    assert ask(meeting, "PUT", "/global/0", b"one")[0] == FOUND
+
+
+def handlers() -> list[threading.Thread]:
+    """The threads that have a client each."""
+    return [thread for thread in threading.enumerate() if "process_request" in thread.name]
 
 
 def test_it_keeps_no_more_than_a_job_needs(meeting):
