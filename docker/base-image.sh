@@ -17,16 +17,11 @@ SUITE=bookworm
 folder=$(mktemp -d)
 trap 'rm -rf --one-file-system "$folder"' EXIT
 
-echo "base-image.sh: hvdkit-base:runtime, from Debian's packages"
-root=$folder/root
-debootstrap --variant=minbase "$SUITE" "$root" ${MIRROR:+"$MIRROR"} > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
-cp /etc/resolv.conf "$root/etc/resolv.conf"
-# No package shall start its server here.
-printf '#!/bin/sh\nexit 101\n' > "$root/usr/sbin/policy-rc.d"
-chmod +x "$root/usr/sbin/policy-rc.d"
+quietly() { # COMMAND, of which only a failure is shown
+    "$@" > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+}
 add() { # PACKAGES, with apt: debootstrap takes twice as long for them
-    chroot "$root" sh -c "apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $1" \
-        > "$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2; exit 1; }
+    quietly chroot "$root" env DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends "$@"
 }
 import() { # TAG
     rm -f "$root"/etc/ssh/ssh_host_*  # no image shall have keys
@@ -34,9 +29,20 @@ import() { # TAG
         --exclude=./etc/resolv.conf --exclude=./usr/sbin/policy-rc.d . |
         docker import --change 'CMD ["bash"]' - "hvdkit-base:$1" > /dev/null
 }
-add "$RUNTIME_PACKAGES $MPI_PACKAGES"
+
+echo "base-image.sh: hvdkit-base:runtime, from Debian's packages"
+root=$folder/root
+quietly debootstrap --variant=minbase "$SUITE" "$root" ${MIRROR:+"$MIRROR"}
+cp /etc/resolv.conf "$root/etc/resolv.conf"
+# No package shall start its server here.
+printf '#!/bin/sh\nexit 101\n' > "$root/usr/sbin/policy-rc.d"
+chmod +x "$root/usr/sbin/policy-rc.d"
+quietly chroot "$root" apt-get update -qq
+# shellcheck disable=SC2086 (one word a package)
+add $RUNTIME_PACKAGES $MPI_PACKAGES
 import runtime
 
 echo "base-image.sh: hvdkit-base:build, with a compiler"
-add "$BUILD_PACKAGES"
+# shellcheck disable=SC2086
+add $BUILD_PACKAGES
 import build

@@ -1,7 +1,9 @@
 #!/bin/sh
 # Build Horovod 0.28.1 for the PyTorch of /opt/hvdkit, with Gloo and the system's MPI, into the folder of the argument.
 set -eu
-"$(dirname "$0")/install.sh" setuptools wheel 'cmake<4' cffi cloudpickle psutil pyyaml packaging
+. "$(dirname "$0")/packages.env"
+# shellcheck disable=SC2086 (one word a package)
+"$(dirname "$0")/install.sh" setuptools wheel 'cmake<4' $HOROVOD_REQUIREMENTS
 source=/wheels
 [ -n "$(find /wheels -name 'horovod-*' -print -quit)" ] || source=
 

@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+source docker/packages.env
 PYTHON=${PYTHON:-python3}
 fetch=("$PYTHON" -m pip download --quiet --disable-pip-version-check --dest docker/wheels --constraint constraints.txt)
 # The images' Python is Debian's, whatever runs here.
@@ -17,5 +18,6 @@ debian=(--python-version 3.11 --only-binary=:all: --platform manylinux_2_28_x86_
 "$PYTHON" docker/requirements.py pyproject.toml torch tensorflow mpi examples > docker/wheels/requirements.txt
 "${fetch[@]}" "${debian[@]}" --requirement docker/wheels/requirements.txt setuptools wheel pybind11
 # For the cluster's tests: pytest, and Horovod's source, what builds it, and what it runs with.
-"${fetch[@]}" "${debian[@]}" pytest 'cmake<4' cffi cloudpickle psutil pyyaml packaging
+# shellcheck disable=SC2086 (one word a package)
+"${fetch[@]}" "${debian[@]}" pytest 'cmake<4' $HOROVOD_REQUIREMENTS
 "${fetch[@]}" --no-deps --no-binary horovod horovod==0.28.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ from math import prod
 from typing import Any
 
 from hvdkit.api.compression import NoneCompressor, check_codec_op, check_compression, codec_of
+from hvdkit.api.planning import plain_name
 from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -105,11 +105,6 @@ def is_worth_it(parameter: Any) -> bool:
         return False
     shape = tuple(parameter.shape)
     return len(shape) > 1 and None not in shape and prod(shape) >= SMALL_ELEMENTS
-
-
-def plain_name(name: str) -> str:
-    """A name without what makes it the only one of its kind: "dense/kernel" of "dense/kernel (2)"."""
-    return re.sub(r" \(\d+\)$", "", name)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -99,6 +99,11 @@ def names_of_paths(paths: Sequence[str]) -> list[str]:
     return names
 
 
+def plain_name(name: str) -> str:
+    """One of these names without what makes it the only one of its kind: "dense/kernel" of "dense/kernel (2)"."""
+    return re.sub(r" \(\d+\)$", "", name)
+
+
 def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:
     """``items`` in ``parts`` runs whose lengths differ by at most one, the longer ones first."""
     length, longer = divmod(len(items), parts)

@@ -11,9 +11,8 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.compression import NoneCompressor
-from hvdkit.api.compression_policy import plain_name
 from hvdkit.api.gradient_settings import GradientSettings, is_variable, names_of
-from hvdkit.api.planning import form_groups
+from hvdkit.api.planning import form_groups, plain_name
 from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.process_sets import ProcessSet
@@ -184,7 +183,7 @@ def _plan(
 
 
 def _warn(settings: GradientSettings, text: str | None) -> None:
-    """Say something to the user, once for all ranks."""
+    """Say something to the user, on one rank for all."""
     if text is not None and runtime.engine().topology.rank == 0:
         warnings.warn(f"{settings.title}: {text}", stacklevel=2)
 

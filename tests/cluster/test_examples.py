@@ -46,7 +46,7 @@ def test_text_over_slow_links(cluster: Cluster, script):
             assert all(4 < loss < 7 for loss in losses)  # ln 256 = 5.5 for a guess
             assert "validation loss" in result.output
             sent[compression] = cluster.sent("w2") - before
-    assert sent["int8"] < 0.8 * sent["none"], sent  # what is not gradients is not compressed
+    assert sent["int8"] < 0.6 * sent["none"], sent  # a quarter, and what is not gradients
 
 
 @pytest.mark.parametrize(
