@@ -6,7 +6,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-CSRC := $(wildcard hvdkit/kernels/csrc/* hvdkit/transports/csrc/*)
+CSRC := $(wildcard hvdkit/kernels/csrc/* hvdkit/transports/csrc/* hvdkit/arena/csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: help train test cluster-test lint format clean

@@ -12,7 +12,7 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-CSRC = ("hvdkit/kernels/csrc", "hvdkit/transports/csrc")
+CSRC = ("hvdkit/kernels/csrc", "hvdkit/transports/csrc", "hvdkit/arena/csrc")
 # No contraction: a fused multiply-add would round differently from one processor to the next.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 if os.environ.get("HVDKIT_WERROR") == "1":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one rank; scaled by their number")
     parser.add_argument("--warmup-epochs", type=float, default=3, help="epochs until the rate is at its full size")
     parser.add_argument("--compression", choices=training.CODECS, default=DENSE, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def contestants() -> list[Peer]:
@@ -55,7 +54,6 @@ def work(args: argparse.Namespace) -> None:
 
     import hvdkit.torch as hvd
 
-    os.environ["HVDKIT_COMPRESSION"] = "always"  # on one machine no codec is quicker than none
     hvd.init()
     torch.set_num_threads(args.threads)
     found = [train(args, hvd, seed) for seed in range(args.rounds)]

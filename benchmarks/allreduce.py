@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         help="bytes per size and round; large sizes get fewer calls, at least 5",
     )
     parser.add_argument("--inplace", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def sizes(smallest: int, largest: int) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jobs
 import numpy as np
 import psutil
 from jobs import Peer, has_mpi
@@ -145,6 +146,17 @@ def add_common_flags(parser: argparse.ArgumentParser, rounds: int, ranks: bool =
 
 def add_output_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where JSON and plot are written")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments. Ends the script, with the reason, where the hvdkit that it would measure has no native kernels."""
+    arguments = parser.parse_args()
+    starts_ranks = hasattr(arguments, "worker")
+    if not (starts_ranks and arguments.worker):
+        problem = jobs.without_native_kernels(jobs.environment(1, "plain") if starts_ranks else dict(os.environ))
+        if problem is not None:
+            raise SystemExit(problem)
+    return arguments
 
 
 def chosen(peers: Sequence[Peer], names: Sequence[str] | None) -> list[Peer]:

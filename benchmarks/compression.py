@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--settle", type=int, default=60, help="steps before the timed ones of codecs with feedback")
     parser.add_argument("--kinds", nargs="+", choices=list(GRADIENTS), default=list(GRADIENTS), help="distributions")
     common.add_output_flag(parser)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def normal(count: int, generator: np.random.Generator) -> Array:

@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=float, default=25e6, help="float32 numbers in a gradient")
     parser.add_argument("--rounds", type=int, default=15, help="rounds; each runs every codec once")
     common.add_output_flag(parser)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def operations(elements: int, device: torch.device) -> dict[str, Callable[[Tensor, int], None]]:

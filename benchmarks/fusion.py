@@ -1,4 +1,4 @@
-"""Sums of what lies in memory that all ranks share: hvdkit's fusion buffers, and the bound of one pass over them."""
+"""Sums in memory that all ranks share: of gradients in hvdkit's arena, and the bound of one pass over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 
 import hvdkit.torch as hvd
 from hvdkit import kernels
+from hvdkit.arena import ARENA
 from hvdkit.engine import runtime
+from hvdkit.engine.offers import FILLED, offer_of
 from hvdkit.engine.plan import Slot
 from hvdkit.transports.node import NodeTransport
 
@@ -19,28 +21,36 @@ FIRST_PLACE = 1 << 20
 
 
 def open_fusion() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
-    """Rank, ranks, a sum in place in a fusion buffer as large as a tensor, and the end.
+    """Rank, ranks, a sum in place of a gradient as large as a tensor that was born in the arena, and the end.
 
-    The first call of a size registers a plan and sums the tensor; later ones sum what lies in the buffer (zeros).
+    The first call of a size registers a plan and sums the tensor; later ones sum what lies there (zeros).
     """
     hvd.init()
     engine = runtime.engine()
-    lanes: dict[int, Any] = {}
+    lanes: dict[int, tuple[Any, Any]] = {}
+    reason = ARENA.serve_torch()
+    assert not reason, reason
 
-    def step(lane: Any) -> None:
-        lane.ready(0)
+    def step(lane: Any, gradient: Any) -> None:
+        lane.ready(0, FILLED if lane.small(0) is not None else offer_of(gradient))
         lane.finish()
 
     def call(x: Any) -> Any:
-        lane = lanes.get(x.numel())
-        if lane is not None:
-            return step(lane)
+        if x.numel() in lanes:
+            return step(*lanes[x.numel()])
         slot = Slot("tensor", (x.numel(),), np.dtype(np.float32))
-        lane = lanes[x.numel()] = engine.register_plan(f"size.{x.numel()}", [slot], op=hvd.Sum)
-        lane.slot_array(0)[...] = x.numpy()
-        step(lane)
-        result = lane.slot_array(0).copy()
-        lane.slot_array(0)[...] = 0
+        lane = engine.register_plan(f"size.{x.numel()}", [slot], op=hvd.Sum)
+        gradient = lane.small(0)
+        if gradient is None:
+            ARENA.add_sizes([x.nbytes])
+            with ARENA.serving():
+                gradient = x.clone().numpy()
+        else:  # which the lane has a place for
+            gradient[...] = x.numpy()
+        lanes[x.numel()] = lane, gradient
+        step(lane, gradient)
+        result = gradient.copy()
+        gradient[...] = 0
         return result
 
     return hvd.rank(), hvd.size(), call, hvd.shutdown

@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=[*TITLES, "both"], default="both", help="what the ranks do")
     parser.add_argument("--seconds", type=float, default=10, help="asleep: how long the main thread sleeps")
     parser.add_argument("--slow-seconds", type=float, default=2, help="waiting: how long the last rank sleeps")
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 class Meter:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,17 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 SHUTDOWN_SECONDS = 20
+FIND_KERNELS = """
+import json, os, sys
+del sys.path[0]  # the present folder, which a script would not look in
+import hvdkit
+problem = ""
+try:
+    import hvdkit.kernels._native
+except ImportError as error:
+    problem = str(error)
+print(json.dumps([os.path.dirname(os.path.dirname(hvdkit.__file__)), problem]))
+"""
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,24 @@ def environment(threads: int, launcher: str) -> dict[str, str]:
     if launcher in transports:
         kept["HVDKIT_TRANSPORT"] = transports[launcher]
     return kept
+
+
+def without_native_kernels(environment: Mapping[str, str]) -> str | None:
+    """Which hvdkit a script imports in ``environment``, and what it lacks, in words; None where it has its kernels."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIND_KERNELS], capture_output=True, text=True, check=False, env=environment
+    )
+    if done.returncode:
+        return f"hvdkit cannot be imported here:\n{done.stderr.strip()}\nHINT: pip install -e '{ROOT}[torch,mpi,bench]'"
+    where, problem = json.loads(done.stdout)
+    if not problem:
+        return None
+    build = f"python setup.py build_ext --inplace in {where}" if Path(where, "setup.py").exists() else "pip install it"
+    return (
+        f"the hvdkit that this would measure, in {where}, has no native kernels: {problem}\n"
+        f"HINT: have a C++17 compiler and build them ({build}); scripts that start ranks measure the hvdkit beside "
+        "this folder before one that is installed."
+    )
 
 
 def start_here(task: Task, launcher: str) -> list[subprocess.Popen[bytes]]:

@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="blocks")
     parser.add_argument("--width", type=int, default=512, help="width of the model")
     parser.add_argument("--backend", choices=["tensorflow", "torch"], default="tensorflow", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def reason(printed: str) -> str:

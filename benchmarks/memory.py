@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps before memory is read")
     parser.add_argument("--layers", type=int, default=6, help="transformer blocks")
     parser.add_argument("--width", type=int, default=512, help="width of the model")
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def read_memory() -> dict[str, int]:

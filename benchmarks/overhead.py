@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     common.add_output_flag(parser)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def build(kind: str, wrapped: bool, batch_size: int) -> tuple[Any, Callable[[], None]]:

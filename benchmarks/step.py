@@ -27,7 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     common.add_common_flags(parser, rounds=3)
     parser.add_argument("--model", choices=[*training.MODELS, "both"], default="both", help="what is trained")
     training.add_flags(parser, steps=7)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def compare(args: argparse.Namespace) -> None:

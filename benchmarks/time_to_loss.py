@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     for flag in ("--one-bucket", "--warm-up"):
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(timeout=1800.0, ranks_per_host=1, mpi_args="")
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 _WORKER_FLAGS = (

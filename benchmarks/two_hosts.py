@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(training.MODELS), default="transformer", help="what is trained")
     parser.add_argument("--mpi-args", default="", help="more words for mpirun, e.g. '--mca btl_tcp_links 2'")
     training.add_flags(parser, steps=6)
-    return parser.parse_args()
+    return common.parse(parser)
 
 
 def work(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MEBIBYTE = 1024 * 1024
+UNRESPONSIVE_TIMEOUTS = 10
 
 
 # What Horovod calls a level, and what Python's logging calls the nearest one.
@@ -72,6 +73,10 @@ def _positive_seconds(text: str) -> float:
     if value == 0:
         raise ValueError("expected more than zero seconds")
     return value
+
+
+def _positive_seconds_or_auto(text: str) -> float | None:
+    return None if text.strip().lower() == "auto" else _positive_seconds(text)
 
 
 def _milliseconds(text: str) -> float:
@@ -138,6 +143,14 @@ class Settings:
         "s",
         "how long a rank may give no sign of life before the ranks that wait for it raise an error",
     )
+    unresponsive_timeout_seconds: float | None = _setting(
+        None,
+        _positive_seconds_or_auto,
+        "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS",
+        "s, auto",
+        "how long a rank whose process lives may not answer, since a library keeps Python's lock (GIL) or its threads "
+        "wait for each other; `auto` is ten times `HVDKIT_TIMEOUT_SECONDS`, below which it cannot be",
+    )
     start_timeout_seconds: float = _setting(
         30.0,
         _positive_seconds,
@@ -203,8 +216,16 @@ class Settings:
         _compression,
         "HVDKIT_COMPRESSION",
         ", ".join(_COMPRESSIONS),
-        "`auto` switches an optimizer's codec off for gradients that it was measured to slow down in the first steps; "
-        "`always` compresses what was asked for, with the same bits in every run",
+        "what was asked for is always compressed; with `auto` rank 0 says once what that took and saved, measured over "
+        "some steps of an optimizer, with `always` it does not",
+    )
+    verify: int = _setting(
+        1000,
+        _not_negative,
+        "HVDKIT_VERIFY",
+        "steps",
+        "after steps 1, 10, 100 and every so many, ranks compare hashes of the parameters and raise if they differ; "
+        "0 is off",
     )
     cache_capacity: int = _setting(
         1024,
@@ -219,6 +240,14 @@ class Settings:
         "HVDKIT_NODE_MEMORY",
         "0 or 1",
         "0 lets ranks of one host talk over the transport instead of memory that they share",
+    )
+    arena: bool = _setting(
+        True,
+        _boolean,
+        "HVDKIT_ARENA",
+        "0 or 1",
+        "whether PyTorch's gradients are allocated in memory that the ranks of a node share, so that they are summed "
+        "where they lie; else they go there in chunks",
     )
     stall_check_disable: bool = _setting(
         False,
@@ -269,6 +298,12 @@ class Settings:
         ", ".join(_LOG_LEVELS),
         "what the `hvdkit` logger lets through; Python calls `trace` debug and `fatal` critical",
     )
+
+    @property
+    def longest_unresponsive_seconds(self) -> float:
+        """``unresponsive_timeout_seconds``, decided."""
+        asked = self.unresponsive_timeout_seconds
+        return max(self.timeout_seconds, UNRESPONSIVE_TIMEOUTS * self.timeout_seconds if asked is None else asked)
 
 
 def names_of(setting: str) -> list[str]:

@@ -1,10 +1,16 @@
 """The exceptions: what a peer or the network did wrong. What the caller did wrong is ValueError or TypeError."""
 
+import multiprocessing
+
 
 class HorovodInternalError(RuntimeError):
     """A collective operation failed on every rank that took part; the message names the tensor and the ranks."""
 
     ag_pass_through = True  # TensorFlow's autograph would raise an exception of its own in place of this one
+
+
+class MismatchError(HorovodInternalError):
+    """Ranks asked for operations, or for steps of an optimizer, that do not go together."""
 
 
 class DuplicateNameError(HorovodInternalError, ValueError):
@@ -16,6 +22,8 @@ class PeerLostError(HorovodInternalError):
 
     ``rank`` is the lost rank where it is known.
     """
+
+    rank: int | None = None
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -37,16 +45,48 @@ class PayloadError(HorovodInternalError):
         self.rank = rank
 
 
+class ParametersDifferError(HorovodInternalError):
+    """Ranks that train one model hold different parameters; the message names these, the ranks and the step.
+
+    All ranks of the process set raise it at the same place, so that they can go back to a common state and train on,
+    as scripts do that catch HorovodInternalError: a broadcast, or a checkpoint, brings them together.
+    """
+
+
+class ForkedChildError(HorovodInternalError):
+    """A process that was forked from a rank made a collective call, which only that rank can make."""
+
+    def __init__(self, rank: str, process: int) -> None:
+        super().__init__(
+            f"this process was forked from {rank}, process {process}, whose connections and memory it must not use: "
+            "here hvd.rank(), hvd.size() and other questions about ranks are answered, but nothing is communicated.\n"
+            "HINT: make collective calls, optimizer steps too, in the process that called hvd.init(); let workers of a "
+            "DataLoader and other children return data to it."
+        )
+
+
 class NotInitializedError(ValueError):
     """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``."""
 
     ag_pass_through = True  # see HorovodInternalError
 
     def __init__(self) -> None:
-        super().__init__(
-            "Horovod has not been initialized; use hvd.init().\n"
-            "HINT: call hvd.init() once in every process before any other hvd function."
-        )
+        hint = "call hvd.init() once in every process before any other hvd function."
+        if multiprocessing.parent_process() is not None:
+            hint += (
+                " Not in the children of a rank: where multiprocessing starts them anew (spawn, forkserver) they know "
+                "nothing of it; give them hvd.rank() as an argument, or have them forked."
+            )
+        super().__init__(f"Horovod has not been initialized; use hvd.init().\nHINT: {hint}")
+
+
+class UnsupportedReductionError(ValueError, NotImplementedError):
+    """A function was given a reduction that is not one of its own.
+
+    A ValueError; and a NotImplementedError, so a RuntimeError too, which is what Horovod raised from its engine.
+    """
+
+    ag_pass_through = True  # see HorovodInternalError
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic Horovod scripts catch)

@@ -27,6 +27,9 @@ CASES = {
     "timeout_seconds": Case(
         "HVDKIT_TIMEOUT_SECONDS", 60.0, ("2.5", 2.5), ("9", 9.0), ("0", "-1", "inf", "nan", "soon")
     ),
+    "unresponsive_timeout_seconds": Case(
+        "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS", None, ("2.5", 2.5), ("9", 9.0), ("0", "-1", "inf", "ten")
+    ),
     "start_timeout_seconds": Case(
         "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT", 30.0, ("5", 5.0), ("7", 7.0), ("0", "-1", "soon")
     ),
@@ -40,7 +43,9 @@ CASES = {
     "max_bytes_in_flight": Case("HVDKIT_MAX_BYTES_IN_FLIGHT", None, ("0", 0), ("4096", 4096), ("-1", "1.5", "many")),
     "allreduce": Case("HVDKIT_ALLREDUCE", "auto", ("ring", "ring"), ("tree", "tree"), ("star", "RING")),
     "node_memory": Case("HVDKIT_NODE_MEMORY", True, ("0", False), ("1", True), ("2", "maybe")),
+    "arena": Case("HVDKIT_ARENA", True, ("0", False), ("1", True), ("2", "maybe")),
     "compression": Case("HVDKIT_COMPRESSION", "auto", ("always", "always"), ("auto", "auto"), ("never", "ALWAYS")),
+    "verify": Case("HVDKIT_VERIFY", 1000, ("0", 0), ("1", 1), ("-1", "1.5", "often")),
     "cache_capacity": Case("HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY", 1024, ("0", 0), ("9", 9), ("-1", "x")),
     "stall_check_disable": Case("HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE", **SWITCH),
     "stall_check_seconds": Case(

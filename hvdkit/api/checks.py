@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.errors import UnsupportedReductionError
 from hvdkit.kernels.reduce_op import ReduceOp
 
 
@@ -81,13 +82,14 @@ def check_factors(function: str, prescale_factor: Any, postscale_factor: Any) ->
 
 
 def check_op(function: str, op: Any, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> ReduceOp:
-    """The reduction as a ReduceOp. Raises ValueError that lists what works."""
+    """The reduction as a ReduceOp. Raises ValueError that lists what works, UnsupportedReductionError of ReduceOps."""
     if isinstance(op, int) and not isinstance(op, bool) and op in list(allowed):
         return ReduceOp(op)
     known = isinstance(op, int) and not isinstance(op, bool) and op in list(ReduceOp)
     got = f"hvd.{ReduceOp(op).name.capitalize()}" if known else repr(op)
     expected = ", ".join(f"hvd.{choice.name.capitalize()}" for choice in allowed)
-    raise ValueError(f"{function}: op must be one of {expected}, got {got}")
+    kind = UnsupportedReductionError if known else ValueError
+    raise kind(f"{function}: op must be one of {expected}, got {got}")
 
 
 def op_or_average(function: str, op: Any, average: Any) -> ReduceOp:

@@ -31,7 +31,7 @@ class GradientSettings:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """What a gradient is multiplied with before and after the sum; the 1/size of an average is not in it."""
+        """What a gradient is multiplied with before and after the sum; the division of an average is not in it."""
         return (1.0 / self.predivide, self.predivide) if self.op is ReduceOp.AVERAGE else (1.0, 1.0)
 
 

@@ -50,49 +50,53 @@ def _watch_keras() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job, after which init() may be called again. Does nothing where init() was not called."""
-    HANDLES.clear()
+    """Leave the job, after which init() may be called again. Does nothing where init() was not called.
+
+    In a child that was forked from a rank it is the child alone that leaves: the job goes on.
+    """
+    if not runtime.is_forked():
+        HANDLES.clear()
     runtime.shutdown()
 
 
 def is_initialized() -> bool:
-    """True between init() and shutdown()."""
+    """True between init() and shutdown(), also in forked children, which can ask for ranks but not communicate."""
     return runtime.is_initialized()
 
 
 def size() -> int:
     """How many ranks the job has. Raises NotInitializedError, a ValueError, as do all functions below."""
-    return int(runtime.engine().topology.size)
+    return int(runtime.topology().size)
 
 
 def rank() -> int:
     """This process's number among all ranks, from 0."""
-    return int(runtime.engine().topology.rank)
+    return int(runtime.topology().rank)
 
 
 def local_size() -> int:
     """How many ranks run on this node."""
-    return int(runtime.engine().topology.local_size)
+    return int(runtime.topology().local_size)
 
 
 def local_rank() -> int:
     """This process's number among the ranks of this node, from 0: usually the index of its GPU."""
-    return int(runtime.engine().topology.local_rank)
+    return int(runtime.topology().local_rank)
 
 
 def cross_size() -> int:
     """How many nodes have a rank of this local rank."""
-    return int(runtime.engine().topology.cross_size)
+    return int(runtime.topology().cross_size)
 
 
 def cross_rank() -> int:
     """The number of this node among the nodes that have a rank of this local rank."""
-    return int(runtime.engine().topology.cross_rank)
+    return int(runtime.topology().cross_rank)
 
 
 def is_homogeneous() -> bool:
     """True if every node runs the same number of ranks."""
-    return bool(runtime.engine().topology.is_homogeneous)
+    return bool(runtime.topology().is_homogeneous)
 
 
 def compression_stats() -> CompressionStatistics:
@@ -120,16 +124,12 @@ def stop_timeline() -> None:
     runtime.engine().stop_timeline()
 
 
-def _carrier() -> str | None:
-    return runtime.engine().transport.carrier if runtime.is_initialized() else None
-
-
 def mpi_threads_supported() -> bool:
     """Whether MPI lets several threads call it at once, so that other MPI code may run beside this.
 
     Raises ValueError where MPI does not carry this job.
     """
-    runtime.engine()
+    runtime.topology()
     if not mpi_enabled():
         raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
     from mpi4py import MPI
@@ -139,7 +139,7 @@ def mpi_threads_supported() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether MPI carries this job; False before init()."""
-    return _carrier() == "mpi"
+    return runtime.carrier() == "mpi"
 
 
 @functools.lru_cache(maxsize=1)
@@ -160,7 +160,7 @@ def mpi_built() -> bool:
 
 def gloo_enabled() -> bool:
     """Whether torch.distributed's Gloo carries this job; False before init()."""
-    return _carrier() == "torch"
+    return runtime.carrier() == "torch"
 
 
 def ddl_built() -> bool:

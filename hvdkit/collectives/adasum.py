@@ -12,19 +12,29 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.kernels import ONE, Scale
 
 
 def combine(lower: Array, higher: Array) -> Array:
-    """(1 - l.h / 2 l.l) l + (1 - l.h / 2 h.h) h in float64; a vector of zeros leaves the other one as it is."""
-    low, high = lower.astype(np.float64), higher.astype(np.float64)
-    dot, low_square, high_square = float(low @ high), float(low @ low), float(high @ high)
-    low_factor = 1.0 if low_square == 0.0 else 1.0 - dot / (2.0 * low_square)
-    high_factor = 1.0 if high_square == 0.0 else 1.0 - dot / (2.0 * high_square)
-    result: Array = low_factor * low + high_factor * high
+    """(1 - l.h / 2 l.l) l + (1 - l.h / 2 h.h) h in float64; a vector of zeros leaves the other one as it is.
+
+    The result has the dtype of what comes in. Two ranks compute it, each for itself, with the same bits.
+    """
+    with kernels.DefaultFloats():
+        low, high = lower.astype(np.float64), higher.astype(np.float64)
+        dot, low_square, high_square = _dot(low, high), _dot(low, low), _dot(high, high)
+        low_factor = 1.0 if low_square == 0.0 else 1.0 - dot / (2.0 * low_square)
+        high_factor = 1.0 if high_square == 0.0 else 1.0 - dot / (2.0 * high_square)
+        result: Array = (low_factor * low + high_factor * high).astype(lower.dtype)
     return result
 
 
-def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: float, tag: int) -> Steps[None]:
+def _dot(a: Array, b: Array) -> float:
+    """Not by BLAS, whose order of additions depends on its threads, which have settings of their own."""
+    return float(np.einsum("i,i->", a, b))
+
+
+def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: Scale, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat tensors of ``lengths`` elements, one after the other) by the ranks' Adasum.
 
     The number of ranks must be a power of two. Sends n log2 P bytes a rank. Uses tags from ``tag`` to ``tag + 6``.
@@ -40,9 +50,9 @@ def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: float, ta
         start = 0
         for length in lengths:
             part = slice(start, start + length)
-            buffer[part] = combine(lower[part], higher[part]).astype(buffer.dtype)
+            buffer[part] = combine(lower[part], higher[part])
             start += length
         distance, level = distance * 2, level + 1
     SCRATCH.give_back(scratch)
-    if scale != 1.0:
+    if scale != ONE:
         kernels.scale_into(buffer, buffer, scale)

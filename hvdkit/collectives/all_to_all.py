@@ -10,7 +10,7 @@ from hvdkit.collectives.chunks import decode_final, room_for_payloads
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 
 
 def bytes_sent(rank: int, size: int, nbytes: int) -> int:
@@ -18,7 +18,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return nbytes * (size - 1)
 
 
-def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
+def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag``."""
     if buffer.size == 0:
         return

@@ -22,9 +22,9 @@ from hvdkit.collectives.round_robin import round_robin_allreduce
 from hvdkit.collectives.tree import tree_allreduce
 from hvdkit.collectives.two_phase import two_phase_allreduce
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 
-Algorithm = Callable[[Group, Array, ReduceOp, float, Cast, int], Steps[None]]
+Algorithm = Callable[[Group, Array, ReduceOp, Scale, Cast, int], Steps[None]]
 
 # Each is for two ranks or more. Its module, of the same name, says what it costs, and counts the bytes it sends.
 ALGORITHMS: dict[str, Algorithm] = {
@@ -68,7 +68,7 @@ def choose_allreduce(
 
 
 def allreduce(
-    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int, choice: Choice | None = None
+    group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, choice: Choice | None = None
 ) -> Steps[None]:
     """Replace ``buffer`` (flat) by ``scale * (rank 0's op rank 1's op ...)``. Uses ``tag`` and ``tag + 1``.
 
@@ -76,7 +76,7 @@ def allreduce(
     """
     if group.size == 1:
         decode_final(codec, [codec.encode(buffer)], [buffer])
-        if scale != 1.0:
+        if scale != ONE:
             kernels.scale_into(buffer, buffer, scale)
         return
     choice = choice or group.choice

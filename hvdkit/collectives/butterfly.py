@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from hvdkit.collectives.chunks import chunks_of, decode_final, reduce_hop
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 
 
 def core_size(size: int) -> int:
@@ -37,7 +37,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return nbytes if rank % 2 == 0 else exchanged + nbytes
 
 
-def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
+def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``.
 
     With a lossy codec the chunks of a round of the allgather travel one by one, as their owners encoded them.
@@ -55,7 +55,7 @@ def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float,
         yield [group.irecv(part, group.rank + 1, tag + 1) for part in _messages(buffer, encoded, everything, codec)]
     else:
         if paired:
-            yield from reduce_hop(group, nothing, group.rank - 1, buffer, group.rank - 1, op, 1.0, codec, tag)
+            yield from reduce_hop(group, nothing, group.rank - 1, buffer, group.rank - 1, op, ONE, codec, tag)
         place = group.rank // 2 if paired else group.rank - extras
         ranks = [2 * other + 1 if other < extras else other + extras for other in range(core)]
         index = yield from _halve(group, buffer, place, ranks, op, scale, codec, tag)
@@ -72,7 +72,7 @@ def _halve(
     place: int,
     ranks: Sequence[int],
     op: ReduceOp,
-    scale: float,
+    scale: Scale,
     codec: Cast,
     tag: int,
 ) -> Steps[int]:
@@ -88,7 +88,7 @@ def _halve(
         lower, upper = (first, middle), (middle, stop)
         (first, stop), given = (upper, lower) if place & distance else (lower, upper)
         distance *= 2
-        factor = scale if distance == len(ranks) else 1.0
+        factor = scale if distance == len(ranks) else ONE
         own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, given, len(ranks))
         yield from reduce_hop(group, outgoing, partner, own, partner, op, factor, codec, tag)
     return first

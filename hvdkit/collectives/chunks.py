@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Bytes
 
 
@@ -32,7 +32,7 @@ def reduce_hop(
     own: Array,
     sender: int,
     op: ReduceOp,
-    scale: float,
+    scale: Scale,
     codec: Cast,
     tag: int,
 ) -> Steps[None]:
@@ -56,4 +56,4 @@ def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]
     """
     if codec.lossy:
         for payload, chunk in zip(payloads, chunks, strict=True):
-            codec.decode_reduce([payload], chunk, ReduceOp.SUM, 1.0)
+            codec.decode_reduce([payload], chunk, ReduceOp.SUM, ONE)

@@ -25,7 +25,7 @@ from hvdkit.compression import Cast, Codec, LossyCodec, Memory, PayloadCodec, Po
 from hvdkit.compression.memory import TURN
 from hvdkit.compression.payload import as_float32
 from hvdkit.errors import PayloadError
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Bytes, Transfer
 
 
@@ -44,7 +44,7 @@ def choose_way(elements: int, ranks: int, codec: PayloadCodec) -> tuple[str, str
 
 
 def allreduce_encoded(
-    group: Group, flat: Array, op: ReduceOp, scale: float, codec: Codec, tag: int, memory: Memory | None
+    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Codec, tag: int, memory: Memory | None
 ) -> Steps[None]:
     """Replace ``flat`` by ``scale * (op over all ranks)``, by the algorithm that goes with the codec.
 
@@ -58,7 +58,7 @@ def allreduce_encoded(
     assert isinstance(codec, LossyCodec), codec
     assert op == ReduceOp.SUM, op
     if group.size == 1 or not flat.size:
-        if scale != 1.0:
+        if scale != ONE:
             kernels.scale_into(flat, flat, scale)
         return
     memory = memory or Memory(flat.size)
@@ -88,7 +88,7 @@ def _bytes_before(nbytes: int, ranks: int) -> int:
     return 2 * nbytes * (ranks - 1) // ranks
 
 
-def _two_phase(group: Group, values: Array, scale: float, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
+def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
     me, bounds = group.rank, partition(values.size, group.size, values.itemsize)
     chunks = [values[begin:end] for begin, end in bounds]
     wire = _Wire(group, codec, memory)
@@ -118,7 +118,7 @@ def _sum_own(
     own = values[slice(*bounds[group.rank])]
     incoming = yield from wire.receive(dict.fromkeys(group.peers(), own.size), sends, tag)
     for peer in sorted(incoming):
-        wire.decode(peer, incoming[peer], own, 1.0, True)
+        wire.decode(peer, incoming[peer], own, ONE, True)
     wire.give_back()
 
 
@@ -126,7 +126,7 @@ def compressed_reduce_scatter(
     group: Group,
     flat: Array,
     bounds: Sequence[tuple[int, int]],
-    scale: float,
+    scale: Scale,
     codec: PayloadCodec,
     tag: int,
     memory: Memory,
@@ -144,23 +144,25 @@ def compressed_reduce_scatter(
         memory.tally.bytes_after += wire.bytes_sent
         group.bytes_sent += wire.bytes_sent
     own = values[slice(*bounds[group.rank])]
-    if scale != 1.0:
+    if scale != ONE:
         kernels.scale_into(own, own, scale)
     return own
 
 
-def _gather(group: Group, values: Array, scale: float, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
+def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
     wire = _Wire(group, codec, memory)
     own = wire.encode(values, memory)
     sends = wire.send(own, group.peers(), tag)
     incoming = yield from wire.receive(dict.fromkeys(group.peers(), values.size), sends, tag)
     incoming[group.rank] = own
     for peer in range(group.size):
-        wire.decode(peer, incoming[peer], values, scale, peer > 0)
+        wire.decode(peer, incoming[peer], values, ONE, peer > 0)
     wire.give_back()
+    if scale != ONE:
+        kernels.scale_into(values, values, scale)
 
 
-_WAYS: dict[str, Callable[[Group, Array, float, PayloadCodec, int, Memory], Steps[None]]] = {
+_WAYS: dict[str, Callable[[Group, Array, Scale, PayloadCodec, int, Memory], Steps[None]]] = {
     "two_phase": _two_phase,
     "gather": _gather,
 }
@@ -197,15 +199,22 @@ class _Wire:
         self._tally.encode_seconds += perf_counter() - started
         return frame
 
-    def decode(self, sender: int, frame: Bytes, out: Array, scale: float, add: bool) -> None:
-        """Check a frame and decode it into ``out``. Raises PayloadError, naming the rank that sent it."""
+    def decode(self, sender: int, frame: Bytes, out: Array, scale: Scale, add: bool) -> None:
+        """Check a frame and decode it into ``out``, or add it. Raises PayloadError, naming the rank that sent it.
+
+        ``scale`` is ONE where it is added.
+        """
         started = perf_counter()
         rank = self._group.members[sender]
         payload = frames.unseal(frame, out.size, self._identity, rank)
+        factor = scale.as_factor()
         try:
-            self._codec.decode_into(payload, out, scale, add)
+            with kernels.DefaultFloats():  # all ranks decode the same payloads
+                self._codec.decode_into(payload, out, 1.0 if factor is None else factor, add)
         except ValueError as error:
             raise PayloadError(rank, str(error)) from error
+        if factor is None:
+            kernels.scale_into(out, out, scale)
         self._tally.decode_seconds += perf_counter() - started
 
     def send(self, frame: Bytes, peers: list[int], tag: int) -> list[Transfer]:

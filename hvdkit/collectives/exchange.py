@@ -8,7 +8,7 @@ from hvdkit import kernels
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.two_phase import exchange_and_reduce
 from hvdkit.compression import CASTS
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 
 
 def allgather(group: Group, own: Array, segments: Sequence[Array], tag: int) -> Steps[None]:
@@ -37,13 +37,13 @@ def alltoall(group: Group, outgoing: Sequence[Array], incoming: Sequence[Array],
 
 
 def reduce_scatter(
-    group: Group, buffer: Array, bounds: Sequence[tuple[int, int]], op: ReduceOp, scale: float, tag: int
+    group: Group, buffer: Array, bounds: Sequence[tuple[int, int]], op: ReduceOp, scale: Scale, tag: int
 ) -> Steps[Array]:
     """Reduce ``buffer`` (flat) in rank order; returns this rank's run of it. Sends n (P - 1) / P bytes a rank."""
     chunks = [buffer[start:stop] for start, stop in bounds]
     own = chunks[group.rank]
     if group.size > 1:
         yield from exchange_and_reduce(group, chunks, own, op, scale, CASTS["none"], tag)
-    elif scale != 1.0:
+    elif scale != ONE:
         kernels.scale_into(own, own, scale)
     return own

@@ -16,7 +16,7 @@ from hvdkit.collectives.compressed import allreduce_encoded, choose_way
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
 from hvdkit.compression import Cast, Codec, LossyCodec, Memory, PayloadCodec
-from hvdkit.kernels import HALVES, ReduceOp
+from hvdkit.kernels import HALVES, ONE, ReduceOp, Scale
 
 # A piece takes many times the latency of any wire, and each has two of an operation's eight tags.
 PIECE_BYTES = 4 * 1024 * 1024
@@ -80,14 +80,14 @@ def node_bytes(nbytes: int, ranks: int) -> int:
     return 2 * nbytes * (ranks - 1) // ranks
 
 
-def early_scale(flat: Array, op: ReduceOp, scale: float, codec: Codec) -> tuple[float, float]:
-    """The factors for the sum of a node and for the sum of nodes.
+def early_scale(flat: Array, op: ReduceOp, scale: Scale, codec: Codec) -> tuple[Scale, Scale]:
+    """The scales of the sum of a node and of the sum of nodes.
 
     What is rounded to 16 bits on its way is scaled first, where it can: the sum of a node could be too large for fp16
     although the average is not.
     """
     narrow = flat.dtype in HALVES or (isinstance(codec, Cast) and codec.lossy and flat.dtype.kind == "f")
-    return (scale, 1.0) if narrow and op == ReduceOp.SUM else (1.0, scale)
+    return (scale, ONE) if narrow and op == ReduceOp.SUM else (ONE, scale)
 
 
 def nodes_of(group: Group) -> int:
@@ -151,7 +151,7 @@ def layout_allreduce(
     layout: Layout,
     flat: Array,
     op: ReduceOp,
-    scale: float,
+    scale: Scale,
     codec: Codec,
     tag: int,
     turns: tuple[int, int],
@@ -181,7 +181,7 @@ def layout_allreduce(
     node_scale, wire_scale = early_scale(flat, op, scale, codec)
     if staging is not None:
         yield from staging.run(0, turns[0], Mode.REDUCE_SCATTER, flat, shares, op, node_scale)
-    elif node_scale != 1.0:
+    elif node_scale != ONE:
         kernels.scale_into(flat, flat, node_scale)
     carried = flat[slice(*shares[me])]
     across = counterparts(group, layout)
@@ -190,5 +190,5 @@ def layout_allreduce(
         yield from allreduce_encoded(across, carried, op, wire_scale, codec, tag, kept)
         group.bytes_sent += across.bytes_sent
     if staging is not None:
-        yield from staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, 1.0)
+        yield from staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, ONE)
         group.bytes_sent += node_bytes(flat.nbytes, len(members))

@@ -11,7 +11,7 @@ from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.compression import CASTS, Memory, PowerSGD
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Matrix:
 
 
 def low_rank_allreduce(
-    group: Group, values: Array, scale: float, codec: PowerSGD, tag: int, memory: Memory
+    group: Group, values: Array, scale: Scale, codec: PowerSGD, tag: int, memory: Memory
 ) -> Steps[None]:
     """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, as far as ``codec.rank`` goes.
 
@@ -52,7 +52,7 @@ def low_rank_allreduce(
     for one in matrices:
         _project(one, codec, memory)
     memory.tally.encode_seconds += perf_counter() - started
-    yield from allreduce(group, first, ReduceOp.SUM, 1.0, CASTS["none"], tag)
+    yield from allreduce(group, first, ReduceOp.SUM, ONE, CASTS["none"], tag)
     started = perf_counter()
     finite = [bool(np.isfinite(one.left).all()) for one in matrices]
     for one, good in zip(matrices, finite, strict=True):
@@ -63,14 +63,13 @@ def low_rank_allreduce(
             one.right[...] = 0.0
     own = [one.right.copy() for one in matrices]
     memory.tally.encode_seconds += perf_counter() - started
-    yield from allreduce(group, second, ReduceOp.SUM, 1.0, CASTS["none"], tag + 2)
+    yield from allreduce(group, second, ReduceOp.SUM, ONE, CASTS["none"], tag + 2)
     started = perf_counter()
     for one, good, mine in zip(matrices, finite, own, strict=True):
         if one.is_product:
             _reconstruct(one, good and bool(np.isfinite(one.right).all()), mine, scale, codec, memory)
         else:
-            with np.errstate(all="ignore"):
-                np.multiply(one.left, np.float32(scale), out=one.values)
+            kernels.scale_into(one.values, one.left, scale)
     memory.tally.decode_seconds += perf_counter() - started
 
 
@@ -103,11 +102,12 @@ def _project(one: _Matrix, codec: PowerSGD, memory: Memory) -> None:
     else:
         if one.residual is not None:
             kernels.reduce_into(one.residual, [one.values, one.residual], ReduceOp.SUM)
-        start = codec.start(memory, one.begin, one.rows, one.cols)
+        with kernels.DefaultFloats():  # who flushes subnormal vectors would take them for none and draw others
+            start = codec.start(memory, one.begin, one.rows, one.cols)
         kernels.project_into(one.left, one.matrix, start, one.rows, one.cols)
 
 
-def _reconstruct(one: _Matrix, good: bool, mine: Array, scale: float, codec: PowerSGD, memory: Memory) -> None:
+def _reconstruct(one: _Matrix, good: bool, mine: Array, scale: Scale, codec: PowerSGD, memory: Memory) -> None:
     """The result, and what is kept; ``mine`` is this rank's part of ``one.right``."""
     if not good:
         if one.residual is not None and one.finite:
@@ -116,5 +116,9 @@ def _reconstruct(one: _Matrix, good: bool, mine: Array, scale: float, codec: Pow
         return
     if one.residual is not None:
         kernels.reconstruct_into(None, one.residual, one.left, mine, one.rows, one.cols)
-    kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, scale)
+    factor = scale.as_factor()
+    known = 1.0 if factor is None else factor
+    kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, known)
+    if factor is None:
+        kernels.scale_into(one.values, one.values, scale)
     memory.shared.vectors[codec.place(memory, one.begin, one.rows, one.cols)] = one.right.copy()

@@ -13,7 +13,7 @@ from hvdkit.collectives.chunks import decode_final, room_for_payloads
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 
 MASTER = 0
 
@@ -24,7 +24,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
 
 
 def master_worker_allreduce(
-    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int
+    group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
 ) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     if buffer.size == 0:

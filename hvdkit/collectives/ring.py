@@ -14,7 +14,7 @@ from __future__ import annotations
 from hvdkit.collectives.chunks import chunks_of, decode_final, reduce_hop
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 
 
 def bytes_sent(rank: int, size: int, nbytes: int) -> int:
@@ -22,13 +22,13 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return 2 * nbytes * (size - 1) // size
 
 
-def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
+def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     chunks = chunks_of(buffer, group.size)
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     for step in range(1, group.size):
         outgoing, own = chunks[(group.rank - step) % group.size], chunks[(group.rank - step - 1) % group.size]
-        factor = scale if step == group.size - 1 else 1.0
+        factor = scale if step == group.size - 1 else ONE
         yield from reduce_hop(group, outgoing, right, own, left, op, factor, codec, tag)
     encoded = [codec.encode(chunk) for chunk in chunks]
     for step in range(group.size - 1):

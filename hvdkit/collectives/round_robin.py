@@ -15,7 +15,7 @@ from hvdkit.collectives.chunks import chunks_of, decode_final, room_for_payloads
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 
 
 def opponents(rank: int, size: int) -> list[int | None]:
@@ -39,7 +39,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
 
 
 def round_robin_allreduce(
-    group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int
+    group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
 ) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     rounds = [peer for peer in opponents(group.rank, group.size) if peer is not None]

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from hvdkit.collectives.group import Array, Steps, partition
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 
 # The slots of one rank: this many chunks may be under way. Two ranks' slots fit into a second-level cache of 2 MB.
 DEPTH = 4
@@ -95,22 +95,28 @@ class Staging:
     """
 
     def __init__(
-        self, members: Sequence[int], rank: int, first: Any, second: Any, spin_seconds: float, window: Any
+        self,
+        members: Sequence[int],
+        rank: int,
+        areas: tuple[Any, Any],
+        begins: tuple[int, int],
+        spin_seconds: float,
+        window: Any,
     ) -> None:
         self.members = list(members)
         self.me = self.members.index(rank)
         self._rank = rank
-        self._lobbies = (Lobby(first), Lobby(second))
-        self._spin_seconds = spin_seconds
-        self._window = window  # where the first area is followed by the second
+        self._lobbies = (Lobby(areas[0]), Lobby(areas[1]))
+        self._begins = begins  # of the areas in the window
+        self.spin_seconds = spin_seconds
+        self._window = window
 
     def leave(self) -> None:
         """The group is no more: its memory goes back to the system, where nobody can be in it any more."""
-        half = self._window.nbytes // len(self._lobbies)
-        for number, lobby in enumerate(self._lobbies):
+        for start, lobby in zip(self._begins, self._lobbies, strict=True):
             if lobby.is_left():
                 begin, nbytes = lobby.area.own_slots()
-                self._window.give_back_at_end(number * half + begin, nbytes)
+                self._window.give_back(start + begin, nbytes)
 
     def why_handover(self, nbytes: int) -> str:
         """How chunks of a tensor of ``nbytes`` bytes are handed over for the node's sum and why, for people."""
@@ -128,7 +134,7 @@ class Staging:
         flat: Array,
         shares: Sequence[tuple[int, int]],
         op: ReduceOp,
-        scale: float,
+        scale: Scale,
         source: Array | None = None,
     ) -> Steps[None]:
         """One pass over ``flat``, out of ``source`` if given; ``shares`` are each member's elements (begin, end)."""
@@ -140,7 +146,7 @@ class Staging:
         measure = flat.nbytes >= MEASURED_BYTES
         past_cache = choose_handover(flat.nbytes, lobby.area.line_seconds())[0] if measure else []
         staged = Staged(lobby.area, int(mode), flat, op, scale, list(shares), source, past_cache, measure)
-        yield [Pass(staged, self.members, self._spin_seconds)]
+        yield [Pass(staged, self.members, self.spin_seconds)]
         lobby.passed += 1
 
 
@@ -169,7 +175,7 @@ _LARGE_PASS = (Mode.ALLREDUCE, f"more than {WHOLE_BYTES} bytes: each rank of the
 
 
 def node_allreduce(
-    staging: Staging, ticket: int, flat: Array, op: ReduceOp, scale: float, source: Array | None = None
+    staging: Staging, ticket: int, flat: Array, op: ReduceOp, scale: Scale, source: Array | None = None
 ) -> Steps[None]:
     """Replace ``flat`` by ``scale * (rank 0's op rank 1's op ...)`` over the ranks of one node.
 

@@ -15,7 +15,7 @@ from hvdkit.collectives.broadcast import tree_broadcast
 from hvdkit.collectives.chunks import decode_final, reduce_hop
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 
 
 def children(rank: int, size: int) -> list[int]:
@@ -33,14 +33,14 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return nbytes * (len(children(rank, size)) + (rank != 0))
 
 
-def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
+def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     if buffer.size == 0:
         return
     nothing = buffer[:0]
     below = children(group.rank, group.size)
     for child in below:
-        factor = scale if group.rank == 0 and child == below[-1] else 1.0
+        factor = scale if group.rank == 0 and child == below[-1] else ONE
         yield from reduce_hop(group, nothing, child, buffer, child, op, factor, codec, tag)
     payload = codec.encode(buffer)
     if group.rank != 0:

@@ -12,7 +12,7 @@ from hvdkit.collectives.chunks import chunks_of, decode_final, room_for_payloads
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 
 
 def bytes_sent(rank: int, size: int, nbytes: int) -> int:
@@ -20,7 +20,7 @@ def bytes_sent(rank: int, size: int, nbytes: int) -> int:
     return 2 * nbytes * (size - 1) // size
 
 
-def two_phase_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float, codec: Cast, tag: int) -> Steps[None]:
+def two_phase_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     chunks = chunks_of(buffer, group.size)
     encoded = [codec.encode(chunk) for chunk in chunks]
@@ -34,7 +34,7 @@ def two_phase_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: float,
 
 
 def exchange_and_reduce(
-    group: Group, encoded: list[Array], own: Array, op: ReduceOp, scale: float, codec: Cast, tag: int
+    group: Group, encoded: list[Array], own: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
 ) -> Steps[Array]:
     """First phase: send chunk p to rank p, reduce what came for this rank into ``own``; returns it encoded again."""
     scratch, payloads = room_for_payloads(group, encoded[group.rank])

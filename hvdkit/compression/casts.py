@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array, Codec
-from hvdkit.kernels import BFLOAT16, ReduceOp
+from hvdkit.kernels import BFLOAT16, ReduceOp, Scale
 
 
 class Cast(Codec):
@@ -25,7 +25,7 @@ class Cast(Codec):
         """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length."""
 
     @abstractmethod
-    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: float) -> None:
+    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
         """``out = scale * (payloads[0] op payloads[1] op ...)`` in this order."""
 
 
@@ -38,7 +38,7 @@ class NoneCast(Cast):
     def encode(self, chunk: Array) -> Array:
         return chunk
 
-    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: float) -> None:
+    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
         kernels.reduce_into(out, list(payloads), op, scale)
 
 
@@ -58,7 +58,7 @@ class HalfCast(Cast):
         kernels.convert_into(payload, chunk)
         return payload
 
-    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: float) -> None:
+    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
         if out.dtype != np.float64:
             kernels.reduce_into(out, list(payloads), op, scale)
             return

@@ -5,7 +5,7 @@ Lin et al., 2018, "Deep gradient compression: reducing the communication bandwid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -33,10 +33,10 @@ class DGC(TopK):
     ratio: float = 0.001
     momentum: float = 0.9
     clip: float | None = None
+    seed: int = field(default=0, kw_only=True)  # in TopK it is the second parameter, which here is momentum
 
     name: ClassVar[str] = "dgc"
     all_tensors: ClassVar[bool] = True
-    trains: ClassVar[bool] = True
 
     @property
     def on_device(self) -> bool:

@@ -33,7 +33,6 @@ class LossyCodec(Codec):
     lossy: ClassVar[bool] = True
     whole_tensors: ClassVar[bool] = False  # whether it must see a tensor as a whole, not a part of it
     all_tensors: ClassVar[bool] = False  # whether it is for small tensors too, unless the user says otherwise
-    trains: ClassVar[bool] = False  # whether it is part of how a model is trained, and so never switched off for speed
 
     @property
     def on_device(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ class CodecStatistics:
     encode_seconds: float
     decode_seconds: float
     residual_norm: float  # Euclidean norm of what this rank keeps and has not sent
-    switched_off: str = ""  # why gradients travel without the codec since; of a codec, for how many parameters and why
 
     @property
     def ratio(self) -> float:
@@ -33,7 +31,7 @@ class CodecStatistics:
         return (
             f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB "
             f"({self.ratio:.1f} x less), encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s, "
-            f"residual {self.residual_norm:.3g}" + (f"; off for {self.switched_off}" if self.switched_off else "")
+            f"residual {self.residual_norm:.3g}"
         )
 
 
@@ -56,16 +54,13 @@ def compression_statistics(engine: Engine) -> CompressionStatistics:
     by_parameter: dict[str, CodecStatistics] = {}
     totals: dict[str, tuple[Tally, float]] = {}
     for lane in list(engine.lanes.values()):
-        for slot, codec, tally, norm, off in lane.home.reports():
+        for slot, codec, tally, norm in lane.home.reports():
             name = slot.name if slot.name not in by_parameter else f"{slot.name} ({lane.name})"
-            by_parameter[name] = _statistics(codec, tally, norm, off)
+            by_parameter[name] = _statistics(codec, tally, norm)
             _count(totals, codec, tally, norm)
     for codec, tally in engine.statistics.encoded_by_name().items():
         _count(totals, codec, tally, 0.0)
-    by_codec = {
-        codec: _statistics(codec, tally, square**0.5, _off_for(codec, by_parameter.values()))
-        for codec, (tally, square) in totals.items()
-    }
+    by_codec = {codec: _statistics(codec, tally, square**0.5) for codec, (tally, square) in totals.items()}
     return CompressionStatistics(by_codec, by_parameter)
 
 
@@ -87,13 +82,6 @@ def _count(totals: dict[str, tuple[Tally, float]], codec: str, tally: Tally, nor
     totals[codec] = total, square + norm * norm
 
 
-def _off_for(codec: str, parameters: Iterable[CodecStatistics]) -> str:
-    """For how many of a codec's parameters it is switched off, and why for the last of them."""
-    reasons = [one.switched_off for one in parameters if one.codec == codec]
-    off = [reason for reason in reasons if reason]
-    return f"{len(off)} of {len(reasons)} parameters: {off[-1]}" if off else ""
-
-
-def _statistics(codec: str, tally: Tally, norm: float, off: str) -> CodecStatistics:
+def _statistics(codec: str, tally: Tally, norm: float) -> CodecStatistics:
     before, after = round(tally.bytes_before), round(tally.bytes_after)
-    return CodecStatistics(codec, before, after, tally.encode_seconds, tally.decode_seconds, norm, off)
+    return CodecStatistics(codec, before, after, tally.encode_seconds, tally.decode_seconds, norm)

@@ -5,14 +5,14 @@ It has no clock and no connection of its own, so that every decision can be test
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.engine.fusing import batch_size
-from hvdkit.engine.requests import DATA_KINDS, KINDS, Key, Request, Signature, mismatch
-
-Message = list[Any]
+from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Message
+from hvdkit.engine.requests import DATA_KINDS, KINDS, Key, Request, Signature, mismatch, wrong_by_itself
 
 
 @dataclass
@@ -31,9 +31,13 @@ class Entry:
 
 @dataclass
 class Failure:
-    """An error of one or more operations, and the members that have not asked for any yet: each is told once."""
+    """An error of one or more operations, and the members that have not asked for any yet: each is told once.
+
+    ``cause``: MISMATCH, LEFT or STALLED.
+    """
 
     text: str
+    cause: str
     untold: set[int]
 
 
@@ -66,8 +70,8 @@ class Coordinator:
         self._threshold = fusion_threshold
         self.members: dict[int, list[int]] = {0: list(range(size))}
         self._pending: dict[Key, Entry] = {}
-        self._failed: dict[Key, Failure] = {}
-        self._ready: list[tuple[Key, Entry]] = []
+        self._failed: dict[Key, list[Failure]] = {}  # the oldest first: each rank is told of them in that order
+        self._ready: deque[tuple[Key, Entry]] = deque()
         self._signatures: dict[tuple[int, int], Signature] = {}
         self._joined: list[int] = []
         self._departed: dict[int, str] = {}
@@ -110,12 +114,12 @@ class Coordinator:
         self._fail_join()
         for key, entry in list(self._pending.items()):
             if rank in self._missing(key, entry):
-                self._fail([key], self._departed_text(key, rank))
+                self._fail([key], self._departed_text(key, rank), LEFT)
 
     def give_up(self, key: Key, message: str) -> None:
         """Fail an operation that has stalled for too long, if it is still pending."""
         if key in self._pending:
-            self._fail([key], message)
+            self._fail([key], message, STALLED)
 
     # -- what goes out ------------------------------------------------------------------------------------------------
 
@@ -127,10 +131,10 @@ class Coordinator:
 
     def _run_ready(self) -> None:
         while self._ready:
-            asked = [(key.process_set, entry.signature) for key, entry in self._ready]
+            # Read only as far as the batch goes: thousands of tensors may be ready of which no two can be batched.
+            asked = ((key.process_set, entry.signature) for key, entry in self._ready)
             count = batch_size(asked, self._threshold)
-            batch, self._ready = self._ready[:count], self._ready[count:]
-            self._run(batch)
+            self._run([self._ready.popleft() for _ in range(count)])
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
         """Operations pending for longer than ``seconds``."""
@@ -155,12 +159,12 @@ class Coordinator:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
-        failure = self._failed.get(key)
-        if failure is not None and rank in failure.untold:
-            self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, failure.text]))
+        failure = next((one for one in self._failed.get(key, ()) if rank in one.untold), None)
+        if failure is not None:
+            self._tell_failure(rank, key, failure)
             failure.untold.discard(rank)
             if not failure.untold:
-                self._failed = {one: other for one, other in self._failed.items() if other is not failure}
+                self._forget(failure)
             return
         entry = self._pending.setdefault(key, Entry(now))
         entry.requests[rank] = request
@@ -170,7 +174,7 @@ class Coordinator:
         if self._departed:
             gone = [member for member in self._missing(key, entry) if member in self._departed]
             if gone:
-                self._fail([key], self._departed_text(key, gone[0]))
+                self._fail([key], self._departed_text(key, gone[0]), LEFT)
                 return
         if len(self._pending) > 1:
             rivals = [Key(key.process_set, kind, key.name) for kind in DATA_KINDS if kind != key.kind]
@@ -178,6 +182,10 @@ class Coordinator:
                 if rival in self._pending:
                     self._fail([key, rival], self._other_kind_text(key, rival))
                     return
+        problem = wrong_by_itself(key, rank, request, len(self.members[key.process_set]))
+        if problem is not None:  # nobody needs to wait for the others to know
+            self._fail([key], problem)
+            return
         self._check_complete(key)
 
     def _other_kind_text(self, key: Key, rival: Key) -> str:
@@ -209,18 +217,28 @@ class Coordinator:
         del self._pending[key]
         self._ready.append((key, entry))
 
-    def _fail(self, keys: list[Key], message: str) -> None:
+    def _fail(self, keys: list[Key], message: str, cause: str = MISMATCH) -> None:
         """Tell every rank that asked for one of these, and every member that will still ask, once."""
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
         asked = {rank for key in keys for rank in self._pending[key].requests}
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
-        failure = Failure(message, members - asked - set(self._departed) - joined)
+        failure = Failure(message, cause, members - asked - set(self._departed) - joined)
         for key in keys:
             entry = self._pending.pop(key)
             for rank in sorted(entry.requests):
-                self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, message]))
+                self._tell_failure(rank, key, failure)
             if failure.untold:
-                self._failed[key] = failure
+                self._failed.setdefault(key, []).append(failure)
+
+    def _tell_failure(self, rank: int, key: Key, failure: Failure) -> None:
+        self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, failure.text, failure.cause]))
+
+    def _forget(self, failure: Failure) -> None:
+        """All members have been told."""
+        for key, failures in list(self._failed.items()):
+            self._failed[key] = [one for one in failures if one is not failure]
+            if not self._failed[key]:
+                del self._failed[key]
 
     def _departed_text(self, key: Key, rank: int) -> str:
         return (
@@ -238,7 +256,7 @@ class Coordinator:
         self._run_ready()
         if len(self._joined) == len(everyone):
             self._joined = []
-            self._failed = {key: failure for key, failure in self._failed.items() if key.process_set != 0}
+            self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != 0}
             self._outgoing += [(member, ["join_done", rank]) for member in everyone]
         elif rank in self._joined:
             self._outgoing += [(member, ["joined", rank]) for member in everyone]
@@ -269,11 +287,11 @@ class Coordinator:
     def _remove(self, process_set: int) -> None:
         """Forget a process set; what its members still asked for fails."""
         doomed = [entry for entry in self._ready if entry[0].process_set == process_set]
-        self._ready = [entry for entry in self._ready if entry[0].process_set != process_set]
+        self._ready = deque(entry for entry in self._ready if entry[0].process_set != process_set)
         self._pending.update(doomed)
         for key in [key for key in self._pending if key.process_set == process_set]:
             self._fail([key], f"{key}: the process set was removed while the operation was pending.")
-        self._failed = {key: failure for key, failure in self._failed.items() if key.process_set != process_set}
+        self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != process_set}
         self.members.pop(process_set, None)
 
     def _extra(self, key: Key, entry: Entry) -> Any:

@@ -24,7 +24,7 @@ from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.joining import Joining
 from hvdkit.engine.lane import Lane
-from hvdkit.engine.messages import Message
+from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Message
 from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
@@ -36,17 +36,20 @@ from hvdkit.engine.statistics import CommunicationStatistics, Statistics
 from hvdkit.engine.submissions import Submissions
 from hvdkit.engine.topology import Topology
 from hvdkit.engine.watch import Watch
-from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, PeerLostError, StallError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
 
 if TYPE_CHECKING:
     from hvdkit.engine.timeline import Timeline
+    from hvdkit.kernels._native import Heartbeat
 
 logger = logging.getLogger("hvdkit")
 
 # How long a pass over shared memory watches the other ranks before the engine looks at other operations.
 PASS_SPIN_SECONDS = 20e-6
+# By the coordinator's word for what went wrong.
+REJECTED: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}
 
 
 class Engine(NamedOperations):
@@ -59,8 +62,10 @@ class Engine(NamedOperations):
         settings: Settings,
         network: Network,
         static_process_sets: Sequence[list[int]],
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.transport = transport
+        self.heartbeat = heartbeat
         self.topology = topology
         self.settings = settings
         self.network = network
@@ -210,7 +215,7 @@ class Engine(NamedOperations):
 
     def _wait(self, handle: Handle | None, lane: Lane | None, finished: Callable[[], bool]) -> None:
         if os.getpid() != self._process:
-            raise HorovodInternalError(f"a forked child of {self.told()} waits for what only its parent can finish")
+            raise ForkedChildError(self.told(), self._process)
         self.watch.begin_waiting(handle, lane)
         try:
             self._drive_until(finished)
@@ -296,24 +301,25 @@ class Engine(NamedOperations):
         for operation in self.operations:
             operation.fail(error)
         self.operations.clear()
-        for lane in list(self.lanes.values()):
+        for lane in list(self.lanes.values()) + list(self.closed_lanes.values()):  # some were closed in the middle
             lane.fail(error)
         self.submissions.fail(error)
         self.joining.fail(error)
 
     # -- what the coordinator decided ---------------------------------------------------------------------------------
 
-    def reject(self, key: Key, text: str) -> None:
+    def reject(self, key: Key, text: str, cause: str) -> None:
         """The coordinator found an error; this rank's request for ``key`` ends with it."""
+        kind = REJECTED[cause]
         submission = self.submissions.pop(key, None)
         if submission is not None:
             self.timeline_end(key)
-            submission.handle.fail(HorovodInternalError(text))
+            submission.handle.fail(kind(text))
 
     def lane_failed(self, lane_id: int, text: str) -> None:
-        lane = self.lanes.get(lane_id)
+        lane = self.lanes.get(lane_id) or self.closed_lanes.get(lane_id)
         if lane is not None:
-            lane.fail(HorovodInternalError(text))
+            lane.fail(MismatchError(text))
 
     def drop(self, operations: Iterable[Operation]) -> None:
         """Let go of what nobody waits for any more and may never end."""

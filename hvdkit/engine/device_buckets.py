@@ -1,4 +1,4 @@
-"""The buckets of a lane in the memory of a device, reduced and encoded by the device's own collectives."""
+"""Gradients in the memory of a device, reduced there in place, or encoded, by the device's own collectives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hvdkit.compression.memory import TURN
 from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories, Report, State
+from hvdkit.engine.offers import Offer
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
@@ -55,6 +56,7 @@ class DeviceBuckets(Buckets):
     """Tensors of a device, reduced by the device's own collectives."""
 
     on_device = True
+    is_written_late = True
 
     def __init__(
         self,
@@ -73,12 +75,13 @@ class DeviceBuckets(Buckets):
         self._reduction = reduction
         self._collectives = collectives
         self._buckets: list[Bucket] = []
-        self._buffers: list[Any] = []
+        self._slots = list(slots)
+        self._offers: list[Offer | None] = [None] * len(self._slots)
         self.told = "the device's collectives"
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._pull(range(len(self._kept)))
-        self._buckets, self._buffers = list(buckets), []
+        self._buckets = list(buckets)
         self.memories.lay_out(buckets)
         self._remember()
         self._push(range(len(self._kept)))
@@ -130,13 +133,26 @@ class DeviceBuckets(Buckets):
         super().owe(slot, state, old_slot)
         self._push(buckets)
 
-    def _allocate(self, bucket: Bucket) -> Any:
-        return self._collectives.allocate(bucket.elements, str(bucket.dtype))
+    def small(self, slot: int) -> Any:
+        return None
 
-    def buffers(self) -> list[Any]:
-        if not self._buffers:
-            self._buffers = [self._allocate(bucket) for bucket in self._buckets]
-        return self._buffers
+    def offer(self, slot: int, offer: Offer | None) -> None:
+        self._offers[slot] = offer
+
+    def end_step(self) -> None:
+        self._offers = [None] * len(self._slots)
+
+    def rescue(self) -> None:
+        """What is in flight here is the device's own work, which ends with the communicator."""
+
+    def _tensors(self, bucket: Bucket, joined: bool) -> tuple[list[Any], bool]:
+        """The slots' flat tensors, and whether some of them were made of zeros just now."""
+        offers = [None if joined else self._offers[slot] for slot in bucket.slots]
+        made = any(offer is None for offer in offers)
+        return [
+            self._collectives.allocate(self._slots[slot].elements, str(bucket.dtype)) if offer is None else offer.array
+            for slot, offer in zip(bucket.slots, offers, strict=True)
+        ], made
 
     def mark(self) -> Any:
         while self._changed:
@@ -145,16 +161,20 @@ class DeviceBuckets(Buckets):
         return self._collectives.mark()
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
-        buffer = self._allocate(self._buckets[piece.bucket]) if joined else self._buffers[piece.bucket]
-        if joined:  # these zeros are written now
-            marks = [*marks, self.mark()]
+        bucket = self._buckets[piece.bucket]
+        tensors, made = self._tensors(bucket, joined)
+        memory = self.memories.of_piece(piece)
         if self.memories.encodes(piece.bucket):
-            return self._encoded_steps(piece.bucket, buffer, self.memories.of_piece(piece), marks)
+            flat = self._collectives.allocate(bucket.elements, str(bucket.dtype))
+            parts = list(zip(bucket.offsets, tensors, strict=True))
+            return self._encoded_steps(piece.bucket, flat, parts, memory, [*marks, self.mark()])
         codec = self.memories.codec(piece.bucket)
-        self.memories.of_piece(piece)
-        return self._steps(buffer, "none" if isinstance(codec, LossyCodec) else codec.name, marks)
+        marks = [*marks, self.mark()] if made else marks
+        return self._steps(tensors, "none" if isinstance(codec, LossyCodec) else codec.name, marks)
 
-    def _encoded_steps(self, bucket: int, buffer: Any, memory: Memory, marks: Sequence[Any]) -> Steps[None]:
+    def _encoded_steps(
+        self, bucket: int, buffer: Any, parts: Sequence[tuple[int, Any]], memory: Memory, marks: Sequence[Any]
+    ) -> Steps[None]:
         reduction, size, codec = self._reduction, self._group.size, self.memories.codec(bucket)
         assert isinstance(codec, LossyCodec), codec
         op, scale = effective(reduction.op, reduction.postscale, size)
@@ -166,21 +186,31 @@ class DeviceBuckets(Buckets):
         memory.tally.bytes_before += 2 * buffer.nbytes * (size - 1) // size
         memory.tally.bytes_after += sent
         transfer = self._collectives.allreduce_encoded(
-            buffer, reduction.prescale, scale, codec, way, self._kept[bucket], memory.matrices(), memory.turn, marks
+            buffer,
+            parts,
+            reduction.prescale,
+            scale,
+            codec,
+            way,
+            self._kept[bucket],
+            memory.matrices(),
+            memory.turn,
+            marks,
         )
         memory.keep(TURN, memory.turn + 1)
         self._group.bytes_sent += int(sent)
         yield [transfer]
 
-    def _steps(self, buffer: Any, codec: str, marks: Sequence[Any]) -> Steps[None]:
+    def _steps(self, tensors: Sequence[Any], codec: str, marks: Sequence[Any]) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         op, scale = effective(reduction.op, reduction.postscale, size)
-        transfer = self._collectives.allreduce([buffer], op, reduction.prescale, scale, codec, marks)
-        self._group.bytes_sent += 2 * buffer.nbytes * (size - 1) // size  # as a ring sends, whatever the library does
+        transfer = self._collectives.allreduce(tensors, op, reduction.prescale, scale, codec, marks)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._group.bytes_sent += 2 * nbytes * (size - 1) // size  # as a ring sends, whatever the library does
         yield [transfer]
 
     def forget(self, quiet: bool) -> None:
-        self._buffers = []
+        self.end_step()
         self.memories.forget()
         self._remember()
 

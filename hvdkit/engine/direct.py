@@ -29,7 +29,7 @@ class DeviceArray:
 def reduces_directly(op: ReduceOp, prescale: float, postscale: float, floating: bool) -> bool:
     """Whether an allreduce of tensors, ``floating`` if all of them are, can be done by the device's collectives.
 
-    Adasum cannot, nor can scaled integers, which are cut off after the scaling in float64.
+    Adasum cannot, nor can scaled integers, whose averages are exact and cut off.
     """
     scaled = op == ReduceOp.AVERAGE or prescale != 1.0 or postscale != 1.0
     return op != ReduceOp.ADASUM and (floating or not scaled)

@@ -51,12 +51,18 @@ class Ending:
 
         def exit_noting(code: Any = None) -> None:
             number = exit_status(code)
+            self.forget()  # what it was called with before, and somebody caught
             if number:
                 self._note(number, f"it called sys.exit({code!r})")
             previous_exit(code)
 
         sys.excepthook = excepthook
         sys.exit = exit_noting  # type: ignore[assignment]
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether ``watch`` was called, in this process or in one that it was forked from."""
+        return self._watched is not None
 
     def abort_with(self, abort: Callable[[int], None]) -> None:
         """How the engine below ends the whole job."""

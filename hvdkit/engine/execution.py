@@ -21,7 +21,7 @@ from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Codec, Memory, PayloadCodec, Tally
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Key, Signature
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 
 TAGS_PER_OPERATION = 8
 
@@ -48,9 +48,9 @@ class Submission:
         self.sources = None
 
 
-def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, float]:
-    """AVERAGE is SUM with a scale."""
-    return (ReduceOp.SUM, postscale / size) if op == ReduceOp.AVERAGE else (op, postscale)
+def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scale]:
+    """AVERAGE is SUM, divided."""
+    return (ReduceOp.SUM, Scale(postscale, size)) if op == ReduceOp.AVERAGE else (op, Scale(postscale))
 
 
 def zeros_for(signature: Signature) -> list[Array]:
@@ -138,7 +138,7 @@ def _reduce_whole(
     group: Group,
     flat: Array,
     op: ReduceOp,
-    scale: float,
+    scale: Scale,
     submission: Submission,
     tag: int,
     turns: tuple[int, int],
@@ -186,7 +186,7 @@ def _reduce_flat(
     flat: Array,
     lengths: Sequence[int],
     op: ReduceOp,
-    scale: float,
+    scale: Scale,
     submission: Submission,
     tag: int,
     turns: tuple[int, int],
@@ -202,7 +202,7 @@ def _reduce_fused(
     arrays: Sequence[Array],
     prescale: float,
     op: ReduceOp,
-    scale: float,
+    scale: Scale,
     submission: Submission,
     tag: int,
     turns: tuple[int, int],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hvdkit.engine.core import Engine
+    from hvdkit.engine.liveness import Loss
 
 # How long shutdown waits for the others to shut down too. A rank that failed only makes sure that they have heard.
 GOODBYE_SECONDS = 5.0
@@ -19,7 +20,7 @@ class Farewell:
     """Tells the others goodbye; ``over()`` says when there is nothing to wait for any more.
 
     A rank that is only late may have much to do before it leaves: it answers, and is left alone. One that does not
-    answer within the timeout is ``silent``: it was stopped or cut off, and its job would never end.
+    answer in time is among the ``losses``: it was stopped or cut off, or hangs, and its job would never end.
     """
 
     def __init__(self, engine: Engine, reason: str, code: int, failed: bool) -> None:
@@ -28,7 +29,7 @@ class Farewell:
         self._began = monotonic()
         self._told = False
         self._asked_at: float | None = None
-        self.silent: list[int] = []
+        self.losses: list[Loss] = []
 
         def tell() -> None:
             engine.negotiation.tell_everyone(["bye", reason, code])
@@ -56,9 +57,8 @@ class Farewell:
             return False
         unheard = [rank for rank in missing if not self._engine.watch.heard_since(rank, self._asked_at)]
         if unheard:
-            if now > self._asked_at + self._engine.settings.timeout_seconds:
-                self.silent = unheard
-            return bool(self.silent)
+            self.losses = self._engine.watch.lost_since(unheard, self._asked_at, now)
+            return bool(self.losses)
         # An answer is worth no more than its age: the last one must have been asked for at the end.
         if self._asked_at > self._began + GOODBYE_SECONDS:
             return True

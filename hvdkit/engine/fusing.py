@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -12,17 +12,19 @@ from hvdkit.engine.requests import Signature
 WIDEST_ELEMENT = 8
 
 
-def batch_size(ready: Sequence[tuple[int, Signature]], threshold: int) -> int:
+def batch_size(ready: Iterable[tuple[int, Signature]], threshold: int) -> int:
     """How many of the first operations, as (process set, signature), run as one: at least the first.
 
     Allreduces of one dtype in one process set, with the same operation and factors, of at most ``threshold`` bytes.
+    No operation is looked at beyond the first that runs by itself.
     """
-    process_set, first = ready[0]
+    rest = iter(ready)
+    process_set, first = next(rest)
     nbytes = _fusible_bytes(first)
     if nbytes is None:
         return 1
     count = 1
-    for other_set, signature in ready[1:]:
+    for other_set, signature in rest:
         more = _fusible_bytes(signature)
         if more is None or other_set != process_set or nbytes + more > threshold:
             break

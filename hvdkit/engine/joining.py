@@ -24,6 +24,7 @@ class Joining:
         self._ranks: set[int] = set()
         self._lanes: dict[int, Lane] = {}  # on which this rank takes part with zeros
         self._handle: Handle | None = None
+        self.over = 0  # joins that have ended, counted alike by all ranks, which all wait for the end
         self._last: int | None = None  # set between the end of a join and the end of its last zeros
 
     @property
@@ -73,6 +74,7 @@ class Joining:
     def done(self, last: int) -> None:
         """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
         self._ranks.clear()
+        self.over += 1
         self._engine.submissions.count_names_anew()
         self._last = last
 

@@ -13,22 +13,22 @@ from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.compression import CASTS, Codec, Tally
+from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
+from hvdkit.engine.codec_advice import CodecAdvice
 from hvdkit.engine.given_up import GIVEN_UP, GivenUpSteps
 from hvdkit.engine.lane_records import LaneRecords
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
-from hvdkit.engine.schedule import Piece
-from hvdkit.engine.weighing import Weighing
-from hvdkit.errors import HorovodInternalError
-from hvdkit.kernels import ReduceOp
+from hvdkit.engine.verifying import LaneVerification
+from hvdkit.errors import HorovodInternalError, MismatchError
+from hvdkit.kernels import ONE, ReduceOp
 
 if TYPE_CHECKING:
     from hvdkit.engine.core import Engine
 
-# How far the newest operation of a lane may be ahead of the oldest one in flight; see shared_buckets.CELLS.
+# How far the newest operation of a lane may be ahead of the oldest one in flight; see node_pass.CELLS.
 SPAN = 32
 
 # Tags of lanes lie above those of named operations: lane, then place in the lane's sequence, then phase. Places repeat
@@ -45,11 +45,10 @@ def lane_tag(lane: int, sequence: int) -> int:
 class Lane:
     """The buckets of one plan on this rank.
 
-    A training thread writes gradients into slots and hands them over with ``ready``; the engine's driver starts the
-    pieces of a bucket when all of its slots are ready and all pieces before them in the agreed order were started. The
-    first step ends with one small exchange in which all ranks learn when rank 0 saw its gradients become ready, and
-    with that the order of all later steps. Buffers are what ``home`` allocates, numpy arrays or tensors of a device;
-    here they are only sliced and assigned to.
+    A training thread hands gradients over with ``ready``; the engine's driver starts the pieces of a bucket when all of
+    its slots are ready and all pieces before them in the agreed order were started. The first step ends with one small
+    exchange in which all ranks learn when rank 0 saw its gradients become ready, and with that the order of all later
+    steps. Where gradients lie is for ``home`` to know.
     """
 
     def __init__(
@@ -67,19 +66,18 @@ class Lane:
         self.lane_id = lane_id
         self.slots = list(slots)
         self.group = group
-        self.generation = 0
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
         self.closed = False
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
         self.home = home
-        self._views: dict[int, Any] = {}
         self._running: dict[int, Operation] = {}  # by sequence
         self._engine = engine
         self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
-        self._weighing = Weighing(engine, group, home)
-        self._records = LaneRecords(engine, name, self.slots, home, self._weighing)
+        self._records = LaneRecords(engine, name, self.slots, home)
+        self._advice = CodecAdvice(engine, name, group, home, codecs)
+        self.verification = LaneVerification(group, engine.settings.verify)
         self._given_up = GivenUpSteps()
         self._lock = threading.Lock()
         self._step = 0  # steps that are over
@@ -95,15 +93,17 @@ class Lane:
         """Whether slots are tensors of a device, not numpy arrays."""
         return self.home.on_device
 
-    def slot_array(self, slot: int) -> Any:
-        """The slot's flat memory in its fusion buffer. Fetch it again when ``generation`` has changed."""
-        return self._views[slot]
+    def small(self, slot: int) -> Any:
+        """The flat memory into which the gradient of a small slot is copied; None for a large one."""
+        return self.home.small(slot)
 
-    def ready(self, slot: int, since: float | None = None) -> None:
-        """Slot ``slot`` holds this rank's gradient; it is the engine's until ``finish``.
+    def ready(self, slot: int, offer: Any, since: float | None = None) -> None:
+        """This rank's gradient of a slot is complete; it is the engine's until ``finish``, and holds the result then.
 
-        ``since`` (perf_counter): when it was complete, if that was before now.
+        ``offer``: an Offer, of flat memory; FILLED for a small slot, whose gradient was copied to ``small``; None: this
+        rank has no gradient, and contributes zeros. ``since`` (perf_counter): when it was complete, if not just now.
         """
+        self.home.offer(slot, offer)
         mark = self.home.mark()
         with self._lock:
             if slot in self._ready:
@@ -130,6 +130,11 @@ class Lane:
             return [slot for slot in range(len(self.slots)) if slot not in self._ready]
 
     @property
+    def steps(self) -> int:
+        """How many steps are over, which ranks count alike: also what was given up or taken part in with zeros."""
+        return self._step
+
+    @property
     def in_flight(self) -> bool:
         """Whether some slot was handed over in this step."""
         return bool(self._ready)
@@ -140,6 +145,8 @@ class Lane:
         Raises HorovodInternalError where a rank is lost, does something else or has given the step up.
         """
         step = self._step
+        if self._verifies:
+            self.verification.prepare()
         self._end()
         rank = self._given_up.use(step)
         if rank is not None:
@@ -152,6 +159,7 @@ class Lane:
         self._engine.drive_lane(self)
         if self.error is not None:
             raise self.error
+        self._advice.step_over()
         with self._lock:
             self._end_step()
 
@@ -164,15 +172,15 @@ class Lane:
             self._given_up.here(self._step)
             self._engine.tell_later(self.group.members, ["given_up", self.lane_id, self._step])
             for slot in self.unready_slots():
-                self.slot_array(slot)[...] = 0
-                self.ready(slot)
+                self.ready(slot, None)
             self._end()
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
         self.closed = True
-        self._views = {}
         self._engine.forget_lane(self)
+        if self.error is not None or not self._in_flight:
+            self.home.end_step()
         self.home.forget(quiet=self.error is None and not self._in_flight)
 
     # -- the engine's driver ------------------------------------------------------------------------------------------
@@ -194,8 +202,8 @@ class Lane:
         return self._finishing and self._may_observe()
 
     def _may_observe(self) -> bool:
-        """An exchange of what was observed or measured comes after all pieces."""
-        return self._started < self._planned() and self._completed == len(self._pieces)
+        """Exchanges of what was observed or measured come after all pieces, one after the other."""
+        return len(self._pieces) <= self._started == self._completed < self._planned()
 
     def _room(self) -> bool:
         """Whether what is on its way leaves room for the next operation."""
@@ -233,17 +241,17 @@ class Lane:
             self._in_flight[sequence] = self._load(place)
             marks = [self.home.mark()] if joined else self._marks[self._pieces[place].bucket]
             steps = self.home.reduce(self._pieces[place], joined, marks, sequence, tag)
-            steps = self._records.reduction(place, joined, steps, self._count)
+            steps = self._records.reduction(place, joined, steps)
             what = self._records.told(place)
         else:
             self._in_flight[sequence] = 0
-            first = self._step == 0
-            steps = self._exchange_observations(tag, joined) if first else self._weighing.exchange(self._buckets, tag)
-            what = f"{'the gradient order' if first else 'what codecs cost'} of {self.name}"
+            steps, what = self._exchange(place - len(self._pieces), joined, tag)
 
         def completed(_: Any) -> None:
             del self._in_flight[sequence], self._running[sequence]
             self._completed += 1  # from here on the training thread may begin the next step
+            if self.closed and not self._in_flight:
+                self.home.end_step()  # until now others have read and written what was offered
             # The training thread of a joined rank is in join(): nobody else will begin the next step.
             if joined and self._completed == self._planned():
                 self._end_step()
@@ -258,6 +266,7 @@ class Lane:
         """End every wait on this lane with ``error``; the lane is of no use afterwards."""
         if self.error is None:
             self.error = error
+            self.home.rescue()
             # Others may have stopped before these: nobody would ever end them.
             self._engine.defer(lambda: self._engine.drop(self._running.values()))
             for place in range(min(self._completed, len(self._pieces)), min(self._started, len(self._pieces))):
@@ -282,11 +291,11 @@ class Lane:
         """``rank`` gave a step up that was used here."""
         engine = self._engine
         text = GIVEN_UP % (engine.topology.told(rank), self.name, engine.told())
-        self.fail(HorovodInternalError(text))
+        self.fail(MismatchError(text))
         engine.tell_later(self.group.members, ["lane_error", self.lane_id, text])
 
     def _planned(self) -> int:
-        return len(self._pieces) + (self._step == 0 or self._weighs)
+        return len(self._pieces) + self._observes + self._verifies
 
     def _load(self, place: int) -> int:
         bucket = self._pieces[place].bucket
@@ -312,29 +321,20 @@ class Lane:
         self._records.plan = plan
         self.home.lay_out(self._buckets)
         self.home.pieces = self._pieces
-        if not self.closed:
-            self._views = {}
-            for bucket, buffer in zip(self._buckets, self.home.buffers(), strict=True):
-                for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
-                    self._views[slot] = buffer[offset : offset + self.slots[slot].elements]
         self._begin_step()
 
     def _end_step(self) -> None:
-        """Ready for the next step; after the first one in the order that rank 0 observed, values carried over."""
-        if self._weighs:
-            self._weighing.act(self.name, self.slots, self._buckets)
+        """Ready for the next step; after the first one in the order that rank 0 observed."""
+        self.home.end_step()
         self._step += 1
         if self._step == 1:
-            self.generation += 1
-            # The new buckets may lie in the same memory.
-            old = {slot: view.clone() if self.on_device else view.copy() for slot, view in self._views.items()}
             self._arrange(self._ready_at)
-            for slot, view in old.items():
-                self._views[slot][...] = view
-        self._begin_step()
+        else:
+            self._begin_step()
 
     def _begin_step(self) -> None:
-        self._weighs = self._weighing.due(self._step, self._buckets)
+        self._observes = self._step == 0
+        self._verifies = self.verification.due(self._step + 1)
         self._finishing = False
         self._ready: set[int] = set()
         self._left = [len(bucket.slots) for bucket in self._buckets]
@@ -343,9 +343,11 @@ class Lane:
         self._started = 0
         self._completed = 0
 
-    def _count(self, piece: Piece, tally: Tally) -> None:
-        """What a piece took to encode, for the decision whether that pays."""
-        self._weighing.count(self._step, self._buckets[piece.bucket], piece, tally)
+    def _exchange(self, number: int, joined: bool, tag: int) -> tuple[Steps[None], str]:
+        """What ranks tell each other at the end of this step, and what that is called."""
+        if number == self._observes:
+            return self.verification.exchange(joined, tag), f"whether parameters are the same, of {self.name}"
+        return self._exchange_observations(tag, joined), f"the gradient order of {self.name}"
 
     def _exchange_observations(self, tag: int, joined: bool) -> Steps[None]:
         """Tell all ranks when rank 0 saw its slots become ready, in microseconds since the first one."""
@@ -354,5 +356,5 @@ class Lane:
             first = min(self._observed.values())
             for slot, at in self._observed.items():
                 message[slot] = int((at - first) * 1e6)
-        yield from allreduce(self.group, message, ReduceOp.MAX, 1.0, CASTS["none"], tag, AUTO)
+        yield from allreduce(self.group, message, ReduceOp.MAX, ONE, CASTS["none"], tag, AUTO)
         self._ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in message.tolist()]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Steps
-from hvdkit.compression import LossyCodec, Tally
+from hvdkit.compression import LossyCodec
 from hvdkit.engine.arrangement import Arrangement
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.compression_report import told
@@ -16,20 +16,16 @@ from hvdkit.engine.schedule import Piece
 
 if TYPE_CHECKING:
     from hvdkit.engine.core import Engine
-    from hvdkit.engine.weighing import Weighing
-
-Count = Callable[[Piece, Tally], None]
 
 
 class LaneRecords:
     """Of the buckets and pieces of one lane, in their present arrangement."""
 
-    def __init__(self, engine: Engine, name: str, slots: Sequence[Slot], home: Buckets, weighing: Weighing) -> None:
+    def __init__(self, engine: Engine, name: str, slots: Sequence[Slot], home: Buckets) -> None:
         self._engine = engine
         self._name = name
         self._slots = slots
         self._home = home
-        self._weighing = weighing
         self.plan: Arrangement
 
     def waits(self, bucket: int) -> None:
@@ -43,10 +39,8 @@ class LaneRecords:
             row = self._row(self.plan.bucket_of[slot])
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, perf_counter(), tensor=self._slots[slot].name)
 
-    def reduction(
-        self, place: int, joined: bool, steps: Steps[None], count: Callable[[Piece, Tally], None]
-    ) -> Steps[None]:
-        """``steps``, which reduce a piece, recorded; ``count`` gets what its codec took, if that is a lossy one."""
+    def reduction(self, place: int, joined: bool, steps: Steps[None]) -> Steps[None]:
+        """``steps``, which reduce a piece, recorded."""
         engine, piece, row, nbytes = (
             self._engine,
             self.plan.pieces[place],
@@ -64,11 +58,10 @@ class LaneRecords:
             algorithm=self._home.told,
             order=f"{place + 1} of {len(self.plan.pieces)}: {self.plan.reasons[place]}",
             size=engine.sizes.reason,
-            **self._weighing.told(piece.bucket),
         )
         yield from steps
-        if isinstance(self._home.memories.asked_codec(piece.bucket), LossyCodec):
-            self._encoding_ended(piece, row, started, count)
+        if isinstance(self._home.memories.codec(piece.bucket), LossyCodec):
+            self._encoding_ended(piece, row, started)
         engine.timeline_end(row)
         engine.statistics.reduced(nbytes, perf_counter() - started)
 
@@ -101,12 +94,9 @@ class LaneRecords:
         piece = self.plan.pieces[place]
         return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")
 
-    def _encoding_ended(self, piece: Piece, row: str, started: float, count: Count) -> None:
+    def _encoding_ended(self, piece: Piece, row: str, started: float) -> None:
         """Count what a piece of a bucket of a lossy codec took, and show it."""
         tally, timeline = self._home.memories.finished(piece), self._engine.timeline
-        if not self._home.memories.encodes(piece.bucket):
-            return
-        count(piece, tally)
-        if timeline is not None:
+        if timeline is not None and self._home.memories.encodes(piece.bucket):
             norm = self._home.residual_norm(piece)
             timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))

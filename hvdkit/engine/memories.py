@@ -9,15 +9,14 @@ import numpy as np
 
 from hvdkit.collectives.group import Array
 from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
-from hvdkit.compression import CASTS, Codec, LossyCodec, Memory
+from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.compression.memory import RESIDUAL, TURN, Place, Tally
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 
 Kept = dict[str, Array]  # by name: flat arrays of one tensor
-# An encoded tensor, its codec, what that cost and saved, the norm of what this rank keeps of it, and why it is off, if
-# it is.
-Report = tuple[Slot, str, Tally, float, str]
+# An encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it.
+Report = tuple[Slot, str, Tally, float]
 
 
 @dataclass
@@ -53,7 +52,6 @@ class Memories:
         self._owed: list[Array | None] = []  # by bucket: what is added to this rank's next gradients
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
         self._totals = [Tally() for _ in slots]
-        self._off: dict[tuple[int, ...], str] = {}  # by the slots of a bucket: why its codec is switched off
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """From now on the lane has these buckets."""
@@ -72,40 +70,13 @@ class Memories:
                 array[...] = arrays[name]
 
     def codec(self, bucket: int) -> Codec:
-        """What encodes a bucket now."""
-        return CASTS["none"] if self.switched_off(bucket) else self.asked_codec(bucket)
-
-    def asked_codec(self, bucket: int) -> Codec:
-        """What the plan has for a bucket."""
+        """What encodes a bucket."""
         return self._codecs[self._buckets[bucket].codec]
 
     def encodes(self, bucket: int) -> bool:
         """Whether payloads of a bucket travel."""
         codec = self.codec(bucket)
         return isinstance(codec, LossyCodec) and (self.encodes_its_own(codec) or bool(self._over_nodes))
-
-    def warmup_left(self, bucket: int) -> int:
-        """For how many steps the codec of a bucket will send more here than it does afterwards."""
-        codec, numbers = self.codec(bucket), self._memories[bucket].shared.numbers
-        turns = [number for (name, _, _), number in numbers.items() if name == TURN]
-        # A rank that encodes no share of the bucket counts no turns.
-        return max(0, codec.warmup_steps - int(max(turns))) if turns and isinstance(codec, LossyCodec) else 0
-
-    def switched_off(self, bucket: int) -> str:
-        """Why the codec of a bucket is switched off; nothing where it is not."""
-        return self._off.get(self._buckets[bucket].slots, "")
-
-    def switch_off(self, number: int, reason: str, units: Sequence[float], contribution: float) -> None:
-        """Encode a bucket no more, between two steps; what was not sent is added to the next gradients, as ``owe``."""
-        bucket = self._buckets[number]
-        kept = {slot: self.of_slot(slot) for slot in bucket.slots}
-        shared = self._memories[number].shared
-        self._off[bucket.slots] = reason
-        self._memories[number] = Memory(bucket.elements)
-        self._memories[number].shared = shared
-        for slot, arrays in kept.items():
-            if any(array.any() for array in arrays.values()):
-                self.owe(slot, arrays, units[number], units, contribution)
 
     def of_bucket(self, bucket: int) -> Memory:
         """The memory of a bucket."""
@@ -141,6 +112,13 @@ class Memories:
                 self._totals[slot].add(tally, elements / sum(inside))
         return tally
 
+    def total(self) -> Tally:
+        """What encoding cost and saved so far, of all tensors."""
+        total = Tally()
+        for one in self._totals:
+            total.add(one)
+        return total
+
     def residual_norm(self, piece: Piece) -> float:
         """The Euclidean norm of what this rank keeps of a piece."""
         return _norm(self._memories[piece.bucket].part(piece.begin, piece.end).residual)
@@ -148,12 +126,10 @@ class Memories:
     def reports(self) -> list[Report]:
         """What encoding did, by tensor."""
         found = []
-        off = {slot: reason for slots, reason in self._off.items() for slot in slots}
         for slot, total in enumerate(self._totals):
             codec = self._codecs[self._slots[slot].codec]
             if isinstance(codec, LossyCodec):
-                norm = _norm(self.of_slot(slot).get(RESIDUAL))
-                found.append((self._slots[slot], codec.told, total, norm, off.get(slot, "")))
+                found.append((self._slots[slot], codec.told, total, _norm(self.of_slot(slot).get(RESIDUAL))))
         return found
 
     def of_slot(self, slot: int) -> Kept:
@@ -174,7 +150,7 @@ class Memories:
 
     def _keeps(self, bucket: Bucket) -> tuple[str, ...]:
         codec = self._codecs[bucket.codec]
-        if not isinstance(codec, LossyCodec) or bucket.slots in self._off:
+        if not isinstance(codec, LossyCodec):
             return ()
         return codec.keeps if self.encodes_its_own(codec) or self._over_nodes else ()
 
@@ -198,19 +174,28 @@ class Memories:
 
     # -- around a reduction -------------------------------------------------------------------------------------------
 
-    def prepare(self, piece: Piece, buffer: Array) -> None:
-        """Add what is owed to this rank's gradients in ``buffer``, a piece; zero what lies between them."""
+    def owes(self, bucket: int) -> bool:
+        """Whether something is added to this rank's next gradients of a bucket."""
+        return self._owed[bucket] is not None
+
+    def pay(self, piece: Piece, gradients: Sequence[tuple[int, Array]]) -> None:
+        """Add what is owed to this rank's gradients in a piece: where each begins in it, and its values."""
         owed = self._owed[piece.bucket]
-        if owed is not None:
-            _pay(owed[piece.begin : piece.end], buffer)
-            if not owed.any():
-                self._owed[piece.bucket] = None
-        if not isinstance(self.codec(piece.bucket), LossyCodec):
+        if owed is None:
             return
-        # What was decoded into a gap would be encoded again, and some codecs make something of zeros.
+        for begin, values in gradients:
+            _pay(owed[piece.begin + begin : piece.begin + begin + values.size], values)
+        if not owed.any():
+            self._owed[piece.bucket] = None
+
+    def clear_gaps(self, piece: Piece, flat: Array) -> None:
+        """Zero what lies between tensors in ``flat``, a piece, and in what is kept of it.
+
+        What was decoded into a gap would be encoded again, and some codecs make something of zeros.
+        """
         kept = self._memories[piece.bucket].part(piece.begin, piece.end).arrays
         for begin, end in self.gaps(piece.bucket):
-            for array in (buffer, *kept.values()):
+            for array in (flat, *kept.values()):
                 array[max(0, begin - piece.begin) : max(0, end - piece.begin)] = 0
 
     def forget(self) -> None:
@@ -269,12 +254,8 @@ class Memories:
                 self.owe(slot, kept, unit, units, contribution)
             return
         for slot, kept in enumerate(state.slots):
-            mine = self.of_slot(slot)
-            if mine:
-                for name, array in mine.items():
-                    array += kept.get(name, np.float32(0))
-            else:  # nothing was kept there, or the codec has been switched off since
-                self.owe(slot, kept, state.units[slot], units, contribution)
+            for name, array in self.of_slot(slot).items():
+                array += kept.get(name, np.float32(0))
         for bucket, memory in zip(self._buckets, self._memories, strict=True):
             memory.shared.numbers = dict(state.numbers.get(bucket.slots, {}))
             memory.shared.vectors = {

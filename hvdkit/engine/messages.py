@@ -7,6 +7,9 @@ from typing import Any
 
 Message = list[Any]
 
+# Causes of an operation's error.
+MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"
+
 # Made once: json.dumps makes one for each message.
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder()
@@ -20,7 +23,7 @@ SHAPES = {
     "blocked": 5,  # key, lane id or null; ranks waited for; in words; label
     # from the coordinator
     "run": 6,  # sequence, process set, kind, [[name, extra], ...], signatures or null
-    "error": 5,  # process set, kind, name, text
+    "error": 6,  # process set, kind, name, text, cause
     "joined": 2,  # rank
     "join_done": 2,  # last rank
     "join_error": 2,  # text

@@ -104,15 +104,19 @@ class NamedOperations(ABC):
         self,
         array: Array,
         *,
-        splits: list[int] | None,
+        splits: list[int] | str | None,
         name: str | None,
         process_set_id: int,
         device: str = "cpu",
         wake: bool = True,
     ) -> Handle:
-        """Send ``splits[p]`` rows to rank p; the result is (what came in, rows that came from each rank)."""
+        """Send ``splits[p]`` rows to rank p; the result is (what came in, rows that came from each rank).
+
+        ``splits`` may say in words what is wrong with those of the user: this rank cannot take part, and the operation
+        fails on all ranks at once.
+        """
         signature = {"dtype": [_dtype_name(array)], "shape": [["*", *array.shape[1:]]], "device": device}
-        detail = [array.shape[0], splits]
+        detail = splits if isinstance(splits, str) else [array.shape[0], splits]
         return self._submit("alltoall", [array], signature, detail, name, process_set_id, wake)
 
     def reducescatter(

@@ -129,13 +129,13 @@ class Negotiation:
         if kind == "run":
             engine.batches.run(message)
         elif kind == "error":
-            engine.reject(Key(*message[1:4]), message[4])
+            engine.reject(Key(*message[1:4]), message[4], message[5])
         elif kind == "joined":
             engine.joining.joined(message[1])
         elif kind == "join_done":
             engine.joining.done(message[1])
         elif kind == "join_error":
-            engine.joining.fail(HorovodInternalError(message[1]))
+            engine.joining.fail(PeerLostError(message[1]))
         elif kind == "lane":
             engine.joining.follow(message[1], message[2])
         elif kind == "given_up":

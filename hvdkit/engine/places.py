@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
-from hvdkit.engine.buckets import Buckets, Reduction
-from hvdkit.engine.plan import Slot, total_bytes
+from hvdkit.engine.plan import Slot, small_offsets
+
+if TYPE_CHECKING:
+    from hvdkit.engine.node_pass import NodePass
 
 
 # The places of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
@@ -47,23 +50,24 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     bells = transport.bells_of(node)
     begins = (0, nbytes // 2)
     areas = [Area(window, begin, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for begin in begins]
-    return Layout(nodes, Staging(node, rank, areas[0], areas[1], spin_seconds, window))
+    return Layout(nodes, Staging(node, rank, (areas[0], areas[1]), begins, spin_seconds, window))
 
 
-def shared_buckets(
-    group: Group, reduction: Reduction, lane_id: int, slots: Sequence[Slot]
-) -> tuple[Buckets | None, str]:
-    """Buckets in the node's memory, or why there are none; both nothing on a node with one rank of the group."""
-    if group.layout.staging is None:
+def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePass | None, str]:
+    """Where a lane's gradients meet on this node, or why they cannot; both nothing with one rank of the group here."""
+    staging = None if group.layout is None else group.layout.staging
+    if staging is None:
         return None, ""
-    from hvdkit.engine.shared_buckets import SharedBuckets
+    from hvdkit.engine.node_pass import NodePass
+    from hvdkit.transports.node import NodeTransport
 
-    home = None
+    assert isinstance(group.transport, NodeTransport)
+    here = None
     try:
-        home = SharedBuckets(group, group.layout, reduction, lane_place(lane_id), slots)
-        home.populate()
+        here = NodePass(group.transport, staging.members, lane_place(lane_id), slots, staging.spin_seconds)
+        here.populate()
     except OSError as error:
-        if home is not None:
-            home.discard()
-        return None, f"no room for {total_bytes(slots)} bytes on each rank ({error})"
-    return home, ""
+        if here is not None:
+            here.discard()
+        return None, f"no room for {small_offsets(slots)[1]} bytes on each rank ({error})"
+    return here, ""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdkit.compression import Codec
-from hvdkit.engine.buckets import Buckets, HostBuckets, Reduction
+from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.device_buckets import DeviceBuckets, stays_on_device
+from hvdkit.engine.host_buckets import HostBuckets
 from hvdkit.engine.lane import Lane
-from hvdkit.engine.places import shared_buckets
+from hvdkit.engine.places import node_pass
 from hvdkit.engine.plan import Slot
 from hvdkit.kernels import ReduceOp
 
@@ -79,11 +80,11 @@ def register(engine: Engine, plan: Plan) -> Lane:
 
 
 def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
-    """Where a lane's buckets live on the host: in the node's memory if no rank of the lane is short of it."""
+    """What reduces a lane's gradients on the host: in the node's memory if no rank of the lane is short of it."""
     group = engine.groups.group(plan.process_set_id)
     if group.layout is None:
         return HostBuckets(group, plan.reduction, None, plan.slots)
-    home, problem = shared_buckets(group, plan.reduction, lane_id, plan.slots)
+    node, problem = node_pass(group, lane_id, plan.slots)
     everyone = engine.transport.size
     short = np.array([engine.topology.rank if problem else everyone])  # the first rank that is short of memory
     engine.allreduce(
@@ -100,10 +101,10 @@ def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
             engine.told(), plan.name, problem,
         )  # fmt: skip
     if short[0] < everyone:
-        if home is not None:
-            home.discard()
+        if node is not None:
+            node.discard()
         return HostBuckets(group, plan.reduction, None, plan.slots)
-    return home or HostBuckets(group, plan.reduction, group.layout, plan.slots)
+    return HostBuckets(group, plan.reduction, group.layout, plan.slots, node)
 
 
 def keep_closed(closed: dict[int, Lane], lane: Lane) -> None:

@@ -49,7 +49,7 @@ class ProcessSet:
         """This process's place in the set, or None before the set is initialized. Raises ValueError if not in it."""
         if self.process_set_id is None:
             return None
-        ranks, rank = _ranks_of(self), runtime.engine().topology.rank
+        ranks, rank = _ranks_of(self), runtime.topology().rank
         if rank not in ranks:
             raise ValueError(f"rank {rank} is not in process set {self.process_set_id}, which has the ranks {ranks}")
         return ranks.index(rank)
@@ -60,7 +60,7 @@ class ProcessSet:
             return True
         if self.ranks is None:
             return None
-        return runtime.engine().topology.rank in self.ranks
+        return runtime.topology().rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -90,7 +90,7 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 def _ranks_of(process_set: ProcessSet) -> list[int]:
     assert process_set.process_set_id is not None
-    ranks = runtime.engine().groups.ranks.get(process_set.process_set_id)
+    ranks = runtime.process_sets().get(process_set.process_set_id)
     if ranks is None:
         raise ValueError(f"{process_set} is not part of this job: it was removed, or hvd.init() was called again.")
     return ranks

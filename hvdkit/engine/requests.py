@@ -34,7 +34,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's request. ``detail`` holds what may differ between ranks: first dimensions, splits."""
+    """One rank's request. ``detail`` holds what may differ between ranks: first dimensions, splits.
+
+    Of an alltoall that is [rows, splits or None], or in words what is wrong with the splits that the user gave.
+    """
 
     signature: Signature
     detail: Any = None
@@ -45,7 +48,7 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
     ranks = sorted(requests)
     first = requests[ranks[0]].signature
     if all(request.signature == first for request in requests.values()):
-        return _detail_mismatch(key, first, {rank: requests[rank].detail for rank in ranks})
+        return None
     for field, title in (
         ("dtype", "data types"),
         ("shape", "shapes"),
@@ -65,7 +68,27 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
             return f"Mismatched {title} for {key}: {_told(values, field)}."
     if first["kind"] == "plan":
         return _plan_mismatch(key, {rank: requests[rank].signature["slots"] for rank in ranks})
-    return _detail_mismatch(key, first, {rank: requests[rank].detail for rank in ranks})
+    return None
+
+
+def wrong_by_itself(key: Key, rank: int, request: Request, size: int) -> str | None:
+    """What is wrong with one rank's request in a process set of ``size``, whatever the others ask for."""
+    if key.kind != "alltoall":
+        return None
+    if isinstance(request.detail, str):
+        return f"Mismatched splits for {key}: rank {rank}: {request.detail}"
+    rows, splits = request.detail
+    if splits is None and rows % size:
+        return (
+            f"Mismatched splits for {key}: rank {rank} sent no splits, and its first dimension {rows} "
+            f"cannot be divided by {size} ranks."
+        )
+    if splits is not None and (len(splits) != size or min(splits) < 0 or sum(splits) > rows):
+        return (
+            f"Mismatched splits for {key}: rank {rank} sent splits {splits} for a first dimension of {rows} "
+            f"and {size} ranks."
+        )
+    return None
 
 
 def _told(values: dict[int, Any], field: str) -> str:
@@ -107,19 +130,3 @@ def _plan_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
 def _slot_told(slot: Sequence[Any]) -> str:
     name, shape, dtype, _ = slot
     return f"'{name}' {dtype}{list(shape)}"
-
-
-def _detail_mismatch(key: Key, signature: Signature, details: dict[int, Any]) -> str | None:
-    if signature["kind"] == "alltoall":
-        for rank, (rows, splits) in details.items():
-            if splits is None and rows % len(details):
-                return (
-                    f"Mismatched splits for {key}: rank {rank} sent no splits, and its first dimension {rows} "
-                    f"cannot be divided by {len(details)} ranks."
-                )
-            if splits is not None and (len(splits) != len(details) or sum(splits) > rows):
-                return (
-                    f"Mismatched splits for {key}: rank {rank} sent splits {splits} for a first dimension of {rows} "
-                    f"and {len(details)} ranks."
-                )
-    return None

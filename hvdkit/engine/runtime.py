@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdkit import config, environments
 from hvdkit.engine.core import Engine
 from hvdkit.engine.ending import ENDING, abort_mpi
 from hvdkit.engine.farewell import Farewell
+from hvdkit.engine.forked import watch_forks
 from hvdkit.engine.introduction import exchange_blobs, introduce
 from hvdkit.engine.measuring import measure_network
 from hvdkit.engine.schedule import Network
 from hvdkit.engine.sharing import share_memory
+from hvdkit.engine.topology import Topology
 from hvdkit.environments.base import World
-from hvdkit.errors import HorovodInternalError, NotInitializedError, PeerLostError
+from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError, PeerLostError
 from hvdkit.transports import Transport, open_mpi_communicator, open_transport
+from hvdkit.transports.heartbeat import start_heartbeat
 
 logger = logging.getLogger("hvdkit")
 
@@ -26,17 +29,55 @@ _engine: Engine | None = None
 _dynamic = False
 _generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
 _process = 0  # that called init
+_inherited: Engine | None = (
+    None  # of the process that this one was forked from; to let go of it would end what is in it
+)
 
 
 def engine() -> Engine:
-    """The engine. Raises NotInitializedError (a ValueError) before init and after shutdown."""
-    if _engine is None or _process != os.getpid():
-        raise NotInitializedError  # a fork must not use its parent's connections
+    """The engine, to communicate. Raises NotInitializedError (a ValueError) before init and after shutdown.
+
+    Raises ForkedChildError, a HorovodInternalError, in a process that was forked from the one that called init.
+    """
+    if _engine is None:
+        raise NotInitializedError
+    check_not_forked()
     return _engine
 
 
 def is_initialized() -> bool:
-    return _engine is not None and _process == os.getpid()
+    """Whether there are answers to questions about ranks; also in a process that was forked from a rank."""
+    return _engine is not None
+
+
+def check_not_forked() -> None:
+    """Raises ForkedChildError in a process that was forked from the one that called init."""
+    if _engine is not None and _process != os.getpid():
+        raise ForkedChildError(_engine.told(), _process)
+
+
+def is_forked() -> bool:
+    """Whether this process was forked from the one that called init."""
+    return _engine is not None and _process != os.getpid()
+
+
+def topology() -> Topology:
+    """This rank's place in the job, also in forked children. Raises NotInitializedError."""
+    if _engine is None:
+        raise NotInitializedError
+    return _engine.topology
+
+
+def process_sets() -> Mapping[int, list[int]]:
+    """The ranks of each process set by its number, also in forked children. Raises NotInitializedError."""
+    if _engine is None:
+        raise NotInitializedError
+    return _engine.groups.ranks
+
+
+def carrier() -> str | None:
+    """What carries this job between nodes, also in forked children; None before init."""
+    return None if _engine is None else _engine.transport.carrier
 
 
 def dynamic_process_sets() -> bool:
@@ -47,20 +88,27 @@ def dynamic_process_sets() -> bool:
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
     """Find out who this process is, connect to the others, and start the engine. A second call does nothing.
 
+    Nor does a call in a forked child of one of several ranks, which cannot join their job; that of a rank alone starts
+    a job of its own.
     comm: None for all ranks; a list of ranks of the job that take part; or an mpi4py communicator.
     process_sets: ProcessSet objects, the same on every rank, or ``"dynamic"``.
     cuda, for_torch: whether tensors of GPUs shall travel by NCCL, and whether tensors are PyTorch's.
     Raises ValueError for contradictory environments and arguments, TransportUnavailableError where ranks cannot meet,
     HorovodInternalError on every rank where versions or process sets differ.
     """
-    global _engine, _dynamic, _process
-    if _engine is not None and _process == os.getpid():
+    global _engine, _dynamic, _process, _inherited
+    if is_forked():
+        _inherited, _engine = _engine, None
+    if _inherited is not None and _inherited.topology.size > 1:
+        _engine = _inherited
+    if _engine is not None:
         return
     settings = config.from_environment()
     logger.setLevel(settings.log_level.upper())
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     sets = [] if process_sets is None or dynamic else list(process_sets)
     world, transport = _connect(comm, settings, cuda, for_torch)
+    heartbeat = None
     try:
         static = _static_ranks(sets, transport.size, comm if _is_communicator(comm) else None)
         topology, settings = introduce(transport, world, settings, static)
@@ -75,9 +123,13 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         transport = share_memory(transport, topology, settings, exchange)
         network = Network(0.0, 0.0)
         if transport.size > 1:
+            heartbeat = start_heartbeat(transport, world, exchange, settings.timeout_seconds, start_seconds)
             network = measure_network(transport, topology.nodes, settings.timeout_seconds)
-        _engine, _process = Engine(transport, topology, settings, network, static), os.getpid()
+        _engine, _process = Engine(transport, topology, settings, network, static, heartbeat), os.getpid()
+        watch_forks()
     except BaseException:
+        if heartbeat is not None:
+            heartbeat.stop()
         transport.close(graceful=False)
         raise
     _dynamic = settings.dynamic_process_sets or dynamic
@@ -90,10 +142,13 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
 def shutdown() -> None:
     """Tell the others, give everything back; ``init`` may be called again afterwards.
 
+    In a forked child only this process stops to answer questions: what it shares with its parent is left alone.
     Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is given back.
     """
-    global _engine, _dynamic
-    if _engine is None or _process != os.getpid():
+    global _engine, _dynamic, _inherited
+    if is_forked():
+        _inherited, _engine = _engine, None
+    if _engine is None:
         return
     engine, _engine, _dynamic = _engine, None, False
     graceful, lost = False, None
@@ -112,6 +167,8 @@ def shutdown() -> None:
                 )
             engine.fail(HorovodInternalError("hvdkit was shut down on this rank while the operation was in flight."))
             engine.stop_timeline()
+            if engine.heartbeat is not None:
+                engine.heartbeat.stop()
             engine.transport.close(graceful and halted)
     if lost is not None:
         raise lost
@@ -185,12 +242,7 @@ def _say_goodbye(engine: Engine) -> tuple[bool, PeerLostError | None]:
     # A connection that breaks now is no news: its rank may have left with its goodbye unsent, and if it was killed,
     # whoever started it knows.
     lost = None
-    if farewell.silent:
-        rank = farewell.silent[0]
-        lost = PeerLostError(
-            f"{engine.topology.told(rank)} gave {engine.told()} no sign of life for "
-            f"{engine.settings.timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) and did not say goodbye.\n"
-            "HINT: see whether it was killed, stopped, or cut off from the network.",
-            rank,
-        )
+    if farewell.losses:
+        first_lost = farewell.losses[0]
+        lost = PeerLostError(engine.watch.told_loss(first_lost, " and did not say goodbye"), first_lost.rank)
     return not farewell.missing() and engine.error is None, lost

@@ -6,9 +6,10 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdkit import kernels
+from hvdkit.arena import ARENA, NOT_SERVED
 from hvdkit.config import Settings
 from hvdkit.engine.places import staging_bytes, staging_place
 from hvdkit.engine.topology import Topology, nodes_that_share
@@ -44,18 +45,22 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
             mine = {"address": invitation.address, "secret": invitation.secret}
     told = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
     reason = next((told[member]["reason"] for member in node if told[member]["reason"]), "")
-    obtained: tuple[NodeMemory, Window] | None = None
+    obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
     if len(node) > 1 and not reason:
-        obtained, reason = _obtain(invitation, told[node[0]], node, rank, seconds)
+        arena = ARENA.open(settings.arena)
+        obtained, reason = _obtain(invitation, told[node[0]], node, rank, transport.size, seconds, arena)
     elif invitation is not None:
         invitation.withdraw()
-    # Getting it may have failed on one rank only.
+    # Getting it may have failed on one rank only; an arena is used by a node's ranks if all of them have mapped it.
+    mapped = sorted(obtained[2]) if obtained is not None else []
     try:
-        outcomes = [blob.decode() for blob in exchange(reason.encode())]
+        outcome = {"reason": reason, "arenas": mapped, "no_arena": ARENA.reason if settings.arena else ""}
+        blobs = [json.loads(blob) for blob in exchange(json.dumps(outcome).encode())]
     except BaseException:
         if obtained is not None:
             obtained[0].close()
         raise
+    outcomes = [blob["reason"] for blob in blobs]
     transport.nodes = nodes_that_share(topology.nodes, [member for member, text in enumerate(outcomes) if text])
     reason = next((outcomes[member] for member in node if outcomes[member]), "")
     if reason and obtained is not None:
@@ -69,7 +74,29 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
         return transport
     from hvdkit.transports.node import NodeTransport
 
-    return NodeTransport(transport, *obtained)
+    memory, rings, windows = obtained
+    arenas = [
+        windows[owner] if all(owner in blobs[member]["arenas"] for member in node) else None
+        for owner in range(len(node))
+    ]
+    problem = _why_not_in_place(node, arenas, blobs)
+    if problem is not None and rank == node[0]:
+        logger.warning(NOT_SERVED, *problem)
+    return NodeTransport(transport, memory, rings, arenas)
+
+
+def _why_not_in_place(
+    node: Sequence[int], arenas: Sequence[Window | None], outcomes: Sequence[dict[str, Any]]
+) -> tuple[str, str] | None:
+    """Whose gradients cannot be reduced where they lie, and why, where that is nobody's wish."""
+    missing = [owner for owner, arena in enumerate(arenas) if arena is None]
+    reasons = [f"{reason} on rank {node[owner]}" for owner in missing if (reason := outcomes[node[owner]]["no_arena"])]
+    is_mapped = any(owner in outcomes[member]["arenas"] for owner in missing for member in node)
+    if is_mapped:
+        reasons.append("not all ranks of this host can map their memory")
+    if not reasons:
+        return None
+    return f"the ranks {[node[owner] for owner in missing]}", reasons[0]
 
 
 def _reason_not_to_share(settings: Settings) -> str:
@@ -90,21 +117,28 @@ def _invite() -> tuple[Invitation | None, str]:
 
 
 def _obtain(
-    invitation: Invitation | None, offer: dict[str, str], node: Sequence[int], rank: int, seconds: float
-) -> tuple[tuple[NodeMemory, Window] | None, str]:
-    from hvdkit.transports.node import rings_bytes
-    from hvdkit.transports.node_memory import NodeMemory, fetch
+    invitation: Invitation | None,
+    offer: dict[str, str],
+    node: Sequence[int],
+    rank: int,
+    size: int,
+    seconds: float,
+    arena: int,
+) -> tuple[tuple[NodeMemory, Window, dict[int, Window]] | None, str]:
+    from hvdkit.transports.node import window_bytes
+    from hvdkit.transports.node_memory import NodeMemory, fetch, map_arenas
 
     descriptor, memory = -1, None
     try:
         if invitation is not None:
-            descriptor = invitation.serve(len(node) - 1, seconds)
+            descriptor, arenas = invitation.serve(len(node) - 1, seconds, arena)
         else:
-            descriptor = fetch(offer["address"], offer["secret"], seconds)
+            descriptor, arenas = fetch(offer["address"], offer["secret"], seconds, node.index(rank), arena)
+        windows = map_arenas(arenas)
         memory = NodeMemory(descriptor, node.index(rank), len(node))
         # What every job needs is mapped while the ranks can still agree to do without.
         memory.map_in_advance(staging_place(0), staging_bytes(len(node)))
-        return (memory, memory.window(0, rings_bytes(len(node)))), ""
+        return (memory, memory.window(0, window_bytes(len(node), size)), windows), ""
     except OSError as error:
         if memory is not None:
             memory.close()

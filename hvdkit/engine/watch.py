@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from hvdkit.engine.liveness import Liveness
+from hvdkit.engine.liveness import Liveness, Loss
 from hvdkit.errors import PeerLostError, StallError
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._liveness = Liveness(engine.settings.timeout_seconds)
+        settings = engine.settings
+        self._liveness = Liveness(settings.timeout_seconds, settings.longest_unresponsive_seconds)
         self._waiting: dict[int, Waiting] = {}
         self._threads: set[int] = set()
         self._stands_for: dict[int, Collection[int]] = {}
@@ -62,8 +63,31 @@ class Watch:
         self._liveness.heard(rank, monotonic())
 
     def heard_since(self, rank: int, since: float) -> bool:
-        """Whether ``rank`` has given a sign of life since then."""
+        """Whether ``rank`` has answered since then."""
         return self._liveness.heard_since(rank, since)
+
+    def lost_since(self, ranks: Collection[int], since: float, now: float) -> list[Loss]:
+        """Those of ``ranks`` that are lost, if they have been waited for since then."""
+        self._count_beats(ranks, now)
+        losses = (self._liveness.loss(rank, since, now) for rank in ranks)
+        return [loss for loss in losses if loss is not None]
+
+    def told_loss(self, loss: Loss, what: str = "") -> str:
+        """How a rank was lost, for messages; ``what`` else it did not do."""
+        engine = self._engine
+        lost, me = engine.topology.told(loss.rank), engine.told()
+        if loss.beats:
+            return (
+                f"{lost} lives, but its Python gave {me} no answer for "
+                f"{engine.settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){what}.\n"
+                "HINT: see where it is (py-spy dump): a library keeps Python's lock (GIL), or threads wait for each "
+                "other; raise that variable where such a call takes longer."
+            )
+        return (
+            f"{lost} gave {me} no sign of life for {engine.settings.timeout_seconds:g} s "
+            f"(HVDKIT_TIMEOUT_SECONDS){what}.\n"
+            "HINT: see whether it was killed, stopped, or cut off from the network."
+        )
 
     def begin_waiting(self, handle: Handle | None, lane: Lane | None) -> None:
         """The calling thread waits from now on."""
@@ -92,6 +116,7 @@ class Watch:
         if now < self._next_look or self._engine.transport.size == 1 or self._engine.error is not None:
             return
         self._next_look = now + LOOK_SECONDS
+        self._liveness.looks(now)
         self._tell_blocked(now)
         self._look_for_stalls(now)
         self._look_for_departed(now)
@@ -196,14 +221,17 @@ class Watch:
         if engine.negotiation.coordinator is not None:
             awaited |= engine.negotiation.coordinator.awaited_ranks()
         awaited -= {engine.topology.rank, *engine.negotiation.departed}
-        to_ask, lost = self._liveness.check(awaited, now)
+        self._count_beats(awaited, now)
+        to_ask, losses = self._liveness.check(awaited, now)
         for rank in to_ask:
             engine.negotiation.send(rank, ["ping"])
-        if lost:
-            text = (
-                f"{engine.topology.told(lost[0])} gave {engine.told()} no sign of life for "
-                f"{engine.settings.timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS).\n"
-                "HINT: see whether it was killed, stopped, or cut off from the network."
-            )
-            engine.negotiation.tell_everyone(["lost", lost[0], text])
+        if losses:
+            text = self.told_loss(losses[0])
+            engine.negotiation.tell_everyone(["lost", losses[0].rank, text])
             raise PeerLostError(text)
+
+    def _count_beats(self, ranks: Collection[int], now: float) -> None:
+        heartbeat = self._engine.heartbeat
+        if heartbeat is not None:
+            for rank in ranks:
+                self._liveness.counted(rank, heartbeat.count(rank), now)

@@ -10,6 +10,9 @@ import torch
 from hvdkit.api.gradient_settings import GradientSettings, names_of
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer
+from hvdkit.torch.verification import OptimizerVerification
+
+BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"
 
 
 class _Parameters:
@@ -68,10 +71,13 @@ class TorchGradients:
             return results
         parameters = [variables[place].value for place in places]
         for parameter, place in zip(parameters, places, strict=True):
-            parameter.grad = gradients[place]
+            if parameter.grad is not gradients[place]:  # the caller's own, which must stay as they are
+                parameter.grad = gradients[place].clone()
         self._parameters.param_groups[0]["params"] = parameters
         if self._synchronizer is None:
             self._synchronizer = self._made(variables)
+        # Between two steps nothing of ours runs, so what the last update left is looked at before this one.
+        self._synchronizer.verification.updated(self._parameters.param_groups, self._synchronizer.name_of)
         self._synchronizer.synchronize()
         for parameter, place in zip(parameters, places, strict=True):
             results[place] = parameter.grad
@@ -97,5 +103,6 @@ class TorchGradients:
             ),
             settings.title,
         )
+        synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
         synchronizer._hooks = _NoHooks()  # type: ignore[assignment]
         return synchronizer

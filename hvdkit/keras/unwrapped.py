@@ -78,10 +78,10 @@ def _is_reduced(optimizer: Any, grads: Any, variables: Any) -> bool:
 
 def _warn(optimizer: Any) -> None:
     """Once for each optimizer, if there are other ranks."""
-    if vars(optimizer).get(_WARNED) or not runtime.is_initialized() or runtime.engine().topology.size == 1:
+    if vars(optimizer).get(_WARNED) or not runtime.is_initialized() or runtime.topology().size == 1:
         return
     vars(optimizer)[_WARNED] = True
-    topology = runtime.engine().topology
+    topology = runtime.topology()
     name, kind = keras_2.name_of(optimizer), type(optimizer).__name__
     told = NOT_WRAPPED.format(name=name, kind=kind, rank=topology.rank, size=topology.size)
     warnings.warn(told, stacklevel=4)

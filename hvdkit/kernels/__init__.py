@@ -6,9 +6,11 @@ import warnings
 
 from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS, HALVES, NAMES
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.kernels.scale import ONE, Scale
 
 try:
     from hvdkit.kernels._native import (
+        DefaultFloats,
         abs_sample_into,
         checksum,
         convert_into,
@@ -31,6 +33,7 @@ try:
 except ImportError as error:
     from hvdkit.kernels.numpy_checksum import checksum
     from hvdkit.kernels.numpy_codecs import dequantise_into, quantise_into, sign_into, unsign_into
+    from hvdkit.kernels.numpy_floats import DefaultFloats  # type: ignore[assignment]
     from hvdkit.kernels.numpy_kernels import convert_into, reduce_into, scale_into
     from hvdkit.kernels.numpy_low_rank import orthonormalise, project_back_into, project_into, reconstruct_into
     from hvdkit.kernels.numpy_sparse import abs_sample_into, momentum_into, scatter_add_into, select_into
@@ -52,7 +55,10 @@ __all__ = [
     "FLOATS",
     "HALVES",
     "NAMES",
+    "ONE",
+    "DefaultFloats",
     "ReduceOp",
+    "Scale",
     "abs_sample_into",
     "backend",
     "checksum",

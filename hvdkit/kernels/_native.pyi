@@ -1,15 +1,17 @@
-from typing import overload
+from collections.abc import Sequence
+from typing import Any, overload
 
 from hvdkit.kernels.checks import Array
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.kernels.scale import Scale
 
 def reduce_into(
     destination: Array | list[Array] | tuple[Array, ...],
     sources: list[Array] | tuple[Array, ...],
     op: ReduceOp,
-    scale: float = 1.0,
+    scale: float | Scale = 1.0,
 ) -> None: ...
-def scale_into(destination: Array, source: Array, factor: float) -> None: ...
+def scale_into(destination: Array, source: Array, factor: float | Scale) -> None: ...
 def convert_into(destination: Array, source: Array) -> None: ...
 def quantise_into(
     codes: Array,
@@ -41,13 +43,21 @@ def reconstruct_into(
 ) -> None: ...
 def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum: float) -> bool: ...
 
+class DefaultFloats:
+    """See hvdkit.kernels.numpy_floats.DefaultFloats."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
 class Window:
     """A part of a memory file, mapped into this process; a buffer of bytes."""
 
     nbytes: int
     def __init__(self, descriptor: int, offset: int, nbytes: int) -> None: ...
     def populate(self, begin: int, nbytes: int) -> bool: ...
-    def give_back_at_end(self, begin: int, nbytes: int) -> None: ...
+    def give_back(self, begin: int, nbytes: int) -> None: ...
+    def keep_from_forks(self) -> None: ...
     def __buffer__(self, flags: int) -> memoryview: ...
 
 class Cells:
@@ -117,7 +127,7 @@ class Staged:
         mode: int,
         array: Array,
         op: ReduceOp,
-        scale: float,
+        scale: float | Scale,
         shares: list[tuple[int, int]],
         source: Array | None = None,
         past_cache: list[bool] = ...,
@@ -126,8 +136,59 @@ class Staged:
     def advance(self, spin_seconds: float) -> bool: ...
     def awaited(self) -> list[int]: ...
 
+class InPlace:
+    """Gradients of a node's ranks, reduced where they lie; see csrc/in_place.h."""
+
+    @staticmethod
+    def table_bytes(ranks: int, slots: int) -> int: ...
+    def __init__(
+        self,
+        window: Window,
+        table_offset: int,
+        me: int,
+        slots: list[tuple[int, int, int | None]],
+        regions: list[int],
+        region_bytes: int,
+        arenas: list[Window | None],
+    ) -> None: ...
+    def offer(self, slot: int, where: int, offset: int = 0) -> None: ...
+    def staged(self, members: Sequence[int], absent: list[bool]) -> list[int]: ...
+    def run(
+        self,
+        direction: int,
+        members: Sequence[int],
+        offsets: Sequence[int],
+        begin: int,
+        end: int,
+        op: ReduceOp,
+        scale: float | Scale,
+        absent: list[bool],
+        flat: Array | None = None,
+    ) -> None: ...
+
 class LastResort:
     """Ends the process with these words unless it is cancelled in time; see csrc/last_resort.h."""
 
     def __init__(self, seconds: float, words: str) -> None: ...
     def cancel(self) -> None: ...
+
+class Heartbeat:
+    """Signs of life from a thread that needs no Python: counted in a window, sent over sockets; see csrc/heartbeat.h.
+
+    ``connections``: descriptors of connected sockets, which it closes, and the rank behind each.
+    """
+
+    def __init__(
+        self,
+        window: Window | None,
+        offset: int,
+        ranks: int,
+        me: int,
+        connections: list[tuple[int, int]],
+        seconds: float,
+    ) -> None: ...
+    def count(self, rank: int) -> int: ...
+    def stop(self) -> None: ...
+
+# A submodule of functions; see csrc/module.cpp of hvdkit.arena, and hvdkit.arena, which is what others use.
+arena: Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ldexp
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import numpy.typing as npt
 
 from hvdkit.kernels.dtypes import DTYPES, FLOATS, HALVES
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.kernels.scale import LARGEST_DIVISOR, ONE, Scale
 
 Array = npt.NDArray[Any]
 
@@ -86,10 +89,20 @@ def check_reduction_dtypes(
         raise TypeError(_message(function, name, expected, str(destination.dtype)))
 
 
-def check_scale(function: str, argument: str, dtype: np.dtype[Any], scale: float) -> None:
-    """A truth value has no multiple."""
-    if dtype == np.bool_ and scale != 1.0:
+def check_scale(function: str, argument: str, scale: object, dtype: np.dtype[Any]) -> Scale:
+    """A number, or a Scale: a tuple of factor and divisor. A truth value has no multiple."""
+    try:
+        # Unlike float(), ldexp takes no strings.
+        factor, divisor = scale if isinstance(scale, tuple) and len(scale) == 2 else (scale, 1)
+        checked = Scale(ldexp(factor, 0), index(divisor))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(_message(function, argument, "a number or a Scale", repr(scale))) from None
+    if not 1 <= checked.divisor <= LARGEST_DIVISOR:
+        expected = f"a divisor from 1 to {LARGEST_DIVISOR}"
+        raise ValueError(_message(function, argument, expected, str(checked.divisor)))
+    if dtype == np.bool_ and checked != ONE:
         raise ValueError(_message(function, argument, "1.0 for bool arrays", repr(scale)))
+    return checked
 
 
 def check_float_dtype(function: str, argument: str, array: Array) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from hvdkit.kernels import codec_checks as checks
 from hvdkit.kernels.checks import Array
 from hvdkit.kernels.codec_checks import FLOAT32, UINT8
+from hvdkit.kernels.numpy_floats import DefaultFloats
 
 # Elements that are worked on at a time where blocks are smaller, so that temporaries are small and stay in the cache.
 _CHUNK = 1 << 15
@@ -60,7 +61,7 @@ def quantise_into(
     if residual is not None:
         checks.check_count(function, "residual", residual, values.size, "as in values")
     checks.check_all_apart(function, {"codes": codes, "scales": scales, "residual": residual}, {"values": values})
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for elements, blocks in _chunks(values.size, block):
             before = None if residual is None else residual[elements]
             v = values[elements] if before is None else values[elements] + before
@@ -89,7 +90,7 @@ def dequantise_into(
     checks.check_count(function, "codes", codes, -(-out.size * bits // 8), _of_bits(out.size, bits))
     checks.check_count(function, "scales", scales, -(-out.size // block), _in_blocks(out.size, block))
     checks.check_all_apart(function, {"out": out}, {"codes": codes, "scales": scales})
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(scale)
         for elements, blocks in _chunks(out.size, block):
             part = codes[elements.start * bits // 8 : -(-elements.stop * bits // 8)]
@@ -120,7 +121,7 @@ def sign_into(packed: Array, scales: Array, values: Array, residual: Array | Non
     if residual is not None:
         checks.check_count(function, "residual", residual, values.size, "as in values")
     checks.check_all_apart(function, {"packed": packed, "scales": scales, "residual": residual}, {"values": values})
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for elements, blocks in _chunks(values.size, block):
             before = None if residual is None else residual[elements]
             v = values[elements] if before is None else values[elements] + before
@@ -151,7 +152,7 @@ def unsign_into(
     checks.check_count(function, "packed", packed, -(-out.size // 8), f"for {out.size} elements of 1 bit")
     checks.check_count(function, "scales", scales, -(-out.size // block), _in_blocks(out.size, block))
     checks.check_all_apart(function, {"out": out}, {"packed": packed, "scales": scales})
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(scale)
         for elements, blocks in _chunks(out.size, block):
             part = packed[elements.start // 8 : -(-elements.stop // 8)]

@@ -9,7 +9,9 @@ import numpy as np
 from hvdkit.kernels import checks
 from hvdkit.kernels.checks import Array
 from hvdkit.kernels.dtypes import BFLOAT16, HALVES
+from hvdkit.kernels.numpy_floats import DefaultFloats
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.kernels.scale import ONE, Scale
 
 # Elements that are worked on at a time, so that temporaries are small and stay in the cache.
 _BLOCK = 1 << 15
@@ -19,7 +21,7 @@ def reduce_into(
     destination: Array | list[Array] | tuple[Array, ...],
     sources: list[Array] | tuple[Array, ...],
     op: ReduceOp,
-    scale: float = 1.0,
+    scale: float | Scale = 1.0,
 ) -> None:
     """``destination[i] = scale * (sources[0][i] op sources[1][i] op ...)``, in the order of the sources.
 
@@ -28,8 +30,9 @@ def reduce_into(
     ``op`` is SUM, MIN, MAX or PRODUCT. All arrays are flat, contiguous and of one length and dtype. float16 and
     bfloat16 are accumulated and scaled in float32 and rounded to nearest even once, or not at all if ``destination``
     is float32.
-    Other dtypes use their own arithmetic: integers wrap; a scale is multiplied in float64 and truncated toward zero,
-    beyond the dtype's range clamped. For bool, SUM and MAX are "or", PRODUCT and MIN are "and". In MIN and MAX a NaN
+    Other dtypes use their own arithmetic: integers wrap. ``scale`` is a factor or a Scale, which says how floats are
+    rounded; integers are divided exactly, multiplied in float64, truncated toward zero, and clamped beyond the dtype's
+    range. For bool, SUM and MAX are "or", PRODUCT and MIN are "and". In MIN and MAX a NaN
     wins, and of values that compare equal (-0.0 and 0.0) the later one. ``destination`` may be one of the sources.
 
     Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap, operation or scale.
@@ -46,7 +49,7 @@ def reduce_into(
     _run(function, "scale", destinations, [f"sources[{k}]" for k in range(len(sources))], list(sources), op, scale)
 
 
-def scale_into(destination: Array, source: Array, factor: float) -> None:
+def scale_into(destination: Array, source: Array, factor: float | Scale) -> None:
     """``destination[i] = factor * source[i]``, with the dtypes, rounding and errors of ``reduce_into``."""
     function = "scale_into"
     checks.check_array(function, "destination", destination, writable=True)
@@ -65,7 +68,7 @@ def convert_into(destination: Array, source: Array) -> None:
     checks.check_float_dtype(function, "destination", destination)
     checks.check_float_dtype(function, "source", source)
     checks.check_pair(function, destination, "source", source)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, destination.size, _BLOCK):
             block = slice(begin, begin + _BLOCK)
             values = source[block]
@@ -81,26 +84,25 @@ def _run(
     names: list[str],
     sources: list[Array],
     op: ReduceOp,
-    scale: float,
+    scale: float | Scale,
 ) -> None:
-    scale = float(scale)
+    at_last = checks.check_scale(function, scale_name, scale, sources[0].dtype)
     for into, destination in destinations.items():
         checks.check_reduction_dtypes(function, into, destination, names, sources)
-        checks.check_scale(function, scale_name, sources[0].dtype, scale)
         for name, source in zip(names, sources, strict=True):
             checks.check_pair(function, destination, name, source)
         for other_name, other in destinations.items():
             if other_name != into:
                 checks.check_apart(function, into, destination, other_name, other)
     first = next(iter(destinations.values()))
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, first.size, _BLOCK):
             block = slice(begin, begin + _BLOCK)
             accumulator = _widened(sources[0][block])
             for source in sources[1:]:
                 accumulator = _combined(op, accumulator, _widened(source[block]))
-            if scale != 1.0:
-                accumulator = _scaled(accumulator, scale)
+            if at_last != ONE:
+                accumulator = _scaled(accumulator, at_last)
             result = accumulator.astype(first.dtype)
             for destination in destinations.values():
                 destination[block] = result
@@ -126,12 +128,18 @@ def _combined(op: ReduceOp, a: Array, b: Array) -> Array:
     return np.where(better | (a != a), a, b)
 
 
-def _scaled(values: Array, scale: float) -> Array:
+def _scaled(values: Array, scale: Scale) -> Array:
     dtype = values.dtype
+    if dtype.kind != "f" and scale.factor == 1.0:
+        return _divided(values, scale.divisor)
+    # Of float32 this is the quotient rounded once: float64 has more than twice its digits (Figueroa, "When is double
+    # rounding innocuous?", 1995).
+    product = values.astype(np.float64) * scale.factor
+    if scale.divisor != 1:
+        product = product / scale.divisor
     if dtype.kind == "f":
-        return np.asarray(values * dtype.type(scale))
+        return np.asarray(product.astype(dtype))
     limits = np.iinfo(dtype)
-    product = values.astype(np.float64) * scale
     # The upper limit of 64 bits is no float64: compare with the power of two above it.
     too_high, too_low = product >= float(limits.max + 1), product <= float(limits.min)
     inside = ~(too_high | too_low | np.isnan(product))
@@ -139,6 +147,15 @@ def _scaled(values: Array, scale: float) -> Array:
     truncated[too_high] = limits.max
     truncated[too_low] = limits.min
     return truncated
+
+
+def _divided(values: Array, divisor: int) -> Array:
+    """Integers, exactly and toward zero, where numpy's own division goes toward the lower one."""
+    wide = values.astype(np.uint64 if values.dtype == np.uint64 else np.int64)
+    number = wide.dtype.type(divisor)
+    quotient = wide // number
+    quotient += ((wide % number != 0) & (wide < 0)).astype(wide.dtype)
+    return np.asarray(quotient.astype(values.dtype))
 
 
 def _rounded_to_odd(values: Array) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 from hvdkit.kernels import codec_checks as checks
 from hvdkit.kernels.checks import Array
 from hvdkit.kernels.codec_checks import FLOAT32
+from hvdkit.kernels.numpy_floats import DefaultFloats
 
 _LANES = 16
 
@@ -50,7 +51,7 @@ def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols:
     checks.check_all_apart(function, {"right": right}, {"matrix": matrix, "left": left})
     sums = right.reshape(rank, cols)
     sums[...] = 0
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for row, factors in zip(matrix.reshape(rows, cols), left.reshape(rank, rows).T, strict=True):
             sums += factors[:, None] * row
 
@@ -67,7 +68,7 @@ def orthonormalise(vectors: Array, length: int) -> None:
     count = -(-vectors.size // length)
     checks.check_count(function, "vectors", vectors, count * length, f"in vectors of {length}")
     all_vectors = vectors.reshape(count, length)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for k, vector in enumerate(all_vectors):
             before = np.sqrt(_dot(vector, vector))
             for earlier in all_vectors[:k]:
@@ -93,7 +94,7 @@ def reconstruct_into(
     for name, one in written.items():
         checks.check_count(function, name, one, rows * cols, f"in {rows} rows of {cols}")
     checks.check_all_apart(function, written, {"left": left, "right": right})
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for i, factors in enumerate(left.reshape(rank, rows).T):
             row = factors[0] * right[:cols]
             for k in range(1, rank):
@@ -118,7 +119,7 @@ def _check_product(function: str, left: Array, right: Array, rows: int, cols: in
 def _in_lanes(products: Array) -> Array:
     """Sums along the last axis, in 16 lanes: each adds every 16th number, in order."""
     lanes = np.zeros((*products.shape[:-1], _LANES), products.dtype)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, products.shape[-1], _LANES):
             group = products[..., begin : begin + _LANES]
             lanes[..., : group.shape[-1]] += group
@@ -127,7 +128,7 @@ def _in_lanes(products: Array) -> Array:
 
 def _folded(lanes: Array) -> Any:
     half = _LANES
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         while half > 1:
             half //= 2
             lanes = lanes[..., :half] + lanes[..., half : 2 * half]

@@ -8,6 +8,7 @@ from hvdkit.kernels import codec_checks as checks
 from hvdkit.kernels.checks import Array
 from hvdkit.kernels.codec_checks import FLOAT32, LARGEST_WORD, UINT32
 from hvdkit.kernels.numpy_codecs import random_words
+from hvdkit.kernels.numpy_floats import DefaultFloats
 
 # Elements that are worked on at a time, so that temporaries are small and stay in the cache.
 _CHUNK = 1 << 15
@@ -37,7 +38,7 @@ def select_into(
     checks.check_places(function, values, count)
     checks.check_all_apart(function, {"indices": indices, "picked": picked, "residual": residual}, {"values": values})
     emitted = found = 0
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, count, _CHUNK):
             chunk = slice(begin, begin + _CHUNK)
             v = _elements(values, residual, chunk)
@@ -70,7 +71,7 @@ def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1
     checks.check_count(function, "values", values, indices.size, "as in indices")
     checks.check_all_apart(function, {"out": out}, {"indices": indices, "values": values})
     checks.check_indices(function, "indices", indices, out.size)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         out[indices] += values * np.float32(scale)
 
 
@@ -90,7 +91,7 @@ def abs_sample_into(sample: Array, values: Array | None, residual: Array | None,
     strata = f"for {count} elements with a stride of {stride}"
     checks.check_count(function, "sample", sample, -(-count // stride), strata)
     checks.check_all_apart(function, {"sample": sample}, {"values": values, "residual": residual})
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, sample.size, _CHUNK):
             j = np.arange(begin, min(begin + _CHUNK, sample.size))
             random = random_words(j.astype(np.uint32), seed).astype(np.int64) % stride
@@ -112,7 +113,7 @@ def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum
     checks.check_count(function, "gradient", gradient, velocity.size, "as in velocity")
     checks.check_all_apart(function, {"velocity": velocity, "accumulated": accumulated}, {"gradient": gradient})
     all_finite = True
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(momentum)
         for begin in range(0, velocity.size, _CHUNK):
             chunk = slice(begin, begin + _CHUNK)

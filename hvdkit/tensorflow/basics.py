@@ -18,8 +18,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Raises ValueError or TypeError for arguments or an environment that make no sense, NotImplementedError for process
     sets made from a communicator beside a list of ranks, TransportUnavailableError.
     """
-    if not job.is_initialized():
-        job.init(comm, process_sets)
+    job.init(comm, process_sets)
 
 
 def gloo_built() -> bool:

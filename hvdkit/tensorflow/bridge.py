@@ -22,7 +22,7 @@ from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.arrays import as_array, as_tensor
 from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.device import DTYPES, Device, device_of_job
-from hvdkit.tensorflow.exceptions import mark
+from hvdkit.tensorflow.exceptions import as_tensorflows, mark
 
 Output = tuple[Any, Any]  # dtype, static shape
 
@@ -75,8 +75,11 @@ def run(
     ``stays_on_device``: whether it can be done without host memory, if the job has a device.
     """
     if tf.executing_eagerly():
-        handle, finish = _hand_over(tensors, name, start, False, stays_on_device)
-        results = finish(handle.wait())
+        try:
+            handle, finish = _hand_over(tensors, name, start, False, stays_on_device)
+            results = finish(handle.wait())
+        except Exception as error:
+            raise as_tensorflows(error) from error.__cause__
         made = [as_tensor(result) if isinstance(result, np.ndarray) else result for result in results]
         return [_beside(tensors[0], result) for result in made]
     return _run_in_graph(tensors, name, start, outputs, stays_on_device())

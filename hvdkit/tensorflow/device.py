@@ -66,13 +66,17 @@ class Device:
         """Copies for the engine, as DeviceArrays."""
         from hvdkit.torch.direct import device_array
 
+        return [device_array(copy) for copy in self.copies(tensors)]
+
+    def copies(self, tensors: Sequence[Any]) -> list[Any]:
+        """Copies for the engine, as tensors of PyTorch, which ``give`` makes TensorFlow's again."""
         # In TensorFlow's memory, since PyTorch would keep its own and leave less to TensorFlow.
         memories = [self._empty(tensor.shape, tensor.dtype.name) for tensor in tensors]
         copies = [self._shared(memory) for memory in memories]
         self.fill(copies, tensors)
         for copy, memory in zip(copies, memories, strict=True):
             copy.hvdkit_memory = memory
-        return [device_array(copy) for copy in copies]
+        return copies
 
     def give(self, results: Sequence[Any]) -> list[Any]:
         """What the engine returned as eager tensors: of DeviceArrays, of tensors of PyTorch, of arrays that it staged.

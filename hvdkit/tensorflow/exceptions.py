@@ -6,10 +6,13 @@ import functools
 import itertools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+
+from hvdkit.errors import DuplicateNameError, HorovodInternalError, MismatchError, NotInitializedError
 
 # More than could be on their way to users at a time; of older ones only the text is left.
 KEPT = 64
@@ -31,10 +34,75 @@ class GraphError(RuntimeError):
     """What is raised inside of a graph; whoever runs the graph gets the original."""
 
 
-def mark(error: BaseException) -> GraphError:
+def as_tensorflows(error: Exception) -> Exception:
+    """``error`` as one that is of its own type and of TensorFlow's for what Horovod's engine answered.
+
+    Which is FailedPreconditionError where ranks disagree or there is no job, InvalidArgumentError for arguments and
+    names in use, and UnknownError for lost ranks and all else that ends collectives.
+    """
+    if not isinstance(error, tf.errors.OpError):
+        for ours, theirs in _HOROVODS:
+            if isinstance(error, ours):
+                return _both(type(error), theirs)(None, None, str(error), vars(error)).with_traceback(
+                    error.__traceback__
+                )
+    return error
+
+
+@contextmanager
+def raised_as_tensorflows() -> Iterator[None]:
+    """What is raised in this context is raised as ``as_tensorflows`` has it."""
+    try:
+        yield
+    except Exception as error:
+        raise as_tensorflows(error) from error.__cause__
+
+
+_HOROVODS: tuple[tuple[type[Exception], type[Exception]], ...] = (
+    (MismatchError, tf.errors.FailedPreconditionError),
+    (NotInitializedError, tf.errors.FailedPreconditionError),
+    (DuplicateNameError, tf.errors.InvalidArgumentError),
+    (HorovodInternalError, tf.errors.UnknownError),
+    (ValueError, tf.errors.InvalidArgumentError),
+    (TypeError, tf.errors.InvalidArgumentError),
+)
+
+
+_made: dict[tuple[type[Exception], type[Exception]], type[Exception]] = {}
+
+
+def _both(ours: type[Exception], theirs: type[Exception]) -> type[Exception]:
+    """A class that is a subclass of both, under the name of ``ours``; always the same one."""
+    known = _made.get((ours, theirs))
+    if known is not None:
+        return known
+
+    class Both(ours, theirs):  # type: ignore[misc, valid-type]  # known at run time only
+        # With the arguments of TensorFlow's, since Keras makes another one of the class with more in the message.
+        def __init__(self, node_def: Any, op: Any, message: str, more: Any = None) -> None:
+            code = theirs(None, None, "").error_code  # type: ignore[attr-defined]
+            tf.errors.OpError.__init__(self, node_def, op, message, code)
+            self.args = (message,)
+            if isinstance(more, dict):
+                self.__dict__.update(more)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+            return _again, (ours, theirs, str(self.message), own)
+
+    Both.__name__, Both.__qualname__, Both.__module__ = ours.__name__, ours.__qualname__, ours.__module__
+    return _made.setdefault((ours, theirs), Both)
+
+
+def _again(ours: type[Exception], theirs: type[Exception], message: str, own: dict[str, Any]) -> Exception:
+    """What was pickled."""
+    return _both(ours, theirs)(None, None, message, own)
+
+
+def mark(error: Exception) -> GraphError:
     """The exception to raise inside of a graph in place of ``error``."""
     number = next(_numbers)
-    _kept[number] = error.with_traceback(None)  # whose frames would hold tensors
+    _kept[number] = as_tensorflows(error).with_traceback(None)  # whose frames would hold tensors
     for old in list(_kept)[:-KEPT]:
         _kept.pop(old, None)
     return GraphError(f"{type(error).__name__}: {error} (hvdkit exception {number})")

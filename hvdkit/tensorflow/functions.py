@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdkit.api import objects
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.exceptions import raised_as_tensorflows
 from hvdkit.tensorflow.ops_broadcast import broadcast_
 
 
@@ -48,18 +49,20 @@ def broadcast_object(
 
     ``session`` is of TensorFlow 1 and not used. See hvdkit.api.objects for errors.
     """
-    return objects.broadcast_object(obj, root_rank, name, process_set)
+    with raised_as_tensorflows():
+        return objects.broadcast_object(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """A function that does what broadcast_object() does."""
-    return lambda obj: objects.broadcast_object(obj, root_rank, name, process_set)
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """The objects of all ranks of ``process_set``, in rank order. ``session`` is of TensorFlow 1 and not used."""
-    return objects.allgather_object(obj, name, process_set)
+    with raised_as_tensorflows():
+        return objects.allgather_object(obj, name, process_set)

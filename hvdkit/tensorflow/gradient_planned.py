@@ -1,11 +1,11 @@
-"""Gradients of variables in a lane's fusion buffers: in a graph each part is handed over as soon as it is computed."""
+"""Gradients of variables that a lane reduces: in a graph each part is handed over as soon as it is computed."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,15 +15,17 @@ import tensorflow as tf
 from hvdkit.api.planning import next_title
 from hvdkit.compression import Codec
 from hvdkit.engine import runtime
+from hvdkit.engine.offers import FILLED, Offer, offer_of
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.plans import HOST, place_for
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.arrays import as_array, as_tensor, copy_of
+from hvdkit.tensorflow.arrays import as_array, as_tensor, copy_of, empty_like
 from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.bridge import call, check_functions, in_order
 from hvdkit.tensorflow.device import Device, device_of_job
 from hvdkit.tensorflow.exceptions import RUNNING, mark
+from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
 
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
 # beside its copy, enough that the first ones travel while the backward pass computes the last ones.
@@ -57,7 +59,9 @@ class PlannedGradients:
         self._engine: Any = None
         self._lane: Any = None
         self._device: Device | None = None  # that of the lane, if it may live on one
+        self.verification = VariableVerification()
         self._left: set[int] = set()  # slots of this step that were not handed over yet
+        self._results: dict[int, Any] = {}  # of this step, by slot: what is not copied into the lane's memory
 
     def device(self) -> Device | None:
         """The device on which these gradients can be reduced in the present job."""
@@ -80,8 +84,10 @@ class PlannedGradients:
             nbytes += self.slots[place].elements * self.slots[place].dtype.itemsize
         return parts
 
-    def begin(self) -> None:
+    def begin(self) -> int:
         """Have a lane in which no step is under way. Collective where there is none yet.
+
+        Returns what shall be verified in this step.
 
         Raises HorovodInternalError once for a lane that failed since the last step; the next step makes a new one.
         """
@@ -101,41 +107,57 @@ class PlannedGradients:
                 place=HOST if self._device is None else self._device.place,
                 groups=self._groups,
             )
+            self.verification.attach(self._lane, engine)
             self._engine = engine
         else:
             with self._closing_what_failed():
                 if self._lane.error is not None:
                     raise self._lane.error
                 self._lane.abandon()
-        self._left = set(range(len(self.slots)))
+        self._left, self._results = set(range(len(self.slots))), {}
+        return self.verification.begin()
 
     def hand_over(self, places: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Copy gradients, eager tensors or arrays, into their slots, and let them be reduced."""
-        slots = [self._lane.slot_array(place) for place in places]
+        """Let gradients, eager tensors or arrays, be reduced: TensorFlow's own are read, and never written."""
         started = perf_counter()
         if self._on_device is not None:
-            self._on_device.fill(slots, gradients)
-        for place, slot, gradient in zip(places, slots, gradients, strict=True):
-            if self._on_device is None:
-                started = perf_counter()
-                slot[...] = np.reshape(as_array(gradient), -1)
+            copies = self._on_device.copies(gradients)
+            offers = [Offer(0, partial(copy.view, -1)) for copy in copies]
+            self._results.update(zip(places, copies, strict=True))
+        else:
+            offers = [self._offer(place, as_array(gradient)) for place, gradient in zip(places, gradients, strict=True)]
+        for place, offer in zip(places, offers, strict=True):
             self._lane.copied(place, started)
             self._left.discard(place)
-            self._lane.ready(place)
+            self._lane.ready(place, offer)
+
+    def _offer(self, place: int, array: Any) -> Offer:
+        small, flat = self._lane.small(place), np.reshape(array, -1)
+        if small is not None:
+            small[...] = flat
+            return FILLED
+        result = self._results[place] = empty_like(flat)
+        return offer_of(result, source=flat)
 
     def finish(self) -> list[Any]:
-        """Wait until all are reduced; copies of the slots, since these are of the next step as soon as it begins.
+        """Wait until all are reduced: eager tensors of the lane's device, or arrays, which are the caller's.
 
-        Eager tensors of the lane's device, or arrays.
+        Raises ParametersDifferError, on all ranks, where these held other variables than they do here.
         """
         if self._left:
             raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
         with self._closing_what_failed():
             self._lane.finish()
-        reduced = [self._lane.slot_array(place).reshape(slot.shape) for place, slot in enumerate(self.slots)]
+        self.verification.finished()
+        results, self._results = self._results, {}
         if self._on_device is not None:
-            return self._on_device.give(reduced)
-        return [copy_of(array) for array in reduced]
+            return self._on_device.give([results[place] for place in range(len(self.slots))])
+        return [
+            results[place].reshape(slot.shape)
+            if place in results
+            else copy_of(self._lane.small(place).reshape(slot.shape))
+            for place, slot in enumerate(self.slots)
+        ]
 
     @property
     def _on_device(self) -> Device | None:
@@ -158,17 +180,22 @@ class PlannedGradients:
 
 
 @not_converted
-def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any]:
-    """The reduced gradients, one for each slot of the plan, in eager execution or in a graph."""
+def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: Sequence[Verified] = ()) -> list[Any]:
+    """The reduced gradients, one for each slot of the plan, in eager execution or in a graph.
+
+    ``variables`` are looked at meanwhile: whether all ranks hold the same.
+    """
     if tf.executing_eagerly():
-        plan.begin()
+        look_now(plan.verification, variables, plan.begin())
         for part in plan.parts():
             plan.hand_over(part, [gradients[place] for place in part])
         return [as_tensor(one) if isinstance(one, np.ndarray) else tf.identity(one) for one in plan.finish()]
     check_functions()
+    handed_over = []
     for number, part in enumerate(plan.parts()):
-        hand_over = functools.partial(_hand_over, plan, part, number == 0, gradients)
-        in_order(hand_over, first=number == 0, last=False)
+        hand_over = partial(_hand_over, plan, part, number == 0, gradients)
+        handed_over.append(in_order(hand_over, first=number == 0, last=False))
+    looked = look_in_graph(plan.verification, variables, handed_over[0])
 
     @not_converted
     def end() -> list[Any]:
@@ -181,7 +208,8 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any]) -> list[Any
 
     # The wait has its place in the order too: then steps that share a lane cannot overtake each other.
     dtypes = [gradient.dtype for gradient in gradients]
-    results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"), first=False)
+    with tf.control_dependencies(looked):
+        results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"), first=False)
     for result, slot in zip(results, plan.slots, strict=True):
         result.set_shape(slot.shape)
     return [tf.identity(result) for result in results]  # where the caller wants them
@@ -191,12 +219,11 @@ def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, grad
     @not_converted
     def begin(*arrays: Any) -> Any:
         try:
-            if is_first:
-                plan.begin()
+            wanted = plan.begin() if is_first else 0
             plan.hand_over(part, arrays)
         except Exception as error:
             raise mark(error) from None
-        return np.int64(0)
+        return np.int64(wanted)
 
     return call(plan.device(), begin, [gradients[place] for place in part], tf.int64, "hvdkit_begin")
 

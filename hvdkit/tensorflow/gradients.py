@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.bridge import backward, check_functions, in_order
-from hvdkit.tensorflow.exceptions import mark
+from hvdkit.tensorflow.exceptions import mark, raised_as_tensorflows
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
 from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
+from hvdkit.tensorflow.ops_sparse import quotient
 from hvdkit.tensorflow.reduction import Reduction, reduce
+from hvdkit.tensorflow.verification import Verified, verified
 
 SPARSE = (
     "the gradient of {names} is sparse (tf.IndexedSlices): its rows are gathered as they are, not compressed.\n"
@@ -63,7 +66,9 @@ def reduce_gradients(
         else:
             results[place] = _of_known_shape(tf.convert_to_tensor(gradient), source)
             (planned if _can_be_planned(settings, results[place], source) else named).append(place)
-    for places, way in ((planned, _planned), (named, _named), (sparse, _sparse)):
+    reduced = sorted([*planned, *named, *sparse])
+    variables = verified(_these(names, reduced), _these(sources, reduced), [place in sparse for place in reduced])
+    for places, way in ((planned, partial(_planned, variables)), (named, _named), (sparse, _sparse)):
         if places:
             some = (_these(results, places), _these(sources, places), _these(names, places))
             for place, result in zip(places, way(settings, *some), strict=True):
@@ -94,7 +99,7 @@ def takes_part(settings: GradientSettings) -> bool:
 
 def _ranks(process_set: ProcessSet) -> tuple[int | None, list[int]]:
     """A process set's number and its ranks; none where this rank is not in it."""
-    members = list(process_set.ranks or range(runtime.engine().topology.size)) if process_set.included() else []
+    members = list(process_set.ranks or range(runtime.topology().size)) if process_set.included() else []
     return process_set.process_set_id, members
 
 
@@ -129,18 +134,23 @@ def _scaled(gradient: Any, settings: GradientSettings) -> Any:
     """Divided by the number of ranks, as a variable of all ranks would have it if the others' gradients were zero."""
     size = checks.size_of(settings.process_set)
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-    return gradient / size
+        return tf.IndexedSlices(quotient(gradient.values, size), gradient.indices, gradient.dense_shape)
+    return quotient(gradient, size)
 
 
 def _planned(
-    settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
+    variables: Sequence[Verified],
+    settings: GradientSettings,
+    gradients: Sequence[Any],
+    sources: Sequence[Any],
+    names: Sequence[str],
 ) -> list[Any]:
+    """``variables`` are all that are reduced in this step, whichever way."""
     plan = _plan(settings, gradients, sources, names)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
-        outputs = reduce_planned(plan, inputs)
+        outputs = reduce_planned(plan, inputs, variables)
 
         def gradient(*upstream: Any) -> list[Any]:
             reduction = Reduction(settings.op, settings.process_set, False, None, *settings.scales)
@@ -148,7 +158,7 @@ def _planned(
 
         return outputs, gradient
 
-    with tf.device(settings.device_dense):
+    with raised_as_tensorflows(), tf.device(settings.device_dense):
         return list(differentiable(*gradients))
 
 
@@ -184,7 +194,7 @@ def _plan(
 
 def _warn(settings: GradientSettings, text: str | None) -> None:
     """Say something to the user, on one rank for all."""
-    if text is not None and runtime.engine().topology.rank == 0:
+    if text is not None and runtime.topology().rank == 0:
         warnings.warn(f"{settings.title}: {text}", stacklevel=2)
 
 

@@ -77,7 +77,7 @@ def broadcast(
         def at_root(gradients: list[Any]) -> list[Any]:
             of_all = Reduction(ReduceOp.AVERAGE, process_set, ignore_name_scope, gradient_name(name))
             (average,) = reduce("Allreduce", gradients, of_all)
-            return [average if runtime.engine().topology.rank == root_rank else tf.zeros_like(average)]
+            return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
 
         def gradient(of_output: Any) -> Any:
             return backward([output], [of_output], at_root)[0]

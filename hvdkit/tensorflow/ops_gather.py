@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.api import checks
+from hvdkit.api.splits import refuse
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -95,17 +97,31 @@ def grouped_allgather(
 
 
 def _scatter(
-    tensor: Any, splits: Any, name: str | None, ignore_name_scope: bool, process_set: ProcessSet
+    tensor: Any,
+    splits: Any,
+    name: str | None,
+    ignore_name_scope: bool,
+    process_set: ProcessSet,
+    problem: Exception | None = None,
 ) -> tuple[Any, Any]:
-    """The rows received, and how many came from each rank. Differentiable: rows' gradients go back where they were."""
+    """The rows received, and how many came from each rank. Differentiable: rows' gradients go back where they were.
+
+    ``problem``: why ``splits``, which are None then, cannot be told. It is raised when the operation runs, not while a
+    graph is traced: the other ranks wait for it there.
+    """
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
         rows = arrays[0]
         process_set_id = checks.check_process_set("alltoall", process_set)
         wanted = arrays[1].tolist() if len(arrays) > 1 else None
-        shares = checks.check_splits("alltoall", wanted, rows.shape[0], checks.size_of(process_set))
-        sent = rows if shares is None else rows[: sum(shares)]
-        handle = runtime.engine().alltoall(sent, splits=shares, name=name, process_set_id=process_set_id, wake=wake)
+        submit = functools.partial(runtime.engine().alltoall, name=name, process_set_id=process_set_id, wake=wake)
+        try:
+            if problem is not None:
+                raise problem
+            shares = checks.check_splits("alltoall", wanted, rows.shape[0], checks.size_of(process_set))
+        except (TypeError, ValueError) as error:
+            refuse(error, lambda words: submit(rows, splits=words))
+        handle = submit(rows if shares is None else rows[: sum(shares)], splits=shares)
         dtype = arrays[1].dtype if len(arrays) > 1 else np.dtype(np.int32)
         return handle, lambda result: [result[0], np.array(result[1], dtype=dtype)]
 
@@ -154,6 +170,10 @@ def alltoall(
     tensor_checks.check_has_rows(function, [found])
     checks.check_name(function, name)
     tensor_checks.check_process_set(function, process_set)
-    wanted = None if splits is None else tensor_checks.check_integers(function, "splits", splits)
-    output, received = _scatter(found, wanted, name, ignore_name_scope, process_set)
+    wanted, problem = None, None
+    try:
+        wanted = None if splits is None else tensor_checks.check_integers(function, "splits", splits)
+    except (TypeError, ValueError) as error:
+        problem = error
+    output, received = _scatter(found, wanted, name, ignore_name_scope, process_set, problem)
     return output if splits is None else (output, received)

@@ -13,7 +13,7 @@ from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.device import device_of_job
-from hvdkit.tensorflow.exceptions import mark
+from hvdkit.tensorflow.exceptions import mark, raised_as_tensorflows
 
 # What process_set_included_op returns for what is no set.
 NOT_INITIALIZED, UNKNOWN_SET = -1, -2
@@ -21,7 +21,8 @@ NOT_INITIALIZED, UNKNOWN_SET = -1, -2
 
 def _asked(question: Callable[[], int], name: str | None) -> Any:
     if tf.executing_eagerly():
-        return tf.constant(question(), tf.int32)
+        with raised_as_tensorflows():
+            return tf.constant(question(), tf.int32)
 
     @not_converted
     def answer() -> Any:
@@ -37,7 +38,7 @@ def _asked(question: Callable[[], int], name: str | None) -> Any:
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """An int32 scalar: how many ranks a process set has when the graph runs."""
-    return _asked(lambda: len(runtime.engine().groups.ranks[process_set_id]), name)
+    return _asked(lambda: len(runtime.process_sets()[process_set_id]), name)
 
 
 def local_size_op(name: str | None = None) -> Any:
@@ -69,9 +70,8 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     def included() -> int:
         if not runtime.is_initialized():
             return NOT_INITIALIZED
-        engine = runtime.engine()
-        ranks = engine.groups.ranks.get(process_set_id)
-        return UNKNOWN_SET if ranks is None else int(engine.topology.rank in ranks)
+        ranks = runtime.process_sets().get(process_set_id)
+        return UNKNOWN_SET if ranks is None else int(runtime.topology().rank in ranks)
 
     return _asked(included, name)
 
@@ -93,4 +93,6 @@ def join() -> Any:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Block until all ranks of ``process_set`` have come here. Raises ValueError on a rank that is not in it."""
     engine = runtime.engine()
-    engine.barrier(checks.check_process_set("barrier", process_set)).wait()
+    process_set_id = checks.check_process_set("barrier", process_set)
+    with raised_as_tensorflows():
+        engine.barrier(process_set_id).wait()

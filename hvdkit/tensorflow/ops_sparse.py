@@ -39,8 +39,17 @@ def allreduce_slices(
     gathered = grouped_allgather(parts, name, ignore_name_scope, process_set)
     divisor = checks.size_of(process_set) if op == ReduceOp.AVERAGE else 1
     return [
-        tf.IndexedSlices(
-            values if divisor == 1 else tf.cast(values / divisor, values.dtype), indices, dense_shape=one.dense_shape
-        )
+        tf.IndexedSlices(quotient(values, divisor), indices, dense_shape=one.dense_shape)
         for one, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
     ]
+
+
+def quotient(values: Any, divisor: int) -> Any:
+    """``values / divisor`` in the dtype of ``values``; of integers without their fraction, and exact."""
+    if divisor == 1:
+        return values
+    if not values.dtype.is_integer:
+        return values / divisor
+    # TensorFlow divides integers as float64, which has 53 bits; and a narrow type may not hold the number of ranks.
+    wide = tf.uint64 if values.dtype == tf.uint64 else tf.int64
+    return tf.cast(tf.truncatediv(tf.cast(values, wide), tf.constant(divisor, wide)), values.dtype)

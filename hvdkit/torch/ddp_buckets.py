@@ -14,7 +14,7 @@ from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Codec, LossyCodec, Memory
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.torch.ddp_group import agree
 from hvdkit.torch.ddp_units import Member, Units
 
@@ -156,7 +156,7 @@ def reduce_bucket(
 
 def _average(group: Group, flat: Array, runs: Sequence[Run], codec: Codec, memory: Memory | None) -> Steps[None]:
     """Average some runs of ``flat``, one after the other in this order, as one array."""
-    scale = 1.0 / group.size
+    scale = Scale(divisor=group.size)
     runs = _joined(runs)
     if len(runs) == 1:
         yield from allreduce_encoded(group, flat[slice(*runs[0])], ReduceOp.SUM, scale, codec, TAG, memory)

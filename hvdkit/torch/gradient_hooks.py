@@ -11,6 +11,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdkit.engine import runtime
+
 TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally.\n"
@@ -46,8 +48,8 @@ class GradientHooks:
 
     @property
     def touched(self) -> bool:
-        """True when a gradient was computed since the last ``reset()``."""
-        return bool(self._left)
+        """True when a gradient was computed since the last ``reset()``; in a forked child nothing is counted."""
+        return bool(self._left) and not runtime.is_forked()
 
     def reset(self) -> None:
         """A new step: every parameter has all its passes before it."""
@@ -89,6 +91,8 @@ class GradientHooks:
         self._handles.clear()
 
     def _count(self, parameter: torch.Tensor) -> None:
+        if runtime.is_forked():
+            return  # the child's gradients are its own, and no rank's
         left = self._left.get(id(parameter), self.passes) - 1
         if left < 0:
             raise AssertionError(TOO_MANY_PASSES.format(passes=self.passes, name=self._name(parameter)))

@@ -1,16 +1,21 @@
-"""Gradients that live in a lane's fusion buffers: reduced in an order all ranks agreed on, with no negotiation."""
+"""Gradients that a lane reduces: in an order all ranks agreed on, with no negotiation, in the tensors that they are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import torch
 
+from hvdkit.arena import ARENA
+from hvdkit.engine.offers import FILLED, Offer
 from hvdkit.engine.plan import Slot
+from hvdkit.torch.arrays import as_array, as_tensor
+from hvdkit.torch.half_summed import mark_half_summed
 
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -56,165 +61,302 @@ def slot_of(name: str, parameter: torch.Tensor, codec: int = 0) -> Slot:
     return Slot(name, shape, _NUMPY_DTYPES[parameter.dtype], codec)
 
 
-def tensor_on(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor with a parameter's shape and strides whose elements are ``memory``.
+def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its dtype."""
+    return as_tensor(memory).as_strided(like.shape, like.stride())
 
-    ``memory``: a flat array of the parameter's dtype, or a flat tensor of a device.
+
+class Watched(NamedTuple):
+    """A gradient as it was when its backward pass had completed it."""
+
+    gradient: torch.Tensor
+    version: int
+    address: int
+
+    def is_moved(self, gradient: torch.Tensor | None) -> bool:
+        """Whether the parameter's ``gradient`` is another tensor now, or lies elsewhere."""
+        return gradient is not self.gradient or _address(gradient) != self.address
+
+
+def watch(gradient: torch.Tensor) -> Watched:
+    """Remember a gradient as it is."""
+    return Watched(gradient, gradient._version, _address(gradient))
+
+
+def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.Tensor | None]) -> list[int]:
+    """The keys of gradients that somebody has changed or replaced since, as far as PyTorch tells: ``.data`` does not.
+
+    Views of one buffer count their versions together: what a backward pass added to another one is no change.
     """
-    if isinstance(memory, torch.Tensor):
-        flat = memory
-    elif parameter.dtype is torch.bfloat16:
-        flat = torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
-    else:
-        flat = torch.from_numpy(memory)
-    fills_memory = parameter.is_contiguous() or memory_order(parameter) is not None
-    view = flat.as_strided(parameter.shape, parameter.stride()) if fills_memory else flat.view(parameter.shape)
-    # .data: torch must not take it for a view, which zero_grad(set_to_none=False) may refuse to detach in place.
-    return view.data
+    moved = {key: one.is_moved(gradients[key]) for key, one in watched.items()}
+    changed = [key for key, one in watched.items() if moved[key] or one.gradient._version != one.version]
+    if not changed:
+        return []
+    versions: dict[int, set[int]] = {}
+    for one in watched.values():
+        versions.setdefault(_storage_of(one.gradient) or id(one.gradient), set()).add(one.version)
+
+    def is_anothers(one: torch.Tensor) -> bool:
+        return one._version in versions[_storage_of(one) or id(one)]
+
+    return [key for key in changed if moved[key] or not is_anothers(watched[key].gradient)]
 
 
-def address(tensor: torch.Tensor) -> int:
-    """Where a tensor's values are; 0 for a sparse one."""
-    return 0 if tensor.is_sparse else tensor.data_ptr()
-
-
-def lives_in(slot: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-    """Whether the gradient's values are the slot's memory, element for element."""
+def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether a gradient's elements are one block of memory in the order of its slot, which is that of ``like``."""
     return (
-        gradient is not None
-        and gradient.layout is slot.layout
-        and gradient.data_ptr() == slot.data_ptr()
-        and gradient.dtype is slot.dtype
-        and gradient.device == slot.device
-        and gradient.shape == slot.shape
-        and gradient.stride() == slot.stride()
+        gradient.layout is torch.strided
+        and gradient.dtype is like.dtype
+        and gradient.shape == like.shape
+        and (gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()))
+        and not gradient.is_neg()
     )
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """How many tensors, and others, hold a tensor's storage, as far as a constant."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# What ``holders`` says of a storage that one tensor has.
+_ALONE = holders(torch.empty(1))
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The one block of memory that a tensor's elements fill."""
+    # .data: what the engine writes there must not count as a change of the tensor.
+    return tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
+    """A tensor that fills one block of memory, for the engine, which takes it ``as_tensor`` or as an array."""
+    flat = flat_view(tensor)  # now: set_() may make the tensor itself another size while it is in flight
+    if as_tensor:
+        return Offer(0, lambda: flat)
+    return Offer(flat.data_ptr(), lambda: as_array(flat))
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from a strided tensor's first element to the end of its last one, with what lies between them."""
+    if tensor.numel() == 0:
+        return 0
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.element_size()
+
+
+def overlapping(tensors: Sequence[torch.Tensor], keep: Sequence[bool]) -> list[int]:
+    """Which of these dense tensors may have memory in common with one before them; those to ``keep`` come first."""
+    begins = [tensor.data_ptr() for tensor in tensors]
+    found, reached = [], 0
+    for one in sorted(range(len(tensors)), key=lambda one: (begins[one], not keep[one])):
+        if begins[one] < reached:
+            found.append(one)
+        reached = max(reached, begins[one] + extent(tensors[one]))
+    return found
 
 
 class PlannedGradients:
     """The gradients of ``parameters`` and their slots in ``lane``, in the same order.
 
-    ``p.grad`` lives in the slot where both are on one device: on the CPU, and on CUDA if the lane's buffers are there
-    too. A gradient on another device than the slots, of another dtype, or a sparse one, is copied there and back.
+    When a step is over, the tensor that ``p.grad`` was when backward() ended holds the result. On the way a large one
+    is reduced where it lies if nobody else has its storage; the others, the small ones, and what lies on another
+    device, in another dtype or layout, are copied, and the results are written back into them. ``device``: that of the
+    lane's memory.
     """
 
-    def __init__(self, lane: Any, parameters: Sequence[torch.Tensor], sparse_dims: dict[int, int]) -> None:
+    def __init__(
+        self, lane: Any, parameters: Sequence[torch.Tensor], sparse_dims: dict[int, int], device: torch.device
+    ) -> None:
         self.lane = lane
         self.parameters = list(parameters)
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._sparse_dims = sparse_dims  # by id: gradients that optimizers must see as sparse tensors
-        self._in_flight: dict[int, tuple[torch.Tensor, int, int]] = {}
-        self._fetch_slots()
+        self._device = device
+        self._like = [_layout_of(parameter) for parameter in self.parameters]  # .to() may change a parameter
+        self._small = {
+            i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
+        }
+        self._start_step()
 
-    def _fetch_slots(self) -> None:
-        self._generation = self.lane.generation
-        self._slots = [tensor_on(self.lane.slot_array(i), parameter) for i, parameter in enumerate(self.parameters)]
+    def _start_step(self) -> None:
+        self._watched: dict[int, Watched] = {}
+        self._waiting: dict[int, float] = {}  # complete, but not handed over before the step is completed; since when
+        self._in_place: dict[int, int] = {}  # by address: the gradients that are reduced where they lie
+        self._repeated: set[int | None] = set()  # addresses of storages that several parameters' gradients have
+        self._copies: dict[int, torch.Tensor] = {}  # what is reduced in the place of a gradient
 
-    def _follow_lane(self) -> None:
-        """Move to where the slots are now, if the lane has laid them out anew."""
-        if self.lane.generation != self._generation:
-            old = self._slots
-            self._fetch_slots()
-            # The old slots may be memory of other gradients now.
-            for i, (parameter, before) in enumerate(zip(self.parameters, old, strict=True)):
-                if lives_in(before, parameter.grad):
-                    parameter.grad = self._alias(i)
+    def hand_over(self, i: int, since: float | None = None, watched: Watched | None = None) -> None:
+        """A gradient is complete, ``since`` if not just now: let it be reduced. ``watched``: as it was then."""
+        gradient = self.parameters[i].grad
+        if watched is None and gradient is not None:
+            watched = watch(gradient)
+        if watched is not None:
+            self._watched[i] = watched
+            if watched.is_moved(gradient):
+                return  # check_unchanged() will say so
+        if gradient is not None and self._must_wait(i, gradient):
+            self._waiting[i] = perf_counter() if since is None else since
+        else:
+            self._hand_over(i, since)
 
-    def _alias(self, i: int) -> torch.Tensor:
-        """The slot as a tensor of its own: ``p.grad.data = other`` must not take the slot itself elsewhere."""
-        return self._slots[i].data
+    def _must_wait(self, i: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient would be reduced in memory that is not ours to keep: share_memory_() may free it."""
+        if self.lane.on_device or i in self._small or not self._is_free(i, gradient):
+            return False
+        return not ARENA.contains(gradient.data_ptr())
 
-    def _can_hold(self, i: int, parameter: torch.Tensor) -> bool:
-        """Whether the parameter's gradient may live in its slot; .to() may have changed the parameter."""
-        slot = self._slots[i]
-        return parameter.device == slot.device and parameter.dtype == slot.dtype and parameter.shape == slot.shape
+    def _hand_over(self, i: int, since: float | None) -> None:
+        parameter, small = self.parameters[i], self._small.get(i)
+        gradient, started = parameter.grad, perf_counter()
+        if not parameter.requires_grad:
+            self.lane.ready(i, None, since)
+        elif small is not None:
+            if gradient is None:
+                small.zero_()
+            else:
+                small.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            self.lane.copied(i, started)
+            self.lane.ready(i, FILLED, since)
+        elif gradient is not None and self._is_free(i, gradient):
+            self._in_place[gradient.data_ptr()] = i
+            self.lane.ready(i, offer_from(gradient, self.lane.on_device), since)
+        else:
+            copy = self._copies[i] = self._copied(i, gradient)
+            self.lane.copied(i, started)
+            self.lane.ready(i, offer_from(copy, self.lane.on_device), since)
 
-    def hand_over(self, i: int, since: float | None = None) -> None:
-        """A gradient is complete, ``since`` if not just now: put it into its slot and let it be reduced."""
-        self._follow_lane()
-        parameter = self.parameters[i]
-        started = perf_counter()
-        self._fill(i, parameter)
-        self.lane.copied(i, started)
-        gradient = parameter.grad
-        if gradient is not None:
-            self._in_flight[i] = gradient, gradient._version, address(gradient)
-        self.lane.ready(i, since)
+    def _is_free(self, i: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient can be reduced where it lies.
 
-    def _fill(self, i: int, parameter: torch.Tensor) -> None:
-        gradient, slot = parameter.grad, self._slots[i]
-        if gradient is None or not parameter.requires_grad:
-            slot.zero_()
-        elif gradient.is_sparse:
-            slot.copy_(gradient.to_dense())
-        elif not lives_in(slot, gradient):
-            slot.copy_(gradient)
-            if self._can_hold(i, parameter):
-                parameter.grad = self._alias(i)
+        The backward pass may go on to read a storage that others have too, and two gradients may have one storage.
+        """
+        return (
+            gradient.device == self._device
+            and fits(gradient, self._like[i])
+            and holders(gradient) == _ALONE
+            and _storage_of(gradient) not in self._repeated
+            and self._in_place.get(gradient.data_ptr(), i) == i
+        )
+
+    def _copied(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """A gradient's values, zeros if it is None, as the lane takes them."""
+        like = self._like[i]
+        with ARENA.serving():
+            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
+        return copy.zero_() if gradient is None else copy.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def check_unchanged(self, name_of: Any) -> None:
         """Raise AssertionError if somebody changed or replaced a gradient while it was being reduced."""
-        changed = [
-            name_of(self.parameters[i])
-            for i, (gradient, version, where) in self._in_flight.items()
-            if self.parameters[i].grad is not gradient or (gradient._version, address(gradient)) != (version, where)
-        ]
+        changed = changed_since(self._watched, {i: self.parameters[i].grad for i in self._watched})
+        changed += self._aliases_of_what_is_in_flight()
         if changed:
-            raise AssertionError(CHANGED_IN_FLIGHT.format(names=", ".join(changed)))
+            names = ", ".join(name_of(self.parameters[i]) for i in changed)
+            raise AssertionError(CHANGED_IN_FLIGHT.format(names=names))
+
+    def _aliases_of_what_is_in_flight(self) -> list[int]:
+        """Slots, not handed over yet, whose gradients share the storage of one that is being reduced where it lies."""
+        unready = self.lane.unready_slots() if self._in_place else []
+        if not unready:
+            return []
+        in_flight = {_storage_of(self.parameters[i].grad) for i in self._in_place.values()}
+        return [i for i in unready if _storage_of(self.parameters[i].grad) in in_flight - {None}]
 
     def finish(self) -> None:
         """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
-        self._follow_lane()
-        for i in self.lane.unready_slots():
-            self._fill(i, self.parameters[i])
-            self.lane.ready(i)
+        unready = self.lane.unready_slots()
+        # What is to be copied for one parameter must not be reduced where it lies for another.
+        storages = Counter(_storage_of(self.parameters[i].grad) for i in unready)
+        self._repeated = {storage for storage, times in storages.items() if times > 1}
+        for i in unready:
+            self._hand_over(i, self._waiting.get(i))
         self.lane.finish()
-        self._end_step()
+        self._give_back()
+        self._start_step()
+
+    def _give_back(self) -> None:
+        """Every gradient holds its result: those that were reduced elsewhere get it now."""
+        gradients: list[torch.Tensor] = []  # dense ones, and what each is to be given, if it is not there
+        results: list[torch.Tensor | None] = []
+        owners: list[int] = []
         for i, parameter in enumerate(self.parameters):
-            if parameter.requires_grad:
-                self._give_back(i, parameter)
+            if not parameter.requires_grad:
+                continue
+            gradient, result = parameter.grad, self._copies.get(i, self._small.get(i))
+            sparse_dim = self._sparse_dims.get(id(parameter))
+            if sparse_dim is None and gradient is not None and gradient.is_sparse:
+                sparse_dim = gradient.sparse_dim()  # sparse for the first time, and only this rank knows it
+            if sparse_dim is not None and result is not None:
+                parameter.grad = result.to_sparse(sparse_dim).to(parameter.device)
+            elif gradient is None or (result is not None and torch._debug_has_internal_overlap(gradient) == 1):
+                self._replace(i, parameter, result)
+            else:
+                gradients.append(gradient)
+                results.append(result)
+                owners.append(i)
+        apart = set(range(len(gradients))) - set(overlapping(gradients, [result is None for result in results]))
+        into: list[torch.Tensor] = []
+        out_of: list[torch.Tensor] = []
+        for place, (i, gradient, result) in enumerate(zip(owners, gradients, results, strict=True)):
+            if place not in apart:
+                self._replace(i, self.parameters[i], result)
+            elif result is None:
+                # A graph that saved it must not take the result for it.
+                torch.autograd.graph.increment_version(gradient)
+            else:
+                into.append(gradient)
+                out_of.append(result)
+        if into:
+            torch._foreach_copy_(into, out_of)
 
-    def _end_step(self) -> None:
-        self._in_flight.clear()
-        self._follow_lane()
-
-    def _give_back(self, i: int, parameter: torch.Tensor) -> None:
-        gradient, slot = parameter.grad, self._slots[i]
-        if lives_in(slot, gradient):
-            return
-        sparse_dim = self._sparse_dims.get(id(parameter))
-        if sparse_dim is None and gradient is not None and gradient.is_sparse:
-            sparse_dim = gradient.sparse_dim()  # sparse for the first time, and only this rank knows it
-        if sparse_dim is not None:
-            parameter.grad = slot.to_sparse(sparse_dim).to(parameter.device)
-        elif self._can_hold(i, parameter):
-            parameter.grad = self._alias(i)
-        elif gradient is None:
-            parameter.grad = slot.to(parameter.device, parameter.dtype)
-        else:
-            gradient.copy_(slot)
-
-    def move_in(self) -> None:
-        """Between two steps: let gradients that are elsewhere live in the slots."""
-        self._follow_lane()
-        for i, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse and self._can_hold(i, parameter):
-                self._fill(i, parameter)
+    def _replace(self, i: int, parameter: torch.Tensor, result: torch.Tensor | None) -> None:
+        """A gradient of its own for a parameter that had none, or one that cannot hold the result."""
+        if result is not None:
+            own = result if i in self._copies else result.clone()
+            parameter.grad = own.to(parameter.device, parameter.dtype)
 
     def abandon(self) -> None:
         """Forget what was handed over in this step."""
         self.lane.abandon()
-        self._end_step()
         if self.lane.error is not None:
             self.move_out()
+        self._start_step()
 
-    def move_out(self) -> None:
-        """After a failure: give each gradient memory of its own, since a late message may still write into slots."""
-        for slot, parameter in zip(self._slots, self.parameters, strict=True):
-            if lives_in(slot, parameter.grad):
-                parameter.grad = slot.clone()
+    def move_out(self) -> bool:
+        """After a failure: gradients that may be half summed are marked, and out of reach of a late message.
+
+        Returns whether there are any.
+        """
+        is_marked = False
+        for address, i in self._in_place.items():
+            gradient = self.parameters[i].grad
+            if gradient is not None and gradient.data_ptr() == address:
+                if self.lane.home.is_written_late:
+                    self.parameters[i].grad = gradient = gradient.clone()
+                mark_half_summed(self.parameters[i], gradient)
+                is_marked = True
+        self._start_step()
+        return is_marked
 
     def close(self) -> None:
         """Give the lane back."""
         self.lane.close()
+        self._small = {}
+
+
+def _storage_of(gradient: torch.Tensor | None) -> int | None:
+    """The address of a dense gradient's storage."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    return gradient.untyped_storage().data_ptr()
+
+
+def _address(gradient: torch.Tensor | None) -> int:
+    """Where a dense gradient begins; 0 for others."""
+    return 0 if gradient is None or gradient.layout is not torch.strided else gradient.data_ptr()
+
+
+def _layout_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of a parameter's shape and dtype, whose strides are those of its slot."""
+    fills_memory = parameter.is_contiguous() or memory_order(parameter) is not None
+    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return meta.as_strided(parameter.shape, parameter.stride()) if fills_memory else meta

@@ -13,7 +13,7 @@ from hvdkit.compression import DGC
 from hvdkit.engine.plans import HOST
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradient_named import NamedGradients
-from hvdkit.torch.gradient_planned import PlannedGradients, can_be_planned, slot_of
+from hvdkit.torch.gradient_planned import PlannedGradients, Watched, can_be_planned, slot_of
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.ops_allgather import allgather_async
 from hvdkit.torch.ops_sync import synchronize
@@ -95,16 +95,17 @@ class Routes:
         complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])
         if complaint is not None and lane.group.rank == 0:
             warnings.warn(f"{title}: {complaint}", stacklevel=2)
-        return PlannedGradients(lane, parameters, self.sparse_dims)
+        device = parameters[0].device if lane.on_device else torch.device("cpu")
+        return PlannedGradients(lane, parameters, self.sparse_dims, device)
 
-    def hand_over(self, parameter: torch.Tensor, since: float | None = None) -> None:
-        """A gradient is complete, ``since`` (perf_counter) if not just now.
+    def hand_over(self, parameter: torch.Tensor, since: float | None = None, watched: Watched | None = None) -> None:
+        """A gradient is complete, ``since`` (perf_counter) if not just now; ``watched``: as it was then.
 
         Parameters that were no part of the agreement are left for the next one.
         """
         i = self.planned.index.get(id(parameter)) if self.planned is not None else None
         if i is not None and self.planned is not None:
-            self.planned.hand_over(i, since)
+            self.planned.hand_over(i, since, watched)
         elif id(parameter) in self.named.index:
             self.named.hand_over(parameter)
 
@@ -138,13 +139,15 @@ class Routes:
         finally:
             self.named.abandon()
 
-    def move_out(self) -> None:
-        """After a failure: gradients leave the lane, which is given back."""
-        if self.planned is not None:
-            self.planned.move_out()
-            self.planned.close()
+    def move_out(self) -> bool:
+        """After a failure: what it left of gradients is marked, and the lane given back. Whether any was marked."""
+        if self.planned is None:
+            return False
+        is_marked = self.planned.move_out()
+        self.planned.close()
+        return is_marked
 
     def close(self) -> None:
-        """Give the lane back; gradients must have moved out of it."""
+        """Give the lane back."""
         if self.planned is not None:
             self.planned.close()

@@ -37,7 +37,7 @@ class Settings:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """What a gradient is multiplied with before and after the sum; the 1/size of an average is not in it."""
+        """What a gradient is multiplied with before and after the sum; the division of an average is not in it."""
         if self.op is ReduceOp.AVERAGE:
             return 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
         return 1.0, 1.0

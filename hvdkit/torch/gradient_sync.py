@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 
+from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.engine import runtime
-from hvdkit.errors import HorovodInternalError, NotInitializedError
+from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import compression_state
 from hvdkit.torch.gradient_hooks import GradientHooks
-from hvdkit.torch.gradient_planned import PlannedGradients
+from hvdkit.torch.gradient_planned import PlannedGradients, Watched, watch
 from hvdkit.torch.gradient_routes import Routes
 from hvdkit.torch.gradient_settings import Settings
+from hvdkit.torch.half_summed import HALF_SUMMED, STEP_FAILED, is_half_summed, some_are_half_summed
 from hvdkit.torch.ops_allreduce import allreduce_async_
 from hvdkit.torch.ops_sync import synchronize
 from hvdkit.torch.optimizer_names import default_names
+from hvdkit.torch.verification import OptimizerVerification
 
 STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -49,7 +53,7 @@ def is_current(engine: Any) -> bool:
     """True while ``engine`` is this process's engine."""
     try:
         return runtime.engine() is engine
-    except NotInitializedError:
+    except (NotInitializedError, ForkedChildError):
         return False
 
 
@@ -64,6 +68,7 @@ class GradientSynchronizer:
     def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, class_name: str) -> None:
         self.settings = settings
         self.should_synchronize = True
+        self.verification = OptimizerVerification(settings.process_set)
         self._optimizer = weakref.ref(optimizer)
         self._class_name = class_name
         self._names = {id(parameter): name for name, parameter in settings.names}
@@ -71,12 +76,14 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._routes: Routes | None = None
-        self._early: list[tuple[torch.Tensor, float]] = []  # complete before there were routes, and when (perf_counter)
+        # Complete before there were routes: when (perf_counter), and as it was then.
+        self._early: list[tuple[torch.Tensor, float, Watched | None]] = []
+        self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
         self._is_synchronized = False
         self._for_scaler = False
         self._kept: Any = None  # what was loaded, or kept by codecs before, for when there are routes
         self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was given up
-        with suppress(NotInitializedError):  # unpickled before hvd.init(); the first step asks again
+        with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step asks again
             self._bind()
 
     @property
@@ -126,12 +133,31 @@ class GradientSynchronizer:
         if self._distributed:
             for parameter in self._trainable().values():
                 self._hooks.attach(parameter)
+            self._serve()
         else:
             self._hooks.detach()
             self._hooks.reset()
+            ARENA.remove_sizes(self._served)
+            self._served = []
         if interrupted:
             self._start_step()
             raise HorovodInternalError(INTERRUPTED)
+
+    def _serve(self) -> None:
+        """Have gradients of these parameters born where the node's other ranks can reach them."""
+        parameters = self._trainable().values()
+        sizes = [
+            parameter.nbytes
+            for parameter in parameters
+            if parameter.is_cpu and not is_lazy(parameter) and parameter.nbytes >= SMALLEST_BYTES
+        ]
+        if sizes and ARENA.open(self._engine.settings.arena) >= 0:
+            ARENA.serve_torch()
+        if sizes and self._engine.settings.arena:
+            ARENA.complain(self._engine.topology)
+        served = ARENA.add_sizes(sizes)
+        ARENA.remove_sizes(self._served)
+        self._served = served
 
     def _check_owner(self) -> None:
         if self._hooks.superseded:
@@ -144,20 +170,34 @@ class GradientSynchronizer:
 
     def _complete(self, parameter: torch.Tensor) -> None:
         if self._routes is None or not is_current(self._engine):
-            self._early.append((parameter, perf_counter()))
+            watched = None if parameter.grad is None else watch(parameter.grad)
+            self._early.append((parameter, perf_counter(), watched))
         else:
             self._routes.hand_over(parameter)
 
     @_disable_dynamo  # a compiled step must not trace what waits for other ranks
-    def synchronize(self) -> None:
-        """Wait until all gradients are reduced. Collective: every rank does it once a step."""
+    def synchronize(self, updates: bool = False) -> None:
+        """Wait until all gradients are reduced. Collective: every rank does it once a step.
+
+        ``updates``: the optimizer's update follows at once. Raises ParametersDifferError, on all ranks, where these
+        held other parameters after the last update.
+        """
         self._check_owner()
         self._bind()
+        self._check_cleared()
         if self._distributed:
+            self.verification.updates = updates
             with torch.no_grad():
                 self._finish_step()
+            self.verification.finished()
         self._is_synchronized = True
         self._for_scaler = False
+
+    def _check_cleared(self) -> None:
+        for parameter in self._trainable().values() if some_are_half_summed() else ():
+            if is_half_summed(parameter.grad):
+                self._start_step()  # what was added to it is of no use either, and may be cleared
+                raise ValueError(HALF_SUMMED.format(name=self.name_of(parameter)))
 
     def _finish_step(self) -> None:
         trainable = self._trainable()
@@ -165,17 +205,18 @@ class GradientSynchronizer:
             self._raise_unraised()
             if self._routes is None:
                 self._routes = self._agree(trainable)
-                for parameter, since in self._early:
-                    self._routes.hand_over(parameter, since)
+                for parameter, since, watched in self._early:
+                    self._routes.hand_over(parameter, since, watched)
                 self._routes.finish(self.name_of)
             elif self._routes.ids == list(trainable):
                 self._routes.finish(self.name_of)
             else:
                 self._change_routes(self._routes, trainable)
-        except HorovodInternalError:
+        except HorovodInternalError as error:
             if self._routes is not None:
                 self._save_kept(self._routes)
-                self._routes.move_out()
+                if self._routes.move_out() and STEP_FAILED not in str(error):
+                    error.args = (f"{error}\n{STEP_FAILED}", *error.args[1:])
             self._routes = None
             self._start_step()
             raise
@@ -194,7 +235,9 @@ class GradientSynchronizer:
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
         for parameter in trainable.values():
             self._hooks.attach(parameter)
+        self._serve()
         routes = Routes(self._engine, trainable, self.name_of, self.settings, self._class_name)
+        self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)
         saved, self._kept = self._kept, None
         process_set = self.settings.process_set
         if saved is not None and routes.planned is not None:
@@ -213,12 +256,10 @@ class GradientSynchronizer:
         self._routes = self._agree(trainable)
         newcomers = [parameter for key, parameter in trainable.items() if key not in set(old.ids)]
         self._routes.finish_newcomers(newcomers, self.name_of, self.settings)
-        if self._routes.planned is not None:
-            self._routes.planned.move_in()
-            if old.planned is not None:
-                compression_state.move(
-                    old.planned.lane, old.planned.index, self._routes.planned.lane, self._routes.planned.index
-                )
+        if self._routes.planned is not None and old.planned is not None:
+            compression_state.move(
+                old.planned.lane, old.planned.index, self._routes.planned.lane, self._routes.planned.index
+            )
         old.close()
 
     def _places(self, planned: PlannedGradients) -> list[int | None]:
@@ -264,17 +305,21 @@ class GradientSynchronizer:
         elif self.should_synchronize and not (self._for_scaler and self.is_synchronized):
             if self.is_synchronized:
                 warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
-            self.synchronize()
+            self.synchronize(updates=True)
         else:
             self._check_synchronized()
         self.forget_synchronized()
-        result = base_step(*args, **kwargs)
+        try:
+            result = base_step(*args, **kwargs)
+        finally:  # the others compare what they have then, also if it raised here
+            self.verification.updated(self._groups(), self.name_of)
         self.forget_synchronized()
         return result
 
     def _check_synchronized(self) -> None:
         if self.in_flight:
             raise AssertionError(SKIPPED_IN_FLIGHT)
+        self._check_cleared()
 
     def forget_synchronized(self) -> None:
         """The gradients that were synchronised have been used, or cleared."""
@@ -326,5 +371,6 @@ class GradientSynchronizer:
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end
             self._hooks.detach()
+            ARENA.remove_sizes(self._served)
             if self._routes is not None:
                 self._routes.close()

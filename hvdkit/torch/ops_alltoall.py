@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hvdkit.api import checks
 from hvdkit.api.handles import HANDLES
+from hvdkit.api.splits import refuse
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import tensor_checks
@@ -35,17 +37,16 @@ def _submit(
     tensor_checks.check_has_rows(function, [tensor])
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
-    tensor_checks.check_integers(function, "splits", splits)
-    shares = checks.check_splits(function, splits, tensor.shape[0], checks.size_of(process_set))
-    rows = host_view(tensor) if shares is None else host_view(tensor)[: sum(shares)]
-    handle = engine.alltoall(
-        as_array(rows),
-        splits=shares,
-        name=name,
-        process_set_id=process_set_id,
-        device=tensor.device.type,
-        wake=wake,
+    rows = host_view(tensor)
+    submit = functools.partial(
+        engine.alltoall, name=name, process_set_id=process_set_id, device=tensor.device.type, wake=wake
     )
+    try:
+        tensor_checks.check_integers(function, "splits", splits)
+        shares = checks.check_splits(function, splits, tensor.shape[0], checks.size_of(process_set))
+    except (TypeError, ValueError) as problem:
+        refuse(problem, lambda words: submit(as_array(rows), splits=words))
+    handle = submit(as_array(rows if shares is None else rows[: sum(shares)]), splits=shares)
     # Received splits come as the caller's splits were: their type and device, or 32-bit integers on the CPU.
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
 

@@ -103,7 +103,7 @@ class BroadcastFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         """The gradient, and None for each of the other arguments."""
         average = allreduce(grad_output, name=ctx.name, process_set=ctx.process_set)
-        if runtime.engine().topology.rank != ctx.root_rank:
+        if runtime.topology().rank != ctx.root_rank:
             average = torch.zeros_like(average)
         return average, None, None, None
 

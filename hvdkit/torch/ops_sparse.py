@@ -7,11 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hvdkit import kernels
 from hvdkit.api import checks
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.torch.ops_allgather import grouped_allgather_async
 from hvdkit.torch.ops_sync import synchronize
+from hvdkit.transports.device_scale import rescale_
 
 
 def sparse_allreduce_async(
@@ -20,8 +22,9 @@ def sparse_allreduce_async(
     """Start the allreduce of a sparse COO tensor and return a function that waits for it and returns the result.
 
     ``tensor`` has the same shape, type and number of sparse dimensions on all ranks and any number of nonzero
-    elements; it is not changed. ``op`` is hvd.Average or hvd.Sum. The result is a new sparse COO tensor in which an
-    element that several ranks have stands several times: ``coalesce()`` adds them up. Raises TypeError or ValueError
+    elements; it is not changed. ``op`` is hvd.Average or hvd.Sum. The result is a new sparse COO tensor. In a sum, an
+    element that several ranks have stands several times: ``coalesce()`` adds them up. An average is coalesced, since
+    what is divided is the sum; averages of integers are cut off. Raises TypeError or ValueError
     for arguments that make no sense; the function raises HorovodInternalError where ranks disagree.
     """
     function = "sparse_allreduce_async"
@@ -36,9 +39,19 @@ def sparse_allreduce_async(
 
     def wait() -> Tensor:
         all_indices, all_values = synchronize(handle)
-        if reduce_op == ReduceOp.AVERAGE:
-            rounding = None if all_values.is_floating_point() else "trunc"
-            all_values = torch.div(all_values, checks.size_of(process_set), rounding_mode=rounding)
-        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
+        gathered = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
+        return _average(gathered, checks.size_of(process_set)) if reduce_op == ReduceOp.AVERAGE else gathered
 
     return wait
+
+
+def _average(gathered: Tensor, size: int) -> Tensor:
+    """The sum of all ranks' elements, divided by their number; every rank computes it for itself."""
+    with kernels.DefaultFloats():
+        total = gathered.coalesce()
+    values = total._values()
+    if values.is_floating_point():
+        rescale_(values.view(-1), Scale(divisor=size))
+    else:
+        torch.div(values, size, rounding_mode="trunc", out=values)
+    return total

@@ -24,7 +24,7 @@ class AdasumSynchronizer(GradientSynchronizer):
     def _complete(self, parameter: torch.Tensor) -> None:
         pass
 
-    def synchronize(self) -> None:
+    def synchronize(self, updates: bool = False) -> None:
         """Nothing: gradients stay as each rank computed them."""
 
     def synchronize_for_scaler(self) -> None:
@@ -44,6 +44,8 @@ class AdasumSynchronizer(GradientSynchronizer):
             for wait in [self._combine(p, start) for p, start in zip(parameters, starts, strict=True)]:
                 wait()
         self._hooks.reset()
+        if self._distributed:
+            self.verification.combined(self._engine, self._class_name, self._groups(), self.name_of)
         return result
 
     def _combine(self, parameter: torch.Tensor, start: torch.Tensor) -> Callable[[], None]:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from hvdkit.api.checks import check_passes
+from hvdkit.engine import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression_state import KEY
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer
 from hvdkit.torch.optimizer_adasum import AdasumSynchronizer
+from hvdkit.torch.scaler_guard import guard_scalers
 
 _SETTINGS = "_distributed_settings"
 
@@ -59,6 +61,7 @@ def _new(base: Any) -> Any:
 @functools.cache
 def distributed_class(base: Any) -> Any:
     """A subclass of ``base`` with its name. Its only parent is ``base``: ``super(cls, it)`` is the plain optimizer."""
+    guard_scalers()
     if not getattr(base.step, "hooked", False):  # what the constructor does; an unpickled object never ran one
         base.step = torch.optim.Optimizer.profile_hook_step(base.step)
         base.step.hooked = True
@@ -83,6 +86,11 @@ def distributed_class(base: Any) -> Any:
             return self._synchronizer.settings.process_set
 
         @property
+        def _parameter_names(self) -> dict[torch.Tensor, str]:
+            """By parameter, the names that it was given, or its place: scripts made for Horovod read it."""
+            return {parameter: name for name, parameter in self._synchronizer.settings.names}
+
+        @property
         def _step_supports_amp_scaling(self) -> bool:
             # GradScaler.step() asks this just before it unscales the gradients.
             self._synchronizer.synchronize_for_scaler()
@@ -93,6 +101,10 @@ def distributed_class(base: Any) -> Any:
         @_step_supports_amp_scaling.setter
         def _step_supports_amp_scaling(self, value: bool) -> None:
             self.__dict__["_step_supports_amp_scaling"] = value
+
+        def _reads_gradients_too_early(self) -> bool:
+            # With Adasum they stay their rank's.
+            return self._synchronizer.in_flight and self.op is not ReduceOp.ADASUM
 
         def set_backward_passes_per_step(self, passes: int) -> None:
             """Expect ``passes`` backward passes before each step. Raises TypeError or ValueError."""
@@ -119,6 +131,7 @@ def distributed_class(base: Any) -> Any:
 
         @functools.wraps(base.step)
         def step(self, *args: Any, **kwargs: Any) -> Any:
+            runtime.check_not_forked()
             result = self._synchronizer.step(super().step, args, kwargs)
             if self._wrapped_optimizer is not None:
                 self._wrapped_optimizer._opt_called = True  # for a scheduler that was made with the wrapped one

@@ -2,13 +2,13 @@
 
 Each rank tells a nonce at the store, sealed with the secret. From all nonces follows a secret of this session, which
 seals the addresses at which Gloo connects, and which each rank proves over every connection before anything that comes
-over it is looked at. Without a secret, ranks only wait for each other.
+over it is looked at. Without a secret, ranks only wait for each other. How they tell each other from dead ones
+is in ``attempt``.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -20,11 +20,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
+from hvdkit.transports.attempt import Attempt, here
 from hvdkit.transports.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
-LISTING_SECONDS = 1.0
-PRESENT = b"1"  # what a rank says that has no secret
 STRANGERS = (
     "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
     "see SECURITY.md."
@@ -68,64 +67,64 @@ def unsealed(store: Any) -> Any:
     return store.bare if isinstance(store, SealedStore) else store
 
 
-def meet(store: Any, world: World, credentials: Credentials | None, timeout_seconds: float) -> Credentials | None:
+def meet(
+    store: Any, world: World, credentials: Credentials | None, timeout_seconds: float
+) -> tuple[Any, Credentials | None]:
     """Wait until every rank is there, so that connecting cannot wait for one that never started.
 
-    Returns the credentials of this session. Raises TransportUnavailableError that names the ranks which did not come,
-    AuthenticationError that names the one which does not know the secret.
+    Returns the part of the store that is this attempt's alone, and the credentials of this session. Raises
+    TransportUnavailableError that names the ranks which did not come, AuthenticationError that names the one which does
+    not know the secret.
     """
-    nonce = new_nonce()
-    everyone = [f"here/{rank}" for rank in range(world.size)]
-    mine = PRESENT if credentials is None else credentials.seal(everyone[world.rank], nonce)
-    store.set(everyone[world.rank], mine)
+    nonce, judge = new_nonce(), Judge(world.rank, credentials)
     late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
-    with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
-        try:
-            store.wait(everyone, timedelta(seconds=timeout_seconds))
-        except (RuntimeError, dist.DistError) as error:
-            raise TransportUnavailableError(
-                f"rank {world.rank} waited {timeout_seconds:g} s for all {world.size} ranks; missing: "
-                f"{_missing(store, everyone)}\n"
-                "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts "
-                "slowly."
-            ) from error
-        told = store.multi_get(everyone) if store.has_extended_api() else [store.get(key) for key in everyone]
-    if credentials is None:
-        for rank, word in enumerate(told):
-            if word != PRESENT:
-                raise AuthenticationError(f"rank {rank} asks for a secret that rank {world.rank} has not.\n{STRANGERS}")
-        return None
-    nonces = [
-        _nonce_of(rank, key, word, credentials) for rank, (key, word) in enumerate(zip(everyone, told, strict=True))
-    ]
-    if nonces[world.rank] != nonce:
-        raise AuthenticationError(f"somebody else tells the others to be rank {world.rank}.\n{STRANGERS}")
-    return credentials.for_session(nonces)
-
-
-def _missing(store: Any, everyone: Sequence[str]) -> list[int]:
-    """The ranks that did not come, as many of them as the store tells in a moment: all ranks ask it at once."""
-    missing: list[int] = []
-    deadline = monotonic() + LISTING_SECONDS
-    for rank, key in enumerate(everyone):
-        if missing and monotonic() > deadline:
-            break
-        try:
-            if not store.check([key]):
-                missing.append(rank)
-        except (RuntimeError, dist.DistError):
-            missing.append(rank)
-    return missing
-
-
-def _nonce_of(rank: int, key: str, word: bytes, credentials: Credentials) -> bytes:
     try:
-        nonce = credentials.unseal(key, word)
-    except NotAuthenticError:
-        nonce = b""
-    if len(nonce) != NONCE_BYTES:
-        raise AuthenticationError(f"who says to be rank {rank} does not know the job's secret.\n{STRANGERS}")
-    return nonce
+        with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
+            place, words = Attempt(store, world, nonce, judge).meet(timeout_seconds)
+    except TransportUnavailableError:
+        raise
+    except (RuntimeError, dist.DistError) as error:
+        raise TransportUnavailableError(
+            f"rank {world.rank} lost the store where the ranks meet: {str(error).splitlines()[0]}\n"
+            "HINT: see what rank 0 printed, and the launcher; whoever serves the store has ended."
+        ) from error
+    nonces = [judge.nonce_of(rank, here(rank), word) for rank, word in enumerate(words)]
+    return place, None if credentials is None else credentials.for_session(nonces)
+
+
+class Judge:
+    """What rank ``me`` says with its secret, if it has one, and whether it believes what others said."""
+
+    def __init__(self, me: int, credentials: Credentials | None) -> None:
+        self._me = me
+        self._credentials = credentials
+
+    def say(self, place: str, value: bytes) -> bytes:
+        """What is put at a place for a value."""
+        return value if self._credentials is None else self._credentials.seal(place, value)
+
+    def hear(self, place: str, word: bytes) -> bytes:
+        """The value that was put at a place. Raises AuthenticationError."""
+        try:
+            return word if self._credentials is None else self._credentials.unseal(place, word)
+        except NotAuthenticError:
+            raise AuthenticationError(
+                f"what is at {place!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
+            ) from None
+
+    def nonce_of(self, rank: int, place: str, word: bytes) -> bytes:
+        """The nonce that a rank said at a place. Raises AuthenticationError that names the rank."""
+        if self._credentials is None:
+            if len(word) != NONCE_BYTES:
+                raise AuthenticationError(f"rank {rank} asks for a secret that rank {self._me} has not.\n{STRANGERS}")
+            return word
+        try:
+            nonce = self._credentials.unseal(place, word)
+        except NotAuthenticError:
+            nonce = b""
+        if len(nonce) != NONCE_BYTES:
+            raise AuthenticationError(f"who says to be rank {rank} does not know the job's secret.\n{STRANGERS}")
+        return nonce
 
 
 def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seconds: float) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.compression import LossyCodec
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 
 Bytes = npt.NDArray[np.uint8]
 # Everyone's bytes on every rank, from one's own.
@@ -53,7 +53,7 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def allreduce(
-        self, buffers: Sequence[Any], op: ReduceOp, prescale: float, scale: float, codec: str, after: Sequence[Any]
+        self, buffers: Sequence[Any], op: ReduceOp, prescale: float, scale: Scale, codec: str, after: Sequence[Any]
     ) -> Transfer:
         """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``."""
 
@@ -69,8 +69,9 @@ class DeviceCollectives(ABC):
     def allreduce_encoded(
         self,
         buffer: Any,
+        parts: Sequence[tuple[int, Any]],
         prescale: float,
-        scale: float,
+        scale: Scale,
         codec: LossyCodec,
         way: str,
         memory: Any,
@@ -78,7 +79,9 @@ class DeviceCollectives(ABC):
         turn: int,
         after: Sequence[Any],
     ) -> Transfer:
-        """Replace a flat buffer by ``scale * prescale`` times its sum, as far as the codec lets it through.
+        """Replace tensors by ``scale * prescale`` times their sums, as far as the codec lets it through.
+
+        ``parts`` are where each begins in ``buffer``, and the tensor; all are flat, and the buffer's content is lost.
 
         ``way`` (two_phase, gather), ``matrices`` (where tensors begin, their rows and columns) and ``turn`` (how often
         the buffer was reduced before) are the same on all ranks.
@@ -115,6 +118,8 @@ class Transport(ABC):
     nodes: Sequence[Sequence[int]] = ()
     # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.bell.
     bell: Any = None
+    # The window, and the place in it, where this node's ranks count the signs of life of all; None: each by itself.
+    signs_of_life: Any = None
     # The devices ("cuda", "cpu") for which there may be collectives; tensors on others are staged in host memory.
     device_types: frozenset[str] = frozenset()
     # Those of them ("cpu") whose memory is the host's, where our own kernels encode quicker than PyTorch's operations.

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from hvdkit.compression import LossyCodec
 from hvdkit.errors import PeerLostError
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.transports.base import DeviceCollectives, Transfer
 from hvdkit.transports.device_compression import DeviceMemory, Exchange, Wait, reduce_encoded
+from hvdkit.transports.device_scale import rescale_
 
 _OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -154,6 +155,7 @@ class TorchDeviceCollectives(DeviceCollectives):
         self._rank, self._size = int(group.rank()), int(group.size())
         self._device = device
         self._stream = stream
+        self._coalesces = hasattr(group, "allreduce_coalesced")
 
     def allocate(self, elements: int, dtype: str) -> Tensor:
         return torch.zeros(elements, dtype=getattr(torch, dtype), device=self._device)
@@ -162,13 +164,18 @@ class TorchDeviceCollectives(DeviceCollectives):
         return self._stream.mark(self._device)
 
     def allreduce(
-        self, buffers: Sequence[Tensor], op: ReduceOp, prescale: float, scale: float, codec: str, after: Sequence[Any]
+        self, buffers: Sequence[Tensor], op: ReduceOp, prescale: float, scale: Scale, codec: str, after: Sequence[Any]
     ) -> Transfer:
         def work(wait: Wait) -> None:
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for buffer in buffers:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer.view(-1))
-            for flats in by_dtype.values():
+            for dtype, flats in by_dtype.items():
+                there = [flat for flat in flats if flat.numel()]
+                apart = len({flat.data_ptr() for flat in there}) == len(there)  # one may be there twice
+                if len(there) > 1 and apart and dtype not in _HALVES and codec == "none" and self._coalesces:
+                    self._reduce_coalesced(there, op, prescale, scale, wait)
+                    continue
                 fused = flats[0] if len(flats) == 1 else torch.cat(flats)
                 self._reduce(fused, op, prescale, scale, codec, wait)
                 if len(flats) > 1:
@@ -185,8 +192,9 @@ class TorchDeviceCollectives(DeviceCollectives):
     def allreduce_encoded(
         self,
         buffer: Tensor,
+        parts: Sequence[tuple[int, Tensor]],
         prescale: float,
-        scale: float,
+        scale: Scale,
         codec: LossyCodec,
         way: str,
         memory: DeviceMemory,
@@ -195,12 +203,15 @@ class TorchDeviceCollectives(DeviceCollectives):
         after: Sequence[Any],
     ) -> Transfer:
         def work(wait: Wait) -> None:
-            if prescale != 1.0:
-                buffer.mul_(prescale)
+            for begin, tensor in parts:
+                buffer[begin : begin + tensor.numel()].copy_(tensor)
+            rescale_(buffer, Scale(prescale))
             place = Exchange(self._group, self._rank, self._size, scale, codec, way, turn, matrices, wait)
             reduce_encoded(place, buffer, memory)
+            for begin, tensor in parts:
+                tensor.copy_(buffer[begin : begin + tensor.numel()])
 
-        return self._launch(after, [buffer, *memory.tensors()], work)
+        return self._launch(after, [buffer, *(tensor for _, tensor in parts), *memory.tensors()], work)
 
     def broadcast(self, buffers: Sequence[Tensor], root: int, after: Sequence[Any]) -> Transfer:
         def work(wait: Wait) -> None:
@@ -248,11 +259,10 @@ class TorchDeviceCollectives(DeviceCollectives):
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _reduce(self, flat: Tensor, op: ReduceOp, prescale: float, scale: float, codec: str, wait: Wait) -> None:
+    def _reduce(self, flat: Tensor, op: ReduceOp, prescale: float, scale: Scale, codec: str, wait: Wait) -> None:
         if not flat.numel():
             return
-        if prescale != 1.0:
-            flat.mul_(prescale)
+        rescale_(flat, Scale(prescale))
         wire = torch.float16 if codec == "fp16" and flat.dtype in (torch.float32, torch.float64) else flat.dtype
         if wire in _HALVES:
             self._reduce_halves(flat, wire, op, scale, wait)
@@ -260,10 +270,21 @@ class TorchDeviceCollectives(DeviceCollectives):
         options: Any = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         wait(self._group.allreduce([flat], options))
-        if scale != 1.0:
-            flat.mul_(scale)
+        rescale_(flat, scale)
 
-    def _reduce_halves(self, flat: Tensor, wire: torch.dtype, op: ReduceOp, scale: float, wait: Wait) -> None:
+    def _reduce_coalesced(self, flats: list[Tensor], op: ReduceOp, prescale: float, scale: Scale, wait: Wait) -> None:
+        """Each where it lies, as one operation of the process group."""
+        if not flats:
+            return
+        for flat in flats:
+            rescale_(flat, Scale(prescale))
+        options: Any = dist.AllreduceCoalescedOptions()
+        options.reduceOp = _OPS[op]
+        wait(self._group.allreduce_coalesced(flats, options))
+        for flat in flats:
+            rescale_(flat, scale)
+
+    def _reduce_halves(self, flat: Tensor, wire: torch.dtype, op: ReduceOp, scale: Scale, wait: Wait) -> None:
         """Two phases as on the host: exchange chunks, reduce the own one in fp32 (fp64 for doubles), gather.
 
         The process group's own allreduce would round to 16 bits after each addition.
@@ -279,7 +300,7 @@ class TorchDeviceCollectives(DeviceCollectives):
         total = parts[0].to(wide)
         for part in parts[1:]:
             total = _LOCAL_OPS[op](total, part.to(wide))
-        own = (total * scale).to(wire)
+        own = rescale_(total, scale).to(wire)
         wait(self._group._allgather_base(mine, own))
         flat.copy_(mine[:count])
 

@@ -19,7 +19,9 @@ from torch.nn.functional import pad
 from hvdkit.compression import DGC, LossyCodec, Memory, PowerSGD, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import RESIDUAL, Place
+from hvdkit.kernels import Scale
 from hvdkit.transports.device_codecs import Coder, coder_of
+from hvdkit.transports.device_scale import rescale_
 
 Wait = Callable[[Any], None]
 
@@ -85,7 +87,7 @@ class Exchange:
     group: Any  # a torch process group
     rank: int
     size: int
-    scale: float
+    scale: Scale
     codec: LossyCodec
     way: str
     turn: int  # how often these elements were reduced before
@@ -155,7 +157,7 @@ def _all(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
         residual.copy_(_lacks(sent, sent, residual))
     flat.copy_(sent)
     exchange.sum(flat)
-    flat.mul_(exchange.scale)
+    rescale_(flat, exchange.scale)
     return sent
 
 
@@ -168,7 +170,7 @@ def _gather(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor
     total = coder.decode(everyones[:1], count)[0]
     for rank in range(1, exchange.size):
         total = total + coder.decode(everyones[rank : rank + 1], count)[0]
-    flat.copy_(total * exchange.scale)
+    rescale_(flat.copy_(total), exchange.scale)
     if residual is not None and now_kept is not None:
         residual.copy_(now_kept[0])
     return sent[0]
@@ -194,7 +196,7 @@ def _two_phase(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Ten
     own[0, valid:] = 0.0  # signs, for one, stand for something there too
     payload, own_sent, own_kept = _encode(coder, own, None if kept is None else kept[me : me + 1], valid, 1)
     everyones = exchange.gather(payload[0])
-    flat.copy_(coder.decode(everyones, chunk).view(-1)[:count] * exchange.scale)
+    rescale_(flat.copy_(coder.decode(everyones, chunk).view(-1)[:count]), exchange.scale)
     sent[me] = own_sent[0]
     if residual is not None and now_kept is not None and own_kept is not None:
         now_kept[me] = own_kept[0]
@@ -256,10 +258,11 @@ def _low_rank(exchange: Exchange, codec: PowerSGD, flat: Tensor, residual: Tenso
         if residual is not None:
             target = _matrix(residual, begin, rows, cols)
             target.copy_(torch.where(finite, gradients[begin] - bases[begin] @ own[begin], target))
-        result = torch.where(finite, bases[begin] @ right * exchange.scale, torch.nan)
+        result = torch.where(finite, bases[begin] @ right, torch.nan)
         _matrix(flat, begin, rows, cols).copy_(result)
+        rescale_(flat[begin : begin + rows * cols], exchange.scale)
     for begin, rows, cols in plain:
-        flat[begin : begin + rows * cols] = summed[begin] * exchange.scale
+        rescale_(flat[begin : begin + rows * cols].copy_(summed[begin]), exchange.scale)
 
 
 def _sent_to(tensor: Tensor, device: torch.device) -> Tensor:

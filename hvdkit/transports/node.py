@@ -22,9 +22,14 @@ def _data_ring(ranks: int) -> int:
     return DATA_RING if ranks <= CROWDED else CROWDED_DATA_RING
 
 
-def rings_bytes(ranks: int) -> int:
-    """The window that a NodeTransport of so many ranks of a node needs: their bells, and the rings of each pair."""
+def _rings_bytes(ranks: int) -> int:
+    """The bells of so many ranks of a node, and the rings of each pair."""
     return ranks * CACHE_LINE + Post.bytes_needed(ranks, _data_ring(ranks), CONTROL_RING)
+
+
+def window_bytes(ranks: int, size: int) -> int:
+    """The window of a NodeTransport of ``ranks`` of a node in a job of ``size``: also the signs of life of all."""
+    return _rings_bytes(ranks) + size * CACHE_LINE
 
 
 def _transfer(message: Message, peer: int) -> Transfer:
@@ -35,7 +40,11 @@ def _transfer(message: Message, peer: int) -> Transfer:
 class NodeTransport(Transport):
     """``inner`` for ranks elsewhere, shared memory for those of this node as ``inner.nodes`` has it."""
 
-    def __init__(self, inner: Transport, memory: NodeMemory, rings: Window) -> None:
+    def __init__(
+        self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None] = ()
+    ) -> None:
+        # Where this node's ranks map each other's gradients, by place in the node; None where not all of them do.
+        self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.device_types, self.host_types = inner.device_types, inner.host_types
         self.worthwhile_bytes = inner.worthwhile_bytes
@@ -49,6 +58,7 @@ class NodeTransport(Transport):
         self.bells = [Bell(rings, place * CACHE_LINE) for place in range(count)]
         self.bell = self.bells[memory.index]
         self._post = Post(rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.bells)
+        self.signs_of_life = (rings, _rings_bytes(count))
         self._gone: dict[int, str] = {}
         self._next_look = 0.0
 
@@ -103,6 +113,10 @@ class NodeTransport(Transport):
 
     def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
         return self._inner.collectives_for(place, members, label)
+
+    def arenas_of(self, members: Sequence[int]) -> list[Window | None]:
+        """The arenas of ranks of this node."""
+        return [self.arenas[self._places[rank]] for rank in members]
 
     def bells_of(self, members: Sequence[int]) -> list[Bell]:
         """The bells of ranks of this node."""

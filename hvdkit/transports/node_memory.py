@@ -2,8 +2,9 @@
 
 A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not hold for it; it has no name, so no other
 user can open it and nothing is left behind however its ranks end. Its descriptor travels over a socket, to processes of
-the same user that show a secret which they got over the transport. Each rank holds a lock on one byte of the file; the
-kernel drops it when the process ends, which is how the others notice.
+the same user that show a secret which they got over the transport. With it travel the descriptors of the ranks'
+arenas, which are memory files of their own. Each rank holds a lock on one byte of the file; the kernel drops it when
+the process ends, which is how the others notice.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ PLACES = FILE_BYTES // PLACE_BYTES - 1
 # How long a process that has connected may take to show the secret.
 GREETING_SECONDS = 1.0
 
+# The most that one message can carry.
+MOST_DESCRIPTORS = 250
+
+_INDEX = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 
 
@@ -96,36 +101,61 @@ class Invitation:
             os.close(self._descriptor)
             raise
 
-    def serve(self, guests: int, seconds: float) -> int:
+    def serve(self, guests: int, seconds: float, arena: int = -1) -> tuple[int, dict[int, int]]:
         """Hand the memory to ``guests`` processes that know the secret; returns its descriptor, now the caller's.
 
-        Raises TimeoutError, an OSError, where they do not come.
+        With it everyone gets everyone's arena, by index: this rank's is ``arena``, -1 for none. They are the caller's
+        too. Raises TimeoutError, an OSError, where not all come.
         """
         deadline = monotonic() + seconds
+        arrived: list[tuple[socket.socket, int]] = []
+        arenas = {} if arena < 0 else {0: os.dup(arena)}
         try:
-            while guests:
+            while len(arrived) < guests:
                 self._listener.settimeout(max(0.001, deadline - monotonic()))
                 connection, _ = self._listener.accept()
                 # One that says nothing, or goes away, is no reason to fail the others.
-                with connection, suppress(OSError):
-                    connection.settimeout(GREETING_SECONDS)
-                    if _same_user(connection) and self._knows_secret(connection):
-                        socket.send_fds(connection, [b"!"], [self._descriptor])
-                        guests -= 1
+                connection.settimeout(GREETING_SECONDS)
+                index, descriptor = self._greeted(connection)
+                if index is None:
+                    connection.close()
+                else:
+                    arrived.append((connection, index))
+                    if descriptor >= 0:
+                        arenas[index] = descriptor
+            if len(arenas) >= MOST_DESCRIPTORS:
+                _close_all(arenas)
+            offer = struct.pack(f"<{len(arenas)}I", *arenas)
+            for connection, _ in arrived:
+                socket.send_fds(connection, [b"!" + offer], [self._descriptor, *arenas.values()])
         except OSError:
+            _close_all(arenas)
             self.withdraw()
             raise
+        finally:
+            for connection, _ in arrived:
+                connection.close()
         self._listener.close()
-        return self._descriptor
+        return self._descriptor, arenas
 
-    def _knows_secret(self, connection: socket.socket) -> bool:
-        shown = b""
-        while len(shown) < len(self.secret):
-            part = connection.recv(len(self.secret) - len(shown))
-            if not part:
-                return False
-            shown += part
-        return hmac.compare_digest(shown, self.secret.encode())
+    def _greeted(self, connection: socket.socket) -> tuple[int | None, int]:
+        """The index of a guest that knows the secret, else None; and the descriptor of its arena, or -1."""
+        wanted = len(self.secret) + _INDEX.size
+        shown, descriptors = b"", []
+        with suppress(OSError):
+            while _same_user(connection) and len(shown) < wanted:
+                part, more, _, _ = socket.recv_fds(connection, wanted - len(shown), 1)
+                descriptors += more
+                if not part:
+                    break
+                shown += part
+        if len(shown) == wanted and hmac.compare_digest(shown[: len(self.secret)], self.secret.encode()):
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            return _INDEX.unpack(shown[len(self.secret) :])[0], descriptors[0] if descriptors else -1
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None, -1
 
     def withdraw(self) -> None:
         """Nobody is served, and the memory is not used."""
@@ -133,19 +163,48 @@ class Invitation:
         os.close(self._descriptor)
 
 
-def fetch(address: str, secret: str, seconds: float) -> int:
-    """The descriptor of the memory that another rank of this node made. Raises OSError."""
+def fetch(address: str, secret: str, seconds: float, index: int, arena: int = -1) -> tuple[int, dict[int, int]]:
+    """The descriptor of the memory that another rank of this node made, and those of all its ranks' arenas, by index.
+
+    This rank hands its own in: ``arena``, -1 for none. Raises OSError.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
         connection.connect(f"\0{address}")
         if not _same_user(connection):
             raise PermissionError("the memory that was offered belongs to another user")
-        connection.sendall(secret.encode())
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    if not descriptors:
+        greeting = secret.encode() + _INDEX.pack(index)
+        sent = socket.send_fds(connection, [greeting], [] if arena < 0 else [arena])
+        if sent < len(greeting):
+            connection.sendall(greeting[sent:])
+        offer, descriptors, _, _ = socket.recv_fds(connection, 1 + 4 * MOST_DESCRIPTORS, MOST_DESCRIPTORS)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    if len(offer) != 1 + 4 * (len(descriptors) - 1):
+        for descriptor in descriptors:
+            os.close(descriptor)
         raise ConnectionError("no memory came over the connection")
-    os.set_inheritable(descriptors[0], False)
-    return descriptors[0]
+    return descriptors[0], dict(
+        zip(struct.unpack(f"<{len(descriptors) - 1}I", offer[1:]), descriptors[1:], strict=True)
+    )
+
+
+def _close_all(arenas: dict[int, int]) -> None:
+    for descriptor in arenas.values():
+        os.close(descriptor)
+    arenas.clear()
+
+
+def map_arenas(arenas: dict[int, int]) -> dict[int, Window]:
+    """The ranks' arenas, mapped; those that cannot be are left out. Closes the descriptors."""
+    windows = {}
+    for owner, descriptor in arenas.items():
+        with suppress(OSError):
+            window = Window(descriptor, 0, os.fstat(descriptor).st_size)
+            window.keep_from_forks()  # whoever a fork is, it is none of the job's ranks
+            windows[owner] = window
+    _close_all(arenas)
+    return windows
 
 
 def _same_user(connection: socket.socket) -> bool:

@@ -81,8 +81,8 @@ class TorchTransport(Transport):
         self.size = world.size
         store, secret = open_store(world, generation, start_timeout_seconds)
         credentials = None if secret is None else Credentials(secret, world.job, generation)
-        session = meet(store, world, credentials, start_timeout_seconds)
-        self._store, self._session = store, session
+        self._store, session = meet(store, world, credentials, start_timeout_seconds)
+        self._session = session
         gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
         options = _gloo_options(world, start_timeout_seconds)
         late = f"rank {world.rank} could not connect to all ranks: the store or one of them is silent.\n{STOPPED}"

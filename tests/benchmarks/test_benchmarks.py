@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,34 @@ def test_the_convolutional_network_trains_too(tmp_path: Path) -> None:
     flags = ["--model", "convolution", "--images", "2", "--pixels", "32", "--steps", "1", "--warmup-steps", "0"]
     document, _ = run("step", [*flags, "--rounds", "1", "--peers", "hvdkit torch"], tmp_path)
     assert document["models"]["convolution"]["parameters"] > 20e6
+
+
+@pytest.mark.parametrize(("name", "path"), [("allreduce", ROOT), ("compression", None)])
+def test_a_checkout_without_native_kernels_is_told_at_the_start(name: str, path: Path | None, tmp_path: Path) -> None:
+    """Beside an hvdkit that has them, for the scripts that start ranks, which import the checkout's."""
+    for part in ("benchmarks", "hvdkit"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "results"))
+    done = subprocess.run(
+        [sys.executable, f"{tmp_path}/benchmarks/{name}.py", "--rounds", "1", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=rank_environment(PYTHONPATH=str(path or tmp_path)),
+    )
+    assert done.returncode == 1
+    assert not done.stdout
+    problem, hint = done.stderr.splitlines()
+    assert f"in {tmp_path}, has no native kernels" in problem
+    assert "HINT" in hint
+
+
+def test_all_scripts_look_for_native_kernels() -> None:
+    scripts = [path.read_text() for path in (ROOT / "benchmarks").glob("*.py")]
+    programs = [script for script in scripts if '__name__ == "__main__"' in script]
+    assert len(programs) >= len(BENCHMARKS)
+    assert all("common.parse(parser)" in program for program in programs)
+    assert jobs.without_native_kernels(rank_environment()) is None
 
 
 @pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))

@@ -39,7 +39,7 @@ def test_text_over_slow_links(cluster: Cluster, script):
         for compression in ("none", "int8"):
             before = cluster.sent("w2")
             command = ["python", f"/examples/{script}", *SMALL_TEXT, "--compression", compression]
-            result = cluster.run(["hvdkitrun", "--gloo", *TWO_HOSTS, *command], HVDKIT_COMPRESSION="always", **QUIET)
+            result = cluster.run(["hvdkitrun", "--gloo", *TWO_HOSTS, *command], **QUIET)
             assert result.status == 0, result.output
             losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", result.output)]
             assert len(losses) == 2, result.output

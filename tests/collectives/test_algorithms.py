@@ -14,7 +14,7 @@ from hvdkit.collectives.adasum import adasum, combine
 from hvdkit.collectives.broadcast import scatter_allgather_broadcast, tree_broadcast
 from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
 from hvdkit.collectives.group import Group, partition
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 from tests.collectives.loopback import run_everywhere
 
 SIZES = [2, 3, 4, 5, 8, 16]
@@ -72,7 +72,7 @@ def test_reduce_scatter_leaves_each_rank_its_run_of_the_sum(size):
     expected = in_rank_order(inputs) * np.float32(0.5)
     bounds = partition(40, size, 4)
     results = run_everywhere(
-        size, lambda group: reduce_scatter(group, inputs[group.rank].copy(), bounds, ReduceOp.SUM, 0.5, 0)
+        size, lambda group: reduce_scatter(group, inputs[group.rank].copy(), bounds, ReduceOp.SUM, Scale(0.5), 0)
     )
     for (start, stop), (own, _) in zip(bounds, results, strict=True):
         np.testing.assert_array_equal(own, expected[start:stop])
@@ -90,7 +90,7 @@ def test_adasum_combines_pairs_and_pairs_of_pairs_for_each_tensor(size):
 
     expected = np.concatenate([tree([one[:10] for one in inputs]), tree([one[10:] for one in inputs])])
     buffers = [one.copy() for one in inputs]
-    results = run_everywhere(size, lambda group: adasum(group, buffers[group.rank], lengths, 1.0, 0))
+    results = run_everywhere(size, lambda group: adasum(group, buffers[group.rank], lengths, ONE, 0))
     for buffer in buffers:
         np.testing.assert_array_equal(buffer, expected)
     assert {sent for _, sent in results} == {4 * 30 * int(math.log2(size))}

@@ -19,7 +19,7 @@ from hvdkit.collectives.round_robin import opponents
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.tree import children
 from hvdkit.compression import CASTS, Cast
-from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
+from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
 from tests.collectives.loopback import LoopbackTransport, run_everywhere
 from tests.collectives.rendezvous import run_in_random_order
 
@@ -46,7 +46,7 @@ class Int8Codec(Cast):
         values = np.rint(chunk / step).clip(-127, 127).astype(np.int8)
         return np.concatenate([np.array([step]).view(np.uint8), values.view(np.uint8)])
 
-    def decode_reduce(self, payloads: Sequence[np.ndarray], out: np.ndarray, op: ReduceOp, scale: float) -> None:
+    def decode_reduce(self, payloads: Sequence[np.ndarray], out: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         if out.size:
             decoded = [p[4:].view(np.int8) * p[:4].copy().view(np.float32) * np.float32(0.99) for p in payloads]
             numpy_kernels.reduce_into(out, decoded, op, scale)
@@ -62,7 +62,7 @@ def random_inputs(size: int, elements: int, dtype: str = "float32") -> list[np.n
     return [generator.standard_normal(elements).astype(DTYPES[dtype]) for _ in range(size)]
 
 
-def reduction(inputs: list[np.ndarray], op: ReduceOp, scale: float = 1.0) -> np.ndarray:
+def reduction(inputs: list[np.ndarray], op: ReduceOp, scale: Scale = ONE) -> np.ndarray:
     """In rank order, in one process, by the kernels' oracle."""
     result = np.empty_like(inputs[0])
     numpy_kernels.reduce_into(result, inputs, op, scale)
@@ -70,7 +70,7 @@ def reduction(inputs: list[np.ndarray], op: ReduceOp, scale: float = 1.0) -> np.
 
 
 def outcomes(
-    name: str, inputs: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, scale: float = 1.0, codec: Cast = NONE
+    name: str, inputs: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, scale: Scale = ONE, codec: Cast = NONE
 ) -> tuple[np.ndarray, list[int]]:
     """The result, of which all ranks have the same bits, and the bytes that each rank sent."""
     buffers = [one.copy() for one in inputs]
@@ -100,8 +100,8 @@ def test_the_two_kinds_of_algorithms_here_are_all_there_are():
 def test_sums_in_rank_order_have_the_bits_of_one_process_and_round_once(name, dtype, size):
     for elements in ELEMENTS:
         inputs = random_inputs(size, elements, dtype)
-        result, _ = outcomes(name, inputs, scale=1 / 3)
-        assert result.tobytes() == reduction(inputs, ReduceOp.SUM, 1 / 3).tobytes()
+        result, _ = outcomes(name, inputs, scale=Scale(divisor=3))
+        assert result.tobytes() == reduction(inputs, ReduceOp.SUM, Scale(divisor=3)).tobytes()
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -110,7 +110,7 @@ def test_sums_in_rank_order_have_the_bits_of_one_process_and_round_once(name, dt
 def test_sums_in_another_order_differ_by_one_rounding_a_hop(name, dtype, size):
     for elements in ELEMENTS:
         inputs = random_inputs(size, elements, dtype)
-        result, _ = outcomes(name, inputs, scale=1 / 3)
+        result, _ = outcomes(name, inputs, scale=Scale(divisor=3))
         wide = [one.astype(np.float64) for one in inputs]
         # No partial sum is larger than the sum of magnitudes; each of P - 1 additions and the scale rounds once.
         bound = size * ROUNDING[dtype] * sum(np.abs(one) for one in wide) / 3 + 1e-7 * (dtype == "float16")
@@ -132,8 +132,8 @@ def test_integers_are_exact_and_wrap_whatever_the_order(name, op, size):
 def test_the_scale_is_applied_once_to_the_whole_sum(name, size):
     # Truncated toward zero: any part of the sum that was scaled by itself, or twice, would show.
     inputs = [np.arange(rank, rank + 1000, dtype=np.int32) for rank in range(size)]
-    result, _ = outcomes(name, inputs, scale=1 / 7)
-    np.testing.assert_array_equal(result, reduction(inputs, ReduceOp.SUM, 1 / 7))
+    result, _ = outcomes(name, inputs, scale=Scale(divisor=7))
+    np.testing.assert_array_equal(result, reduction(inputs, ReduceOp.SUM, Scale(divisor=7)))
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -197,8 +197,8 @@ def test_fp16_payloads_are_summed_wide_and_the_result_is_rounded_once(name, dtyp
     for elements in ELEMENTS:
         inputs = random_inputs(size, elements, dtype)
         travelled = [one.astype(np.float16).astype(dtype) for one in inputs]
-        expected = reduction(travelled, ReduceOp.SUM, 1 / size).astype(np.float16).astype(dtype)
-        result, _ = outcomes(name, inputs, scale=1 / size, codec=FP16)
+        expected = reduction(travelled, ReduceOp.SUM, Scale(divisor=size)).astype(np.float16).astype(dtype)
+        result, _ = outcomes(name, inputs, scale=Scale(divisor=size), codec=FP16)
         assert result.tobytes() == expected.tobytes()
 
 
@@ -207,7 +207,7 @@ def test_fp16_payloads_are_summed_wide_and_the_result_is_rounded_once(name, dtyp
 def test_an_average_in_rank_order_may_have_a_sum_beyond_fp16(name, size):
     # 6e4 is near fp16's largest value: a sum in fp16 would overflow before the average brings it back.
     inputs = [np.full(16 * size, 6e4, dtype=np.float32) for _ in range(size)]
-    result, _ = outcomes(name, inputs, scale=1 / size, codec=FP16)
+    result, _ = outcomes(name, inputs, scale=Scale(divisor=size), codec=FP16)
     np.testing.assert_allclose(result, np.float32(np.float16(6e4)))
 
 
@@ -216,7 +216,7 @@ def test_an_average_in_rank_order_may_have_a_sum_beyond_fp16(name, size):
 def test_fp16_payloads_in_another_order_are_rounded_at_each_hop(name, size):
     for elements in ELEMENTS:
         inputs = random_inputs(size, elements)
-        result, _ = outcomes(name, inputs, scale=0.5, codec=FP16)
+        result, _ = outcomes(name, inputs, scale=Scale(0.5), codec=FP16)
         magnitude = sum(np.abs(one).astype(np.float64) for one in inputs) / 2
         # Each rank's values, each of P - 1 partial sums, and the result.
         assert np.all(
@@ -238,7 +238,8 @@ def test_what_a_codec_leaves_alone_is_reduced_as_without_it(name, dtype, size):
 def test_all_ranks_decode_the_payload_that_one_owner_encoded(name, size):
     for elements in ELEMENTS:
         inputs = [rank + 1 + np.arange(elements, dtype=np.float32) / 100 for rank in range(size)]
-        result, _ = outcomes(name, inputs, scale=1 / size, codec=Int8Codec())  # asserts that all have the same bits
+        # All have the same bits, which outcomes() asserts.
+        result, _ = outcomes(name, inputs, scale=Scale(divisor=size), codec=Int8Codec())
         np.testing.assert_allclose(result, sum(inputs) / size, rtol=0.25)
 
 
@@ -314,7 +315,7 @@ def test_each_rank_waits_for_as_many_rounds_as_the_algorithm_has(name, size):
 
     def rounds(group: Group):
         count = 0
-        for transfers in ALGORITHMS[name](group, buffers[group.rank], ReduceOp.SUM, 1.0, NONE, 0):
+        for transfers in ALGORITHMS[name](group, buffers[group.rank], ReduceOp.SUM, ONE, NONE, 0):
             count += bool(transfers)
             yield transfers
         return count
@@ -330,12 +331,12 @@ def test_each_rank_waits_for_as_many_rounds_as_the_algorithm_has(name, size):
 def test_slow_sends_and_the_order_of_the_ranks_change_nothing(name, size):
     for codec in (NONE, FP16):
         inputs = random_inputs(size, 1000)
-        expected, _ = outcomes(name, inputs, scale=0.5, codec=codec)
+        expected, _ = outcomes(name, inputs, scale=Scale(0.5), codec=codec)
         for seed in range(3):
             buffers = [one.copy() for one in inputs]
 
             def steps(group: Group, buffers=buffers, codec=codec):
-                return ALGORITHMS[name](group, buffers[group.rank], ReduceOp.SUM, 0.5, codec, 6)
+                return ALGORITHMS[name](group, buffers[group.rank], ReduceOp.SUM, Scale(0.5), codec, 6)
 
             tags = run_in_random_order(size, steps, seed)
             assert set().union(*tags) <= {6, 7}
@@ -424,7 +425,7 @@ def test_allreduce_takes_the_choice_of_the_group_or_the_one_it_is_given(name):
 
         def steps(group: Group, buffers=buffers, of_group=of_group, given_one=given_one):
             chosen = Group(group.transport, group.members, of_group)
-            yield from allreduce(chosen, buffers[group.rank], ReduceOp.SUM, 1.0, NONE, 0, given_one)
+            yield from allreduce(chosen, buffers[group.rank], ReduceOp.SUM, ONE, NONE, 0, given_one)
             return chosen.bytes_sent
 
         results = run_everywhere(size, steps)
@@ -439,7 +440,7 @@ def test_allreduce_chooses_by_the_measured_numbers_of_the_group(elements):
 
     def steps(group: Group, choice: Choice):
         chosen = Group(group.transport, group.members, choice)
-        yield from allreduce(chosen, np.ones(elements, np.float32), ReduceOp.SUM, 1.0, NONE, 0)
+        yield from allreduce(chosen, np.ones(elements, np.float32), ReduceOp.SUM, ONE, NONE, 0)
         return chosen.bytes_sent
 
     slow_start = run_everywhere(size, lambda group: steps(group, Choice(latency_seconds=10.0)))
@@ -451,6 +452,6 @@ def test_allreduce_chooses_by_the_measured_numbers_of_the_group(elements):
 @pytest.mark.parametrize("codec", [NONE, FP16], ids=["none", "fp16"])
 def test_one_rank_alone_sends_nothing_but_encodes_and_scales(codec):
     buffer = np.array([1 / 3, 3.0], np.float32)
-    run_everywhere(1, lambda group: allreduce(group, buffer, ReduceOp.SUM, 0.5, codec, 0))
+    run_everywhere(1, lambda group: allreduce(group, buffer, ReduceOp.SUM, Scale(0.5), codec, 0))
     third = np.float32(np.float16(1 / 3)) if codec.lossy else np.float32(1 / 3)
     np.testing.assert_array_equal(buffer, [third * np.float32(0.5), 1.5])

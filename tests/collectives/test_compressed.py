@@ -15,7 +15,7 @@ from hvdkit.collectives.group import Group, partition
 from hvdkit.compression import Int8, Memory, OneBit, PayloadCodec, RandomK, TopK, frames
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.errors import PayloadError
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Transfer
 from tests.collectives.loopback import LoopbackTransport, run_everywhere
 from tests.compression.codecs import CODECS, WITHOUT_FEEDBACK, decoded, encoded, memory_for
@@ -30,7 +30,7 @@ def gradients(size: int, elements: int, seed: int = 0) -> list[Array]:
 
 
 def reduced(
-    codec: PayloadCodec, inputs: list[Array], memories: list[Memory], scale: float = 1.0
+    codec: PayloadCodec, inputs: list[Array], memories: list[Memory], scale: Scale = ONE
 ) -> tuple[Array, list[int]]:
     """The result, of which all ranks have the same bits, and what each rank sent."""
     buffers = [one.copy() for one in inputs]
@@ -72,7 +72,7 @@ def test_nothing_is_lost_over_many_steps(name: str, size: int) -> None:
     inputs = gradients(size, 600)
     total = np.zeros(600)
     for _ in range(steps):
-        total += reduced(codec, inputs, memories, scale=1 / size)[0]
+        total += reduced(codec, inputs, memories, scale=Scale(divisor=size))[0]
     dense = sum(one.astype(np.float64) for one in inputs) / size
     kept = sum(memory.arrays["residual"].astype(np.float64) for memory in memories) / size
     np.testing.assert_allclose(total + kept, steps * dense, rtol=0, atol=1e-4)
@@ -176,7 +176,7 @@ def test_the_tally_counts_what_travelled(size: int) -> None:
 
 def test_one_rank_alone_encodes_nothing() -> None:
     values = gradients(1, 100)[0]
-    result, sent = reduced(OneBit(), [values], memories_for(OneBit(), 1, 100), scale=0.5)
+    result, sent = reduced(OneBit(), [values], memories_for(OneBit(), 1, 100), scale=Scale(0.5))
     np.testing.assert_array_equal(result, values * np.float32(0.5))
     assert sent == [0]
 
@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, 
     transports[0].damage = flip  # type: ignore[attr-defined]
     buffers = [one.copy() for one in inputs]
     running = [
-        allreduce_encoded(Group(transport, [0, 1]), buffers[rank], ReduceOp.SUM, 1.0, codec, 0, memories[rank])
+        allreduce_encoded(Group(transport, [0, 1]), buffers[rank], ReduceOp.SUM, ONE, codec, 0, memories[rank])
         for rank, transport in enumerate(transports)
     ]
     failure: Exception | None = None
@@ -261,3 +261,11 @@ def test_unsealing_anything_is_the_payload_or_an_error(noise: bytes, keep: int) 
     for elements, other in ((701, identity), (700, identity ^ 1)):
         with pytest.raises(PayloadError, match="payload of rank 3 is damaged"):
             frames.unseal(sealed, elements, other, 3)
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "dgc"])
+def test_an_average_is_the_sum_divided_and_rounded_once(name: str) -> None:
+    codec, inputs = CODECS[name], gradients(3, 600)
+    total, _ = reduced(codec, inputs, memories_for(codec, 3, 600))
+    average, _ = reduced(codec, inputs, memories_for(codec, 3, 600), scale=Scale(divisor=3))
+    np.testing.assert_array_equal(average, total / np.float32(3))

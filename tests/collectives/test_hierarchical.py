@@ -17,7 +17,7 @@ from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes, sent_share, why_allreduce
 from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
 from hvdkit.compression import CASTS, Cast
-from hvdkit.kernels import DTYPES, ReduceOp, numpy_kernels
+from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
 from hvdkit.transports.base import Bytes, Transfer
 from tests.collectives.loopback import LoopbackTransport
 from tests.transports.shared import LINE, bells_in, native, needs_memory_files, needs_native, new_window
@@ -66,7 +66,7 @@ def layouts(nodes: list[list[int]]) -> dict[int, Layout]:
                 native.Area(window, count * LINE + half * area_bytes, count, place, DEPTH, SLOT_BYTES, bells)
                 for half in (0, 1)
             ]
-            found[rank] = Layout(nodes, Staging(node, rank, areas[0], areas[1], 0.0, window))
+            found[rank] = Layout(nodes, Staging(node, rank, (areas[0], areas[1]), (0, 0), 0.0, window))
     return found
 
 
@@ -103,7 +103,7 @@ def reduced_on_nodes(
     choice: Choice,
     codec: Cast = CASTS["none"],
     op: ReduceOp = ReduceOp.SUM,
-    scale: float = 1.0,
+    scale: Scale = ONE,
 ) -> tuple[np.ndarray, dict[int, tuple[Counter[int], int]]]:
     """The result, of which all ranks have the same bits, and what was sent."""
     buffers = [one.copy() for one in inputs]
@@ -152,7 +152,8 @@ def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
 def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes: list[list[int]], dtype: str) -> None:
-    early, late = (1.0, 1 / 3) if dtype == "float32" else (1 / 3, 1.0)  # what is rounded on its way is scaled first
+    third = Scale(divisor=3)
+    early, late = (ONE, third) if dtype == "float32" else (third, ONE)  # what is rounded on its way is scaled first
     for elements in (1, 17, 2049, ELEMENTS, 300_000):  # the last one takes several chunks
         inputs = inputs_of(nodes, elements, dtype)
         of_nodes = [np.empty_like(inputs[0]) for _ in nodes]
@@ -161,7 +162,7 @@ def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes: list
         expected = np.empty_like(inputs[0])
         numpy_kernels.reduce_into(expected, of_nodes, ReduceOp.SUM, late)
         for name in ("two_phase", "all_to_all"):
-            result, _ = reduced_on_nodes(nodes, inputs, Choice(name), scale=1 / 3)
+            result, _ = reduced_on_nodes(nodes, inputs, Choice(name), scale=third)
             assert result.tobytes() == expected.tobytes(), (name, elements)
 
 
@@ -191,7 +192,7 @@ def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> 
             told[group.rank].append(why_allreduce(group, buffer.nbytes))
             own = buffer.copy()
             yield from layout_allreduce(
-                group, group.layout, own, ReduceOp.SUM, 1.0, CASTS["none"], 6, group.layout.draw()
+                group, group.layout, own, ReduceOp.SUM, ONE, CASTS["none"], 6, group.layout.draw()
             )
 
     buffer = np.ones(100_000, np.float32)

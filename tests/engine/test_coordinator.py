@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hvdkit.engine.coordinator import Coordinator
+from hvdkit.engine.coordinator import Coordinator, Entry
 from hvdkit.engine.requests import Key
 
 
@@ -70,6 +70,62 @@ def test_ready_allreduces_that_match_are_batched_up_to_the_threshold():
         coordinator.receive(rank, request(allreduce(dtype="float64"), "d"), 0.0)
     batches = [[name for name, _ in message[4]] for message in sent_to(coordinator.take_outgoing(), 1)]
     assert batches == [["a", "b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize("detail", ["splits must not be negative", [4, [1]], [4, [-1, 2]], [4, [3, 3]], [3, None]])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, is_first):
+    coordinator = Coordinator(2, 1 << 20)
+    signature = {"kind": "alltoall", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
+    good, bad = request(signature, detail=[4, [2, 2]]), request(signature, detail=detail)
+    coordinator.receive(1 if is_first else 0, bad if is_first else good, 0.0)
+    first = coordinator.take_outgoing()
+    coordinator.receive(0 if is_first else 1, good if is_first else bad, 0.0)
+    outgoing = [*first, *coordinator.take_outgoing()]
+    assert [rank for rank, _ in first] == ([1] if is_first else [])
+    assert sorted(rank for rank, _ in outgoing) == [0, 1]
+    texts = {message[4] for _, message in outgoing}
+    assert len(texts) == 1
+    assert "splits for alltoall 'x': rank 1" in texts.pop()
+    coordinator.receive(0, good, 0.0)
+    coordinator.receive(1, good, 0.0)
+    assert all(message[0] == "run" for _, message in coordinator.take_outgoing())
+
+
+def test_a_slow_rank_hears_of_each_failure_under_a_name_however_many_there_were():
+    coordinator = Coordinator(3, 1 << 20)
+    signature = {"kind": "alltoall", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
+    for text in ("first", "second"):
+        coordinator.receive(2, request(signature, detail=text), 0.0)
+        coordinator.receive(0, request(signature, detail=[3, None]), 0.0)
+    for _ in range(2):
+        coordinator.receive(1, request(signature, detail=[3, None]), 0.0)
+    told = coordinator.take_outgoing()
+    for rank in range(3):
+        assert [message[4].split()[-1] for message in sent_to(told, rank)] == ["first", "second"]
+    for rank in range(3):
+        coordinator.receive(rank, request(signature, detail=[3, None]), 0.0)
+    assert [message[0] for _, message in coordinator.take_outgoing()] == ["run"] * 3
+
+
+@pytest.mark.parametrize("dtypes", [("float32",), ("float16", "float32")])
+def test_how_often_ready_operations_are_looked_at_grows_with_their_number_alone(monkeypatch, dtypes):
+    looked, signature = 0, Entry.signature.fget
+
+    def counted(entry):
+        nonlocal looked
+        looked += 1
+        return signature(entry)
+
+    monkeypatch.setattr(Entry, "signature", property(counted))
+    count = 400
+    coordinator = Coordinator(2, 1 << 20)
+    for rank in range(2):
+        for number in range(count):
+            coordinator.receive(rank, request(allreduce(dtype=dtypes[number % len(dtypes)]), f"t{number}"), 0.0)
+    (*batches,) = sent_to(coordinator.take_outgoing(), 0)
+    assert [name for batch in batches for name, _ in batch[4]] == [f"t{number}" for number in range(count)]
+    assert looked <= 2 * count  # once in its own batch, once where the batch before it ends
 
 
 @pytest.mark.parametrize(
@@ -267,7 +323,7 @@ def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():
     assert (stall.key, stall.submitted, stall.missing) == (Key(0, "allreduce", "x"), [1], [0, 2])
     assert coordinator.new_stalls(72.0, 60.0) == []
     coordinator.give_up(stall.key, "too late")
-    assert coordinator.take_outgoing() == [(1, ["error", 0, "allreduce", "x", "too late"])]
+    assert coordinator.take_outgoing() == [(1, ["error", 0, "allreduce", "x", "too late", "stalled"])]
 
 
 def test_plans_are_compared_parameter_by_parameter():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.engine.liveness import Liveness
+from hvdkit.engine.liveness import Liveness, Loss
 from hvdkit.engine.messages import decode, encode
 from hvdkit.engine.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.topology import topology_of
@@ -59,16 +59,55 @@ def test_the_first_order_is_the_reverse_of_registration_and_unseen_slots_come_la
     assert observed_order([1, 3], 4) == [1, 3, 2, 0]
 
 
+SILENT_1, SILENT_2, HANGS_1 = Loss(1, beats=False), Loss(2, beats=False), Loss(1, beats=True)
+
+
 def test_a_silent_rank_is_asked_and_then_lost_and_any_message_is_a_sign_of_life():
-    liveness = Liveness(20.0)
+    liveness = Liveness(20.0, 200.0)
     assert liveness.check([1, 2], 0.0) == ([], [])
     assert liveness.check([1, 2], 5.0) == ([1, 2], [])
     assert liveness.check([1, 2], 6.0) == ([], []), "not asked again at once"
     liveness.heard(1, 7.0)
     assert liveness.check([1, 2], 10.0) == ([2], [])
-    assert liveness.check([1, 2], 20.0)[1] == [2]
+    assert liveness.check([1, 2], 20.0)[1] == [SILENT_2]
     assert liveness.check([], 21.0) == ([], [])
     assert liveness.check([2], 100.0) == ([], []), "waiting anew begins anew"
+
+
+def looked_at(liveness, seconds, beats):
+    """What is known of rank 1 at the end, with a look in each second until then; ``beats(second)`` are counted."""
+    found = []
+    for second in range(seconds + 1):
+        liveness.looks(float(second))
+        liveness.counted(1, beats(second), float(second))
+        found = liveness.check([1], float(second))[1]
+    return found
+
+
+def test_a_rank_that_beats_is_lost_only_when_it_has_not_answered_for_the_longer_timeout():
+    assert looked_at(Liveness(20.0, 200.0), 199, lambda second: second) == []
+    assert looked_at(Liveness(20.0, 200.0), 200, lambda second: second) == [HANGS_1]
+
+
+def test_a_rank_that_stops_beating_is_lost_after_the_timeout_and_its_old_beats_say_nothing():
+    assert looked_at(Liveness(20.0, 200.0), 49, lambda second: min(second, 30)) == []
+    assert looked_at(Liveness(20.0, 200.0), 50, lambda second: min(second, 30)) == [SILENT_1]
+    assert looked_at(Liveness(20.0, 200.0), 19, lambda second: 7) == []
+    assert looked_at(Liveness(20.0, 200.0), 20, lambda second: 7) == [SILENT_1]
+
+
+def test_who_did_not_look_blames_nobody_for_the_silence_meanwhile():
+    for beats in (0, 7):
+        liveness = Liveness(20.0, 200.0)
+        assert looked_at(liveness, 2, lambda second: beats) == []  # noqa: B023 (called here)
+        liveness.looks(100.0)  # it was stopped, or kept the lock itself
+        assert liveness.check([1], 100.0) == ([1], [])
+        for second in range(101, 121):
+            liveness.looks(float(second))
+        # Beats that are seen in the node's memory are seen again soon; an answer may take the whole timeout.
+        assert liveness.check([1], 104.0)[1] == []
+        assert liveness.check([1], 106.0)[1] == ([SILENT_1] if beats else [])
+        assert liveness.check([1], 120.0)[1] == [SILENT_1]
 
 
 def told(host, local_rank=None, local_size=None, cross_rank=None, cross_size=None):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdkit.compression import CASTS, Int8, PowerSGD
 from hvdkit.engine.arrangement import load
 from hvdkit.engine.driver import spin_seconds
-from hvdkit.engine.plan import Slot, first_order, lay_out, total_bytes
+from hvdkit.engine.plan import Slot, first_order, lay_out, small_offsets
 from hvdkit.engine.schedule import LARGEST_BUCKET, SMALLEST_BUCKET, Network, Piece, choose_sizes, cut, send_order
 from hvdkit.engine.topology import nodes_that_share, topology_of
 from tests.collectives.loopback import LoopbackTransport
@@ -126,11 +126,16 @@ def test_every_piece_travels_once_and_none_waits_while_the_wire_has_nothing_bett
     assert end(order) == pytest.approx(end(by_readiness))
 
 
-def test_the_first_bucket_is_smaller_than_the_others_and_all_take_what_was_counted_for_them():
+def test_the_first_bucket_is_smaller_than_the_others():
     slots = [Slot(str(number), (1000,), np.dtype(np.float32)) for number in range(20)]
     buckets = lay_out(slots, first_order(20), 16_384, first_threshold=4096)
     assert buckets[0].nbytes <= 4096 < buckets[1].nbytes
-    assert sum(bucket.nbytes for bucket in buckets) == total_bytes(slots)
+
+
+def test_small_gradients_have_one_block_and_large_ones_have_no_place_in_it():
+    floats, halves = np.dtype(np.float32), np.dtype(np.float16)
+    slots = [Slot("a", (3,), floats), Slot("b", (1 << 20,), floats), Slot("c", (33,), halves), Slot("d", (0,), floats)]
+    assert small_offsets(slots) == ([0, None, 64, 192], 192)
 
 
 def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():

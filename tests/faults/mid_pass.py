@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,9 +16,8 @@ from typing import Any
 import torch
 
 import hvdkit.torch as hvd
-from hvdkit import kernels
 from hvdkit.collectives.staging import Pass, Staging
-from hvdkit.engine.shared_buckets import SharedBuckets
+from hvdkit.engine.node_pass import NodePass
 
 ROUNDS = 12
 FAULTY_ROUND = 3
@@ -44,7 +44,7 @@ class Fault:
         if self._scenario == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._scenario == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to this thread, which so goes no further
         else:
             time.sleep(LATE_SECONDS)
 
@@ -78,24 +78,24 @@ def strike_in_lanes(fault: Fault) -> None:
     """With one half of this rank's share summed; or, if it has no share, before it says that it is done."""
     if hvd.rank() != 1:
         return
-    reduce_into, tell_and_wait = kernels.reduce_into, SharedBuckets._tell_and_wait
+    run, done = NodePass.run, NodePass.done
 
-    def reduce_in_two_halves(destinations: Any, sources: Sequence[Any], *arguments: Any) -> None:
-        if not fault.armed:
-            reduce_into(destinations, sources, *arguments)
-            return
-        middle = sources[0].size // 2
-        reduce_into([one[:middle] for one in destinations], [one[:middle] for one in sources], *arguments)
-        fault.strike()
-        reduce_into([one[middle:] for one in destinations], [one[middle:] for one in sources], *arguments)
-
-    def strike_before_done(self: SharedBuckets, cells: Any, kind: int, *arguments: Any) -> list[Any]:
-        if kind == 1:
+    def run_in_two_halves(
+        self: NodePass, direction: Any, slots: Any, offsets: Any, share: tuple[int, int], *arguments: Any
+    ) -> None:
+        begin, end = share
+        middle = (begin + end) // 2 if fault.armed else end
+        run(self, direction, slots, offsets, (begin, middle), *arguments)
+        if middle < end:
             fault.strike()
-        return tell_and_wait(self, cells, kind, *arguments)
+            run(self, direction, slots, offsets, (middle, end), *arguments)
 
-    kernels.reduce_into = reduce_in_two_halves
-    SharedBuckets._tell_and_wait = strike_before_done
+    def strike_before_done(self: NodePass, number: int) -> list[Any]:
+        fault.strike()
+        return done(self, number)
+
+    NodePass.run = run_in_two_halves
+    NodePass.done = strike_before_done
 
 
 def strike_in_staging(fault: Fault, struck_half: int) -> None:

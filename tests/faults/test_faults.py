@@ -11,9 +11,11 @@ import time
 import pytest
 
 from tests.ranks import TORCH, run_ranks, start_ranks
+from tests.transports.shared import needs_native
 
 WORKER = [sys.executable, "-m", "tests.faults.worker"]
 channels = pytest.mark.parametrize("channel", ["named", "planned"])
+LATE_SECONDS = 4  # who waits looks every so often, on a machine that has other things to do
 NOTICED_WITHIN_SECONDS = 30  # what is asked for is 1 s and 5 s; machines that run tests may be slow
 
 
@@ -104,6 +106,68 @@ def test_an_mpi_job_ends_though_a_survivor_caught_the_error():
     assert processes[0].returncode != 0
 
 
+# One node; two, of which one has the rank in question and another; one a rank.
+per_node = pytest.mark.parametrize("per_node", [3, 2, 1], ids=["node", "two nodes", "node a rank"])
+GIL_SECONDS = 7
+
+
+@needs_native
+@per_node
+@pytest.mark.parametrize("channel", ["named", "planned", "joined"])
+def test_a_library_that_keeps_the_gil_for_longer_than_the_timeout_ends_no_job(channel, per_node, transport):
+    command = [*WORKER, f"keeps the GIL {GIL_SECONDS}", channel]
+    settings = {"HVDKIT_TIMEOUT_SECONDS": "2"}
+    status, output = run_ranks(command, 3, transport, timeout=60, per_node=per_node, preload=TORCH, **settings)
+    assert status == 0, output
+    assert output.count("WENT ON") == 3, output
+
+
+@needs_native
+@per_node
+def test_a_rank_that_keeps_the_gil_for_ever_is_lost_at_the_longer_timeout(per_node, transport):
+    settings = {"HVDKIT_TIMEOUT_SECONDS": "2", "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS": "6"}
+    command = [*WORKER, "keeps the GIL 1000", "planned"]
+    text = output_of_survivors(command, transport, per_node, settings)
+    errors = noticed(text)
+    assert errors, text
+    assert all(re.search(r"rank 1 \S+ lives, but .*HVDKIT_UNRESPONSIVE_T.*HINT", told) for told in errors.values()), (
+        text
+    )
+    seconds = [float(at) for at in re.findall(r"NOTICED ([\d.]+)", text)]
+    assert min(seconds) > 4, text
+    assert max(seconds) < 6 + LATE_SECONDS, text
+
+
+@needs_native
+@per_node
+def test_a_stopped_rank_is_lost_after_the_timeout_wherever_it_is(per_node, transport):
+    # Its memory, and the buffers of its connections, stay: only what moves is a sign of life.
+    text = output_of_survivors([*WORKER, "stopped", "planned"], transport, per_node, {"HVDKIT_TIMEOUT_SECONDS": "3"})
+    stopped = re.search(r"stopping (\d+)", text)
+    if stopped and os.path.exists(f"/proc/{stopped[1]}"):
+        os.kill(int(stopped[1]), signal.SIGKILL)
+    errors = noticed(text)
+    assert errors, text
+    assert all("rank 1" in error and "HVDKIT_TIMEOUT_SECONDS" in error for error in errors.values()), text
+    assert max(float(at) for at in re.findall(r"NOTICED ([\d.]+)", text)) < 3 + LATE_SECONDS, text
+
+
+def output_of_survivors(command: list[str], transport: str, per_node: int, settings: dict[str, str]) -> str:
+    """What three ranks print of which the second does not end by itself."""
+    processes = start_ranks(command, 3, transport, per_node, preload=TORCH, **settings)
+    waited_for = [processes[0], processes[2]] if transport == "torch" else [processes[0]]
+    outputs: list[str] = []
+    deadline = time.monotonic() + 60
+    try:
+        outputs += [process.communicate(timeout=deadline - time.monotonic())[0] for process in waited_for]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                outputs.append(process.communicate()[0])
+    return "\n".join(outputs)
+
+
 INIT_WITHOUT_RANK_1 = (
     "import os, sys, time, hvdkit.torch as hvd\n"
     "if (os.environ.get('RANK') or os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
@@ -176,3 +240,14 @@ def test_a_rank_that_is_stopped_while_the_others_leave_is_lost():
             process.communicate()
     assert [processes[rank].returncode for rank in (0, 2)] == [1, 1], outputs
     assert all(re.search(r"PeerLostError: rank 1 \(.*did not say goodbye", output) for output in outputs), outputs
+
+
+KEEPS_THE_GIL_WHILE_THE_OTHERS_LEAVE = LEAVES_LATE.replace("time.sleep(12)", "ctypes.PyDLL(None).sleep(9)")
+
+
+@needs_native
+def test_a_rank_that_keeps_the_gil_while_the_others_leave_has_the_time_it_needs(transport):
+    command = [sys.executable, "-c", f"import ctypes; {KEEPS_THE_GIL_WHILE_THE_OTHERS_LEAVE}"]
+    status, output = run_ranks(command, 3, transport, timeout=90, HVDKIT_TIMEOUT_SECONDS="2")
+    assert status == 0, output
+    assert output.count("LEFT") == 3, output

@@ -16,6 +16,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from hvdkit.environments.network import is_loopback, own_address
+from hvdkit.transports.credentials import NONCE_BYTES
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
 from tests.ranks import ROOT, free_port, rank_environment
 
@@ -188,13 +189,12 @@ def test_an_outsider_who_replays_what_ranks_with_a_secret_said_changes_nothing(t
         recorder.close()
     for path in tmp_path.glob("*.*"):
         path.unlink()
-    # The same job once more, in which somebody says what rank 1 has said before.
+    # The same job once more, in which somebody says what rank 1 has said before: in an attempt that is over.
     port = free_port()
-    rank_0 = {**by_hand("127.0.0.1", port)[0], **START, "HVDKIT_SECRET_FILE": str(secret)}
+    rank_0 = {**by_hand("127.0.0.1", port)[0], "HVDKIT_START_TIMEOUT_SECONDS": "5", "HVDKIT_SECRET_FILE": str(secret)}
     with saying(port, bytes(recorder.heard)):
         [output] = errors_of(tmp_path, [rank_0])
-    assert "AuthenticationError" in output
-    assert "was not written by a rank" in last_error(output)
+    assert "missing: [1]" in last_error(output)
 
 
 @contextlib.contextmanager
@@ -237,7 +237,8 @@ def test_an_outsider_who_is_in_the_store_before_a_rank_is_refused(tmp_path, secr
     ranks = Job(tmp_path, [RANK], [rank_0])
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # tries until rank 0 is there
-        store.set("hvdkit/0/1/here/1", "1")
+        attempt = store.get("hvdkit/0/1/rank 0")[:NONCE_BYTES].hex()  # waits until rank 0 has said it
+        store.set(f"hvdkit/0/1/attempt/{attempt}/here/1", "1")
         output = ranks.processes[0].communicate(timeout=END_SECONDS)[0]
     finally:
         ranks.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -10,8 +11,8 @@ import time
 import torch
 
 import hvdkit.torch as hvd
-from hvdkit import kernels
 from hvdkit.engine.ending import ENDING
+from hvdkit.engine.node_pass import NodePass
 
 
 def misbehave(scenario: str) -> None:
@@ -32,10 +33,13 @@ def misbehave(scenario: str) -> None:
         hvd.shutdown()
         time.sleep(2)
         sys.exit(0)
+    if scenario.startswith("keeps the GIL"):
+        libc = ctypes.PyDLL(None)  # whose functions keep Python's lock
+        libc.sleep(int(scenario.rpartition(" ")[2]))
     if scenario == "late":
         time.sleep(4)
     if scenario == "interrupted":
-        kernels.reduce_into = interrupt
+        NodePass.run = interrupt
 
 
 def interrupt(*arguments: object) -> None:

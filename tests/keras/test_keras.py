@@ -13,7 +13,16 @@ RESULTS = {
         runner="tests.keras.runner",
         preload=preload,
         KERAS_BACKEND=backend,
-        HVDKIT_COMPRESSION="always",  # also where it does not pay
+    )
+    for backend, preload in PRELOADS.items()
+}
+VERIFIED = {
+    backend: RankedCases(
+        "tests.keras.verification_cases",
+        runner="tests.keras.runner",
+        preload=preload,
+        KERAS_BACKEND=backend,
+        HVDKIT_VERIFY="1",
     )
     for backend, preload in PRELOADS.items()
 }
@@ -32,6 +41,13 @@ TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 @pytest.mark.parametrize("case", RESULTS["torch"].names)
 def test_keras(case: str, backend: str, ranks: int) -> None:
     RESULTS[backend].check(case, ranks, TRANSPORTS[backend])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("backend", list(VERIFIED))
+@pytest.mark.parametrize("case", VERIFIED["torch"].names)
+def test_verification(case: str, backend: str, ranks: int) -> None:
+    VERIFIED[backend].check(case, ranks, TRANSPORTS[backend])
 
 
 @pytest.mark.parametrize("case", KERAS_2.names)

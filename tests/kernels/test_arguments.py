@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from hvdkit.kernels import BFLOAT16, ReduceOp
+from hvdkit.kernels import BFLOAT16, ReduceOp, Scale
 from tests.kernels.arrays import BACKENDS
 
 f4 = np.zeros(4, np.float32)
@@ -94,6 +94,27 @@ WRONG = [
     ("reduce_into", (f4, [f4], "sum"), ValueError, "op: expected SUM, MIN, MAX or PRODUCT, got 'sum'"),
     ("reduce_into", (f4, [f4], 1 << 80), ValueError, f"op: expected SUM, MIN, MAX or PRODUCT, got {1 << 80}"),
     ("reduce_into", (f4 > 0, [f4 > 0], SUM, 0.5), ValueError, "scale: expected 1.0 for bool arrays, got 0.5"),
+    (
+        "reduce_into",
+        (f4 > 0, [f4 > 0], SUM, Scale(1.0, 2)),
+        ValueError,
+        "scale: expected 1.0 for bool arrays, got Scale(factor=1.0, divisor=2)",
+    ),
+    ("reduce_into", (f4, [f4], SUM, "2"), TypeError, "scale: expected a number or a Scale, got '2'"),
+    ("reduce_into", (f4, [f4], SUM, (1.0, 2.5)), TypeError, "scale: expected a number or a Scale, got (1.0, 2.5)"),
+    (
+        "reduce_into",
+        (f4, [f4], SUM, Scale(1.0, 1 << 80)),
+        ValueError,
+        f"scale: expected a divisor from 1 to 2147483647, got {1 << 80}",
+    ),
+    (
+        "reduce_into",
+        (f4, [f4], SUM, Scale(1.0, 0)),
+        ValueError,
+        "scale: expected a divisor from 1 to 2147483647, got 0",
+    ),
+    ("scale_into", (f4, f4, None), TypeError, "factor: expected a number or a Scale, got None"),
     ("scale_into", (f4 > 0, f4 > 0, 0.5), ValueError, "factor: expected 1.0 for bool arrays, got 0.5"),
     ("scale_into", (f4, f4[1:], 2.0), ValueError, "source: expected 4 elements as in destination, got 3"),
     (

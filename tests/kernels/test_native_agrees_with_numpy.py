@@ -10,17 +10,24 @@ from hypothesis import strategies as st
 from hvdkit.kernels import numpy_kernels
 from hvdkit.kernels.checks import KERNEL_OPS
 from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.kernels.scale import LARGEST_DIVISOR, Scale
 from tests.kernels.arrays import assert_same_bits, destinations, misaligned, native, needs_native, values
 
 pytestmark = needs_native
+SUM = ReduceOp.SUM
 few = settings(max_examples=25, deadline=None)
 
 seeds = st.integers(0, 2**32 - 1)
 # Around the widths of vectors, and beyond one block of the native code.
 sizes = st.one_of(st.integers(0, 70), st.sampled_from([2047, 2048, 2049, 4099]))
 offsets = st.integers(0, 9)
+factors = st.one_of(
+    st.sampled_from([1.0, 0.5, 1 / 3, 0.0, -1.5, 1e30, 1e-310, float("inf"), float("nan")]), st.floats(allow_nan=False)
+)
+divisors = st.one_of(st.integers(1, 200), st.sampled_from([1024, 1 << 24, (1 << 24) + 1, LARGEST_DIVISOR]))
 scales = st.one_of(
-    st.sampled_from([1.0, 0.5, 1 / 3, 0.0, -1.5, 1e30, float("inf"), float("nan")]), st.floats(allow_nan=False)
+    factors, st.builds(Scale, st.just(1.0), divisors), st.builds(Scale, st.one_of(st.just(1.0), factors), divisors)
 )
 
 
@@ -85,6 +92,17 @@ def test_scale_gives_the_same_bits(dtype, seed, size, offset, factor):
         numpy_kernels.scale_into(expected, source, factor)
         native.scale_into(got, source, factor)
         assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("scale", [Scale(1.0, 3), Scale(1.0, 4), Scale(2.0, 4), Scale(1 / 3), Scale(1.5, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numbers_near_and_below_the_smallest_normal_one_are_scaled_alike(dtype, scale):
+    tiny = np.finfo(dtype).tiny
+    source = (np.random.default_rng(5).standard_normal(10_001) * 8).astype(dtype) * tiny
+    expected, got = np.empty_like(source), np.empty_like(source)
+    numpy_kernels.reduce_into(expected, [source, source], SUM, scale)
+    native.reduce_into(got, [source, source], SUM, scale)
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("into", sorted(FLOATS, key=str), ids=str)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compiling import (
+    ARENA,
     KERNELS,
     MEANING,
     TRANSPORTS,
@@ -86,7 +87,7 @@ class Sanitized:
         self._start = next((start for start in starts if run([*start, str(self.faults)]).returncode == 0), None)
         if self._start is None:
             pytest.skip(f"the runtime of -fsanitize={SANITIZERS[sanitizer]} does not start here")
-        sources = [*sources_without_python(KERNELS, TRANSPORTS), *sorted(DRIVER.glob("*.cpp"))]
+        sources = [*sources_without_python(KERNELS, TRANSPORTS, ARENA), *sorted(DRIVER.glob("*.cpp"))]
         self.driver = compile_all(compiler, sanitizer, sources, folder / "driver")
 
     def run(self, program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -121,3 +122,8 @@ def test_kernels_are_clean_on_any_dtype_size_address_and_value(sanitized):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_bells_posts_and_staged_collectives_are_clean_between_ranks_that_are_threads(sanitized, seed):
     sanitized.check("ranks", seed, 500)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_arena_is_clean_with_threads_that_free_each_others_blocks(sanitized, seed):
+    sanitized.check("arena", seed, 500)

@@ -17,6 +17,7 @@ import pytest
 
 from tests.kernels.arrays import needs_native
 from tests.kernels.compiling import (
+    ARENA,
     KERNELS,
     MEANING,
     NEEDS_PYTHON,
@@ -81,8 +82,8 @@ def position_independent(compiler: str) -> list[str]:
 def bindings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """What is the same in all variants, compiled once: no loop of theirs comes in several versions."""
     command, folder = position_independent(some_compiler()), tmp_path_factory.mktemp("bindings")
-    sources = [place / name for place in (KERNELS, TRANSPORTS) for name in sorted(NEEDS_PYTHON)]
-    sources = [source for source in sources if source.exists()] + sources_without_python(TRANSPORTS)
+    sources = [place / name for place in (KERNELS, TRANSPORTS, ARENA) for name in sorted(NEEDS_PYTHON)]
+    sources = [source for source in sources if source.exists()] + sources_without_python(TRANSPORTS, ARENA)
     objects = [folder / f"{number}.o" for number in range(len(sources))]
     for source, into in zip(sources, objects, strict=True):
         compile_one([*command, "-O0", "-c", "-o", str(into)], source)
@@ -116,6 +117,6 @@ def test_a_version_for_older_processors_agrees_with_numpy(
 
 
 @pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER}")
-@pytest.mark.parametrize("source", sources_without_python(KERNELS, TRANSPORTS), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", sources_without_python(KERNELS, TRANSPORTS, ARENA), ids=lambda path: path.name)
 def test_the_sources_compile_for_arm(source: Path) -> None:
     compile_one([ARM_COMPILER, *MEANING, "-O1", "-Wall", "-Wextra", "-Werror", "-c", "-o", "/dev/null"], source)

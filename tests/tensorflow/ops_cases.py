@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.errors import HorovodInternalError
+from hvdkit.errors import (
+    DuplicateNameError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    StallError,
+)
 from hvdkit.tensorflow import ops_broadcast
+from hvdkit.tensorflow.exceptions import as_tensorflows
+from tests.forking import in_child
 from tests.ranks import Skip
 from tests.tensorflow.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, check_equal, doubles, ways
 from tests.told import told
@@ -107,6 +117,20 @@ def case_slices_are_averaged(hvd: Any) -> None:
     slices = tf.IndexedSlices(tf.fill([1, 3], float(hvd.rank())), tf.constant([1]), dense_shape=tf.constant([2, 3]))
     dense = tf.convert_to_tensor(hvd.allreduce(slices))
     np.testing.assert_allclose(dense[1], np.full(3, np.mean(range(hvd.size()))), rtol=1e-6)
+
+
+def case_slices_of_integers_are_averaged_in_their_type(hvd: Any) -> None:
+    def average(values: Any) -> Any:
+        return hvd.allreduce(tf.IndexedSlices(values, tf.constant([1]), dense_shape=tf.constant([2, 1]))).values
+
+    size = hvd.size()
+    for run in ways(average):
+        for dtype in (one for one in MOVABLE if one.is_integer):
+            # Beyond 53 bits, where float64 has no odd numbers; and less than nothing, which is rounded towards it.
+            for value in (7, dtype.max) if dtype.is_unsigned else (7, -7, dtype.max):
+                values = run(tf.constant([[value]], dtype))
+                assert values.dtype == dtype
+                assert values.numpy().tolist() == [[abs(value) // size * (1 if value > 0 else -1)]] * size
 
 
 def case_allgather_concatenates_rows_however_many(hvd: Any) -> None:
@@ -347,6 +371,10 @@ def case_wrong_arguments_are_told(hvd: Any) -> None:
         (lambda: hvd.alltoall(tf.ones(2), splits=[0.5]), ValueError, "integers"),
         (lambda: hvd.alltoall(tf.ones(2), splits=[1] * (hvd.size() + 1)), ValueError, "one entry for each worker"),
         (lambda: hvd.reducescatter(tf.ones(2), op=hvd.Max), ValueError, "op must be one of"),
+        (lambda: hvd.reducescatter(tf.ones(2), op=hvd.Adasum), ValueError, "op must be one of"),
+        (lambda: hvd.reducescatter(tf.ones(2), op=hvd.Adasum), RuntimeError, "op must be one of", "hvd.Adasum"),
+        (tf.function(lambda: hvd.reducescatter(tf.ones(2), op=hvd.Adasum)), RuntimeError, "hvd.Adasum"),
+        (lambda: hvd.grouped_reducescatter([tf.ones(2)], op=hvd.Adasum), RuntimeError, "op must be one of"),
         (lambda: hvd.allreduce(tf.ones(2), compression=3), TypeError, "compression must be one of"),
         (lambda: hvd.allreduce(tf.ones(2), compression=hvd.Compression.dgc), ValueError, "DistributedOptimizer"),
         (lambda: hvd.broadcast_([tf.ones(2)], 0), TypeError, "tf.Variable"),
@@ -363,11 +391,115 @@ def case_exceptions_come_out_of_graphs_as_they_are(hvd: Any) -> None:
         with told(HorovodInternalError, "mismatched", "rank 1"):
             run(tf.ones([2 + hvd.rank()]))
     for run in ways(lambda tensor: hvd.alltoall(tensor, splits=tf.fill([hvd.size()], 100))):
-        with told(ValueError, "sum of splits"):
-            run(tf.ones([2]))
+        for kind in (ValueError, tf.errors.InvalidArgumentError):
+            with told(kind, "sum of splits"):
+                run(tf.ones([2]))
     data = tf.data.Dataset.from_tensors(tf.ones([2 + hvd.rank()])).map(lambda one: hvd.allreduce(one, name="in.map"))
     with told(HorovodInternalError, "in.map", "rank 1"):
         list(data)
+    np.testing.assert_array_equal(hvd.allreduce(tf.ones(3), op=hvd.Sum), np.full(3, hvd.size()))
+
+
+def case_ranks_that_disagree_get_tensorflows_error_that_horovod_raised(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("needs two ranks")
+    variable = tf.Variable(tf.zeros([2 + hvd.rank()]), name="clash")
+
+    def train(_: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [variable])[0]
+
+    for operation in (
+        lambda tensor: hvd.allreduce(tensor, name="clash"),
+        lambda tensor: hvd.broadcast(tensor, hvd.rank(), name="clash"),
+        lambda tensor: hvd.allgather(tf.cast(tensor, tf.int32 if hvd.rank() else tf.int64), name="clash"),
+        train,
+    ):
+        for run in ways(operation):
+            for kind in (MismatchError, tf.errors.FailedPreconditionError):
+                with told(kind, "clash", "rank 1"):
+                    run(tf.ones([2 + hvd.rank()]))
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+def case_errors_are_of_both_libraries(hvd: Any) -> None:
+    lost = PeerLostError("rank 7 is lost", 7)
+    for error, kind, code in (
+        (lost, tf.errors.UnknownError, tf.errors.UNKNOWN),
+        (StallError("x stalled"), tf.errors.UnknownError, tf.errors.UNKNOWN),
+        (HorovodInternalError("shut down"), tf.errors.UnknownError, tf.errors.UNKNOWN),
+        (DuplicateNameError("x twice"), tf.errors.InvalidArgumentError, tf.errors.INVALID_ARGUMENT),
+        (MismatchError("shapes"), tf.errors.FailedPreconditionError, tf.errors.FAILED_PRECONDITION),
+        (NotInitializedError(), tf.errors.FailedPreconditionError, tf.errors.FAILED_PRECONDITION),
+    ):
+        made = as_tensorflows(error)
+        as_keras_does = type(made)(made.node_def, made.op, made.message, made.error_code)
+        for one in (made, as_tensorflows(made), as_keras_does, pickle.loads(pickle.dumps(made))):  # noqa: S301 (our own)
+            assert isinstance(one, type(error))
+            assert isinstance(one, kind)
+            assert (str(one), one.message, one.error_code) == (str(error), str(error), code)
+            assert repr(one) == repr(error)
+    assert pickle.loads(pickle.dumps(as_tensorflows(lost))).rank == as_tensorflows(lost).rank == 7  # noqa: S301
+    assert as_tensorflows(unrelated := RuntimeError("x")) is unrelated
+
+
+def case_splits_that_are_wrong_on_one_rank_are_an_error_on_all(hvd: Any) -> None:
+    size, last = hvd.size(), hvd.size() - 1
+    if size == 1:
+        raise Skip("needs two ranks")
+    for wrong, kind, text in (
+        ([-1] * size, ValueError, "splits must not be negative"),
+        ([1] * (size + 1), ValueError, "splits must have one entry for each worker"),
+        ([100] * size, ValueError, "sum of splits entries is greater"),
+        ([0.5] * size, ValueError, "splits must hold integers"),
+        ([[1] * size], ValueError, "splits must have one dimension"),
+        ([object()], TypeError, "splits must be a list"),
+        (None, ValueError, "not an even multiple"),
+    ):
+        rows = tf.ones([2 * size + 1 if wrong is None else 2 * size, 2])
+        splits = wrong if hvd.rank() == last else [2] * size
+        for run in ways(lambda tensor, splits=splits: hvd.alltoall(tensor, splits=splits, name="clash.splits")):
+            with told(kind if hvd.rank() == last else HorovodInternalError, text) as caught:
+                run(rows)
+            assert hvd.rank() == last or f"rank {last}" in str(caught.value)
+    assert hvd.alltoall(tf.ones([2 * size]), splits=[2] * size, name="clash.splits")[0].shape == (2 * size,)
+
+
+def case_forked_children_ask_and_communicate_nothing(hvd: Any) -> None:
+    questions = (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_initialized)
+    expected = [question() for question in questions]
+    tensor, indices = tf.ones([2 * hvd.size()]), tf.constant([0])
+    variable = tf.Variable(tensor)
+    with tf.GradientTape() as recorded:
+        loss = tf.reduce_sum(variable)
+    tape = hvd.DistributedGradientTape(recorded)
+    calls = (
+        lambda: hvd.allreduce(tensor),
+        lambda: hvd.grouped_allreduce([tensor]),
+        lambda: hvd.allreduce(tf.IndexedSlices(tensor[:1], indices)),
+        lambda: hvd.allgather(tensor),
+        lambda: hvd.broadcast(tensor, 0),
+        lambda: hvd.alltoall(tensor),
+        lambda: hvd.reducescatter(tensor),
+        lambda: hvd.broadcast_variables([variable], 0),
+        lambda: hvd.broadcast_object(1, 0),
+        lambda: tape.gradient(loss, [variable]),
+        hvd.join,
+        hvd.barrier,
+    )
+
+    def check() -> None:
+        assert [question() for question in questions] == expected
+        assert int(hvd.rank_op()) == hvd.rank()
+        assert int(hvd.process_set_included_op(0)) == 1
+        for call in calls if hvd.size() > 1 else calls[:-3]:  # where a rank alone reduces nothing
+            with told(HorovodInternalError, f"forked from rank {hvd.rank()} ", "HINT"):
+                call()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+
+    in_child(check)
     np.testing.assert_array_equal(hvd.allreduce(tf.ones(3), op=hvd.Sum), np.full(3, hvd.size()))
 
 

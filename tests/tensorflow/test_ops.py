@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.ranks import RankedCases
+from tests.ranks import RankedCases, run_ranks
 
 RUNNER = "tests.tensorflow.runner"
 PRELOAD = ("tensorflow", "pytest")
@@ -16,6 +17,7 @@ OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER, preload=PR
 GRADIENTS = RankedCases(
     "tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases", runner=RUNNER, preload=PRELOAD
 )
+VERIFIED = RankedCases("tests.tensorflow.verification_cases", runner=RUNNER, preload=PRELOAD, HVDKIT_VERIFY="1")
 
 jobs = pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), (3, "mpi"), (2, "torch")])
 
@@ -30,6 +32,27 @@ def test_operations(case: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("case", GRADIENTS.names)
 def test_gradients(case: str, ranks: int, transport: str) -> None:
     GRADIENTS.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_forked_children_end_as_python_ends(transport: str) -> None:
+    status, output = run_ranks([sys.executable, "-m", "tests.tensorflow.forked_endings"], 2, transport, timeout=200)
+    assert status == 0, output
+    assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
+
+
+@pytest.mark.parametrize("way", ["eager", "graph"])
+@pytest.mark.parametrize(("how", "transport"), [("left", "mpi"), ("left", "torch"), ("killed", "torch")])
+def test_a_lost_rank_is_an_unknown_error_of_tensorflow(how: str, transport: str, way: str) -> None:
+    command = [sys.executable, "-m", "tests.tensorflow.lost_rank", how, way]
+    _, output = run_ranks(command, 3, transport, timeout=120, preload=PRELOAD)
+    assert sorted(re.findall(r"RANK (\d) CAUGHT PeerLostError", output)) == ["0", "2"], output
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "torch"), (3, "mpi")])
+@pytest.mark.parametrize("case", VERIFIED.names)
+def test_verification(case: str, ranks: int, transport: str) -> None:
+    VERIFIED.check(case, ranks, transport)
 
 
 @pytest.mark.parametrize(

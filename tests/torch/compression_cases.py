@@ -203,7 +203,7 @@ def case_patterns_that_match_nothing_are_told(hvd: Any) -> None:
 
 def case_momentum_goes_on_while_parameters_are_frozen_and_unfrozen(hvd: Any) -> None:
     """Where each rank encodes its own gradients, so that all of its velocity can go on."""
-    codec = hvd.Compression.dgc(0.05, momentum=0.5, compress="everywhere")
+    codec = hvd.Compression.dgc(0.05, 0.5, compress="everywhere")
     net, optimizer = make(hvd, codec)
     straight, other = make(hvd, codec)
     take_steps(net, optimizer, 3)

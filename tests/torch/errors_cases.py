@@ -57,8 +57,11 @@ def case_reductions_that_do_not_work_are_told_with_those_that_do(hvd):
             hvd.allreduce(tensor, op=wrong)
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
         texts = ["reducescatter: op must be one of hvd.Average, hvd.Sum", f"hvd.{op.name.capitalize()}"]
-        with told(ValueError, *texts):
-            hvd.reducescatter(tensor, op=op)
+        for kind in (ValueError, RuntimeError):  # of which the second is Horovod's
+            with told(kind, *texts):
+                hvd.reducescatter(tensor, op=op)
+            with told(kind, "grouped_reducescatter: op must be one of", texts[1]):
+                hvd.grouped_reducescatter([tensor], op=op)
     for average in (True, False):
         with told(ValueError, "supersedes average"):
             hvd.allreduce(tensor, op=hvd.Sum, average=average)

@@ -102,6 +102,30 @@ def case_a_sparse_tensor_of_another_shape(hvd):
     still_works(hvd)
 
 
+def case_splits_that_are_wrong_on_one_rank(hvd):
+    size, last = hvd.size(), hvd.size() - 1
+    for wrong, kind, text in (
+        ([-1] * size, ValueError, "splits must not be negative"),
+        ([1] * (size + 1), ValueError, "splits must have one entry for each worker"),
+        ([100] * size, ValueError, "sum of splits entries is greater"),
+        (torch.ones(size), ValueError, "float32"),
+        ([0.5] * size, TypeError, "splits must be a list or 1-d tensor of integers"),
+        (2, TypeError, "splits must be a list"),
+        (None, ValueError, "not an even multiple"),
+    ):
+        rows = torch.ones(2 * size + 1 if wrong is None else 2 * size, 2)
+        for name in ("clash.splits", None):
+            for alltoall in (hvd.alltoall, hvd.alltoall_async):
+                with told(kind if hvd.rank() == last else hvd.HorovodInternalError, text) as caught:
+                    result = alltoall(rows, splits=wrong if hvd.rank() == last else [2] * size, name=name)
+                    hvd.synchronize(result)
+                if hvd.rank() != last:
+                    assert f"alltoall '{name or 'alltoall.noname'}" in str(caught.value)
+                    assert f"rank {last}" in str(caught.value)
+    assert hvd.alltoall(torch.ones(2 * size), splits=[2] * size, name="clash.splits")[0].shape == (2 * size,)
+    still_works(hvd)
+
+
 def case_different_operations(hvd):
     with clash(hvd, "allreduce", "broadcast", f"rank {hvd.size() - 1}") as odd:
         if odd:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.ranks import Skip
 from tests.torch.optimizer_support import (
     assert_close,
     assert_identical,
@@ -92,18 +91,6 @@ def case_float64_float16_and_bfloat16_parameters(hvd: Any) -> None:
                 optimizer.step()
 
 
-def case_gradients_live_in_the_fusion_buffer(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("one rank has no fusion buffer")
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
-    for step in range(3):
-        train_step(optimizer, net, batch(hvd.rank(), step))
-        planned = optimizer._synchronizer._routes.planned
-        for i, parameter in enumerate(planned.parameters):
-            assert parameter.grad.data_ptr() == planned.lane.slot_array(i).ctypes.data
-
-
 def case_a_reduced_gradient_is_private_to_its_rank(hvd: Any) -> None:
     values = nn.Parameter(torch.zeros(5000))  # some pages of memory
     numbers = torch.arange(5000.0)
@@ -119,6 +106,7 @@ def case_a_reduced_gradient_is_private_to_its_rank(hvd: Any) -> None:
             values.grad.mul_(7)
         hvd.barrier()
         assert torch.equal(values.grad, average * 7 if hvd.rank() == 0 else average)
+        values.grad.copy_(average)  # or ranks would step apart, which is an error
         with optimizer.skip_synchronize():
             optimizer.step()
 

@@ -7,13 +7,12 @@ import pytest
 from tests.ranks import RankedCases
 
 MODULE = "tests.torch.compression_cases"
-# What is measured shall not decide what is tested.
-ALWAYS = {"HVDKIT_COMPRESSION": "always"}
-EVERYWHERE = RankedCases(MODULE, **ALWAYS)
-WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0", **ALWAYS)
-BETWEEN = {per_node: RankedCases(MODULE, per_node=per_node, **ALWAYS) for per_node in (1, 2)}
-SMALL_BUCKETS = RankedCases(MODULE, HOROVOD_FUSION_THRESHOLD="64", **ALWAYS)
-SWITCH_OFF = {per_node: RankedCases("tests.torch.switch_off_cases", per_node=per_node) for per_node in (None, 1, 2)}
+EVERYWHERE = RankedCases(MODULE)
+WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0")
+BETWEEN = {per_node: RankedCases(MODULE, per_node=per_node) for per_node in (1, 2)}
+SMALL_BUCKETS = RankedCases(MODULE, HOROVOD_FUSION_THRESHOLD="64")
+ADVICE = {per_node: RankedCases("tests.torch.codec_advice_cases", per_node=per_node) for per_node in (None, 1, 2)}
+SILENT = RankedCases("tests.torch.codec_advice_cases", HVDKIT_COMPRESSION="always")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -39,6 +38,11 @@ def test_with_a_bucket_for_each_gradient(case: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (2, 1), (3, 2)])
-@pytest.mark.parametrize("case", SWITCH_OFF[None].names)
-def test_switched_off(case: str, ranks: int, per_node: int | None, transport: str) -> None:
-    SWITCH_OFF[per_node].check(case, ranks, transport)
+@pytest.mark.parametrize("case", ADVICE[None].names)
+def test_codec_advice(case: str, ranks: int, per_node: int | None, transport: str) -> None:
+    ADVICE[per_node].check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("case", SILENT.names)
+def test_no_codec_advice(case: str) -> None:
+    SILENT.check(case, 2, "torch")

@@ -141,7 +141,7 @@ def give_back_buffers(messages: int) -> None:
 def guest(address: str, secret: str, index: int, count: int) -> None:
     """Fetches the node's memory, says so, and does what it is told."""
     try:
-        descriptor = node_memory.fetch(address, secret, SECONDS)
+        descriptor, _ = node_memory.fetch(address, secret, SECONDS, 1)
     except OSError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return

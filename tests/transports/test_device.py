@@ -13,9 +13,7 @@ RUNNER = "tests.transports.pretend_device"
 CASES = RankedCases("tests.transports.launched", "tests.transports.device_cases", runner=RUNNER)
 OPERATIONS = RankedCases("tests.torch.ops_cases", runner=RUNNER)
 OPTIMIZER = RankedCases("tests.torch.optimizer_cases", runner=RUNNER)
-COMPRESSION = RankedCases("tests.torch.compression_cases", runner=RUNNER, HVDKIT_COMPRESSION="always")
-# It looks for the addresses of numpy arrays.
-HOST_ONLY = {"case_gradients_live_in_the_fusion_buffer"}
+COMPRESSION = RankedCases("tests.torch.compression_cases", runner=RUNNER)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -29,7 +27,7 @@ def test_operations_give_the_same_on_a_device(case):
     OPERATIONS.check(case, 3, "torch")
 
 
-@pytest.mark.parametrize("case", [name for name in OPTIMIZER.names if name not in HOST_ONLY])
+@pytest.mark.parametrize("case", OPTIMIZER.names)
 def test_optimizers_do_the_same_on_a_device(case):
     OPTIMIZER.check(case, 2, "torch")
 

@@ -17,6 +17,7 @@ from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, Powe
 from hvdkit.compression.memory import RESIDUAL
 from hvdkit.compression.sparse import Threshold
 from hvdkit.engine.device_buckets import stays_on_device
+from hvdkit.kernels import ONE, Scale
 from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -43,7 +44,7 @@ def exchange(
     codec: LossyCodec, size: int = 1, way: str = "", turn: int = 0, matrices: Sequence[tuple[int, int, int]] = ()
 ) -> Exchange:
     way = way or ("gather" if isinstance(codec, TopK) else "two_phase")
-    return Exchange(Alone(size), 0, size, 1.0, codec, way, turn, matrices, lambda work: None)
+    return Exchange(Alone(size), 0, size, ONE, codec, way, turn, matrices, lambda work: None)
 
 
 def memory_of(
@@ -172,7 +173,7 @@ def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(
 
     def step(rank: int, turn: int) -> torch.Tensor:
         flat = gradients[rank].clone()
-        place = Exchange(group.of(rank), rank, ranks, 0.5, codec, way, turn, matrices, lambda work: None)
+        place = Exchange(group.of(rank), rank, ranks, Scale(0.5), codec, way, turn, matrices, lambda work: None)
         reduce_encoded(place, flat, memories[rank])
         return flat
 

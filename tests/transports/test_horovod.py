@@ -23,11 +23,11 @@ PATIENCE_SECONDS = 90
 ASKED = {"HVDKIT_TRANSPORT": "horovod"}
 OPERATIONS = RankedCases("tests.torch.ops_cases", **ASKED)
 OPTIMIZER = RankedCases("tests.torch.optimizer_cases", **ASKED)
-COMPRESSION = RankedCases("tests.torch.compression_cases", HVDKIT_COMPRESSION="always", **ASKED)
+COMPRESSION = RankedCases("tests.torch.compression_cases", **ASKED)
 TRANSPORT = RankedCases("tests.transports.transport_cases", **ASKED)
 CASES = RankedCases("tests.transports.horovod_cases", "tests.transports.launched", **ASKED)
 # They look for the addresses of numpy arrays, and for what the algorithms of the host tell the timeline.
-HOST_ONLY = {"case_gradients_live_in_the_fusion_buffer", "case_the_timeline_is_valid_and_has_a_row_for_each_tensor"}
+HOST_ONLY = {"case_the_timeline_is_valid_and_has_a_row_for_each_tensor"}
 
 
 def job(name: str, ranks: int, connected: str, **environment: str) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.nccl import nccl_available, open_nccl
 from tests.ranks import RankedCases
 
@@ -37,7 +37,7 @@ def test_a_collective_waits_for_the_work_that_makes_its_input(alone):
             torch.cuda._sleep(50_000_000)
             buffer.fill_(factor)
             mark = alone.mark()
-        transfer = alone.allreduce([buffer], ReduceOp.SUM, 1.0, 3.0, "none", [mark])
+        transfer = alone.allreduce([buffer], ReduceOp.SUM, 1.0, Scale(3.0), "none", [mark])
         assert not transfer.done()
         finish(transfer)
         assert buffer.eq(3.0 * factor).all()
@@ -48,7 +48,7 @@ def test_a_collective_waits_for_the_work_that_makes_its_input(alone):
 def test_every_type_is_reduced_moved_and_gathered(alone, dtype):
     buffer = alone.allocate(1001, dtype)
     buffer[...] = 3
-    finish(alone.allreduce([buffer], ReduceOp.SUM, 1.0, 1.0, "fp16", [alone.mark()]))
+    finish(alone.allreduce([buffer], ReduceOp.SUM, 1.0, ONE, "fp16", [alone.mark()]))
     finish(alone.broadcast([buffer], 0, [alone.mark()]))
     (gathered,), transfer = alone.allgather([buffer], [[1001]], [alone.mark()])
     finish(transfer)

@@ -46,7 +46,7 @@ class Serving:
         self._thread.start()
 
     def _serve(self, guests: int, seconds: float) -> None:
-        self._descriptor = self.invitation.serve(guests, seconds)
+        self._descriptor, _ = self.invitation.serve(guests, seconds)
 
     def serving(self) -> bool:
         return self._thread.is_alive()
@@ -91,7 +91,7 @@ def test_who_knows_the_secret_gets_the_memory():
         view[0] = 1
         assert memory.gone() == []
         with pytest.raises(ConnectionRefusedError):  # all that were invited have come
-            node_memory.fetch(serving.address, serving.secret, SECONDS)
+            node_memory.fetch(serving.address, serving.secret, SECONDS, 1)
 
 
 def test_a_process_with_a_wrong_secret_gets_nothing_and_the_right_one_still_does():
@@ -128,7 +128,7 @@ def test_nothing_is_handed_out_for_a_wrong_secret(wrong):
         assert (data, list(descriptors)) == (b"", [])
         assert serving.serving()
     finally:
-        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS))
+        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS, 1)[0])
         os.close(serving.descriptor())
 
 
@@ -141,7 +141,7 @@ def test_another_user_who_knows_the_secret_gets_nothing():
             assert answer(stranger) == "0"
         assert serving.serving()
     finally:
-        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS))
+        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS, 1)[0])
         os.close(serving.descriptor())
 
 
@@ -151,7 +151,7 @@ def test_guests_that_do_not_come_are_a_time_out():
     with pytest.raises(TimeoutError):
         invitation.serve(1, 0.1)
     with pytest.raises(OSError, match="refused"):
-        node_memory.fetch(invitation.address, invitation.secret, 1.0)
+        node_memory.fetch(invitation.address, invitation.secret, 1.0, 1)
     assert open_descriptors() == before
 
 
@@ -165,7 +165,7 @@ def test_every_invitation_is_another():
 
 def test_programs_that_a_rank_starts_inherit_no_descriptor():
     serving = Serving(1)
-    fetched, own = node_memory.fetch(serving.address, serving.secret, SECONDS), serving.descriptor()
+    fetched, own = node_memory.fetch(serving.address, serving.secret, SECONDS, 1)[0], serving.descriptor()
     try:
         assert not os.get_inheritable(fetched)
         assert not os.get_inheritable(own)
@@ -274,8 +274,8 @@ for _ in range(2):
     optimizer.zero_grad()
     (weight * (1.0 + hvd.rank())).sum().backward()
     optimizer.step()
-home = type(optimizer._synchronizer._routes.planned.lane.home).__name__
-print(home, weight.detach().unique().tolist(), flush=True)
+home = optimizer._synchronizer._routes.planned.lane.home
+print(type(home).__name__, home.told, weight.detach().unique().tolist(), flush=True)
 hvd.shutdown()
 """
 MOUNT = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
@@ -309,4 +309,4 @@ def test_a_tiny_dev_shm_is_enough():
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert outputs == ["NodeTransport [3.0]\nSharedBuckets [-6.0]"] * 2
+    assert outputs == ["NodeTransport [3.0]\nHostBuckets one pass over the memory of 2 ranks [-6.0]"] * 2

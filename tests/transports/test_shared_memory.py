@@ -101,34 +101,32 @@ def test_memory_that_cannot_be_mapped_is_an_oserror():
         native.Window(-1, 0, PAGE)
 
 
-def test_what_is_given_back_at_the_end_is_zeros_for_others_and_nothing_else_is():
+def test_what_is_given_back_is_zeros_for_all_and_nothing_else_is():
     with memory_file() as descriptor:
-        stays = bytes_of(native.Window(descriptor, 0, 6 * PAGE))
+        others = bytes_of(native.Window(descriptor, 0, 6 * PAGE))
         window = native.Window(descriptor, 0, 6 * PAGE)
-        window.give_back_at_end(PAGE, 2 * PAGE)
-        window.give_back_at_end(4 * PAGE, PAGE)
-        view = bytes_of(window)
-        view[:] = 7
-        del window
-        assert (stays == 7).all()  # a view keeps it
+        bytes_of(window)[:] = 7
         blocks = os.fstat(descriptor).st_blocks
-        del view
+        window.give_back(PAGE, 2 * PAGE)
+        window.give_back(4 * PAGE, PAGE)
+        window.give_back(1, PAGE)  # has no whole page in it
         assert os.fstat(descriptor).st_blocks < blocks  # before anybody looks, which takes a page again
-        assert [page for page in range(6) if (stays[page * PAGE : (page + 1) * PAGE] == 7).all()] == [0, 3, 5]
-        assert np.count_nonzero(stays) == 3 * PAGE
+        assert [page for page in range(6) if (others[page * PAGE : (page + 1) * PAGE] == 7).all()] == [0, 3, 5]
+        assert np.count_nonzero(others) == 3 * PAGE
 
 
-def test_a_forked_child_gives_nothing_back():
+def test_a_window_that_is_kept_from_forks_is_not_there_in_a_child():
     with memory_file() as descriptor:
         window = native.Window(descriptor, 0, PAGE)
-        window.give_back_at_end(0, PAGE)
-        bytes_of(window)[:] = 7
+        address = bytes_of(window).ctypes.data
+        window.keep_from_forks()
         child = os.fork()
         if child == 0:
+            with open("/proc/self/maps") as maps:
+                there = any(int(line.split("-")[0], 16) == address for line in maps)
             del window
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert (bytes_of(window) == 7).all()
+            os._exit(int(there))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("offset", [1, LINE - 1, PAGE - LINE + 1, PAGE, 1 << 63])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hvdkit.collectives.group import partition
 from hvdkit.collectives.staging import Mode
-from hvdkit.kernels import ReduceOp, numpy_kernels
+from hvdkit.kernels import ReduceOp, Scale, numpy_kernels
 from hvdkit.kernels.checks import KERNEL_OPS
 from hvdkit.kernels.dtypes import DTYPES
 from tests.kernels.arrays import Array, assert_same_bits, misaligned, values
@@ -43,7 +43,7 @@ class Operation:
     arrays: list[Array]
     shares: Shares
     op: ReduceOp = ReduceOp.SUM
-    scale: float = 1.0
+    scale: float | Scale = 1.0
     apart: bool = False
     past_cache: list[list[bool]] | None = None
     measure: bool = False
@@ -155,7 +155,7 @@ def whole_slots(mode: Mode, size: int, itemsize: int, ranks: int, lines: int) ->
     ranks=st.integers(1, 6),
     size=st.one_of(st.integers(0, 300), st.sampled_from([1, 63, 64, 65, 2049])),
     op=st.sampled_from(KERNEL_OPS),
-    scale=st.sampled_from([1.0, 0.5, 1 / 3, -1e30]),
+    scale=st.sampled_from([1.0, 0.5, 1 / 3, -1e30, Scale(divisor=3), Scale(0.1, 7)]),
     depth=st.integers(1, 4),
     lines=st.integers(1, 4),
     shares=st.sampled_from(["even", "uneven"]),
@@ -208,7 +208,7 @@ def test_large_results_apart_from_their_sources_come_past_the_cache_unchanged(ex
     size = (1 << 22) + extra  # 16 MiB of float32
     inputs = [misaligned(rng.standard_normal(size).astype(np.float32), 4 * rank) for rank in range(3)]
     shares = [(0, size // 3), (size // 3, size - 1), (size - 1, size)]
-    operation = Operation(Mode.ALLREDUCE, inputs, shares, scale=1 / 3, apart=True, past_cache=past_cache)
+    operation = Operation(Mode.ALLREDUCE, inputs, shares, scale=Scale(divisor=3), apart=True, past_cache=past_cache)
     Party(3, 4, 3 << 16).run([operation], rng)
 
 

@@ -209,15 +209,15 @@ def _refused(hvd, handle) -> bool:
     try:
         hvd.synchronize(handle)
     except hvd.HorovodInternalError as error:
-        return "forked child" in str(error)
+        return "was forked from" in str(error)
     return False
 
 
 def _usable(hvd) -> bool:
     try:
-        hvd.rank()
-    except ValueError:
-        return False
+        hvd.allreduce(torch.ones(3), name="in.a.fork")
+    except hvd.HorovodInternalError as error:
+        return "was forked from" not in str(error)
     return True
 
 

@@ -144,10 +144,27 @@ void check_reduction_dtypes(const char* function, const Array& destination, cons
     }
 }
 
-void check_scale(const char* function, const char* argument, DType dtype, double scale) {
-    if (dtype == DType::boolean && scale != 1.0) {
-        throw py::value_error(message(function, argument, "1.0 for bool arrays", py::repr(py::float_(scale))));
+Scale scale_argument(const char* function, const char* argument, py::handle object, DType dtype) {
+    const bool pair = PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 2;
+    Scale scale;
+    scale.factor = PyFloat_AsDouble(pair ? PyTuple_GET_ITEM(object.ptr(), 0) : object.ptr());
+    int beyond = 0;
+    if (pair && PyErr_Occurred() == nullptr) {
+        scale.divisor = PyLong_AsLongLongAndOverflow(PyTuple_GET_ITEM(object.ptr(), 1), &beyond);
     }
+    if (PyErr_Occurred() != nullptr) {
+        PyErr_Clear();
+        throw py::type_error(message(function, argument, "a number or a Scale", py::repr(object)));
+    }
+    if (beyond != 0 || scale.divisor < 1 || scale.divisor > kLargestDivisor) {
+        const std::string expected = "a divisor from 1 to " + std::to_string(kLargestDivisor);
+        throw py::value_error(
+            message(function, argument, expected, py::str(py::handle(PyTuple_GET_ITEM(object.ptr(), 1)))));
+    }
+    if (dtype == DType::boolean && !scale.is_one()) {
+        throw py::value_error(message(function, argument, "1.0 for bool arrays", py::repr(object)));
+    }
+    return scale;
 }
 
 void check_float_dtype(const char* function, const Array& array) {

@@ -1,4 +1,4 @@
-// combine and multiply: the loops that each dtype does in its own arithmetic.
+// combine and rescale: the loops that each dtype does in its own arithmetic.
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -69,34 +69,88 @@ HVDKIT_INLINE void combine_as(Op op, std::byte* out, const std::byte* a, const s
     }
 }
 
+// How a real type is scaled: by the quickest way that gives factor * x / divisor rounded to it.
+enum class Way { times, over, wide };
+
 template <typename T>
-HVDKIT_INLINE T scaled(T value, double factor) {
-    if constexpr (std::is_floating_point_v<T>) {
-        return value * static_cast<T>(factor);
+struct Rescaling {
+    Way way;
+    T number;
+};
+
+template <typename T>
+Rescaling<T> rescaling_of(Scale scale) {
+    const double quotient = scale.factor / static_cast<double>(scale.divisor);
+    const T number = static_cast<T>(quotient);
+    // Dividing by a power of two is multiplying by its reciprocal. With a factor this is so if the product of both is
+    // exact in double, as that of two float32 is; in float64 the factor comes first, and is rounded.
+    const bool power_of_two = (scale.divisor & (scale.divisor - 1)) == 0;
+    const bool same =
+        static_cast<double>(number) == quotient && quotient * static_cast<double>(scale.divisor) == scale.factor;
+    const bool one_product = std::is_same_v<T, float> || scale.divisor == 1 || scale.factor == 1.0;
+    if (power_of_two && same && one_product) return {Way::times, number};
+    // A quotient that was rounded to double first is the same in float32: double has more than twice its digits
+    // (Figueroa, "When is double rounding innocuous?", 1995). So the division of float32 gives it, if it knows the
+    // divisor.
+    const bool known = std::is_same_v<T, double> || scale.divisor <= (std::int64_t{1} << 24);
+    if (scale.factor == 1.0 && known) return {Way::over, static_cast<T>(scale.divisor)};
+    return {Way::wide, T{1}};
+}
+
+template <typename T, typename Function>
+HVDKIT_INLINE void map(std::byte* out, const std::byte* in, std::size_t count, Function function) {
+    HVDKIT_ELEMENTWISE
+    for (std::size_t i = 0; i < count; ++i) {
+        store<T>(out, i, function(load<T>(in, i)));
+    }
+}
+
+// As C truncates, and where C leaves it undefined: clamped, NaN to 0. The upper bound of 64 bits is no double, so
+// compare with the power of two above it.
+template <typename T>
+HVDKIT_INLINE T truncated(double value) {
+    constexpr double low = static_cast<double>(std::numeric_limits<T>::min());
+    constexpr double above = 2.0 * static_cast<double>(T{1} << (std::numeric_limits<T>::digits - 1));
+    if (value >= above) return std::numeric_limits<T>::max();
+    if (value <= low) return std::numeric_limits<T>::min();
+    return value == value ? static_cast<T>(value) : T{0};
+}
+
+// Toward zero, and exact. Up to 32 bits by way of double, for which processors have vectors: what is rounded there is
+// less than what a quotient is away from the next integer.
+template <typename T>
+HVDKIT_INLINE T divided(T value, std::int64_t divisor) {
+    if constexpr (sizeof(T) < sizeof(std::int64_t)) {
+        return static_cast<T>(static_cast<double>(value) / static_cast<double>(divisor));
     } else {
-        // As C truncates, and where C leaves it undefined: clamped, NaN to 0. The upper bound of 64 bits is no double,
-        // so compare with the power of two above it.
-        constexpr double low = static_cast<double>(std::numeric_limits<T>::min());
-        constexpr double above = 2.0 * static_cast<double>(T{1} << (std::numeric_limits<T>::digits - 1));
-        const double product = static_cast<double>(value) * factor;
-        if (product >= above) return std::numeric_limits<T>::max();
-        if (product <= low) return std::numeric_limits<T>::min();
-        return product == product ? static_cast<T>(product) : T{0};
+        return static_cast<T>(value / static_cast<T>(divisor));
     }
 }
 
 template <typename T>
-HVDKIT_INLINE void multiply_as(std::byte* out, const std::byte* in, double factor, std::size_t count) {
-    HVDKIT_ELEMENTWISE
-    for (std::size_t i = 0; i < count; ++i) {
-        store<T>(out, i, scaled(load<T>(in, i), factor));
+HVDKIT_INLINE void rescale_as(std::byte* out, const std::byte* in, Scale scale, std::size_t count) {
+    const double factor = scale.factor;
+    const double divisor = static_cast<double>(scale.divisor);
+    if constexpr (std::is_floating_point_v<T>) {
+        const Rescaling<T> rescaling = rescaling_of<T>(scale);
+        const T number = rescaling.number;
+        if (rescaling.way == Way::times) return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return x * number; });
+        if (rescaling.way == Way::over) return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return x / number; });
+        if (scale.divisor == 1) {
+            return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return static_cast<T>(x * factor); });
+        }
+        return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return static_cast<T>(x * factor / divisor); });
+    } else {
+        const std::int64_t whole = scale.divisor;
+        if (factor == 1.0) return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return divided(x, whole); });
+        return map<T>(out, in, count,
+                      [=](T x) HVDKIT_LAMBDA { return truncated<T>(static_cast<double>(x) * factor / divisor); });
     }
 }
 
 // All inputs of an element are read before any output is written: an output may be one of the inputs.
-template <typename T, std::size_t Outs, std::size_t Ins>
-HVDKIT_INLINE void fused_as(std::byte* const* outs, const std::byte* const* ins, double factor, std::size_t count) {
-    const T scale = static_cast<T>(factor);
+template <typename T, bool Over, std::size_t Outs, std::size_t Ins>
+HVDKIT_INLINE void fused_as(std::byte* const* outs, const std::byte* const* ins, T number, std::size_t count) {
     std::byte* const out0 = outs[0];
     std::byte* const out1 = outs[Outs - 1];
     const std::byte* const in0 = ins[0];
@@ -109,7 +163,7 @@ HVDKIT_INLINE void fused_as(std::byte* const* outs, const std::byte* const* ins,
         if constexpr (Ins > 1) sum = sum + load<T>(in1, i);
         if constexpr (Ins > 2) sum = sum + load<T>(in2, i);
         if constexpr (Ins > 3) sum = sum + load<T>(in3, i);
-        sum = sum * scale;
+        sum = Over ? sum / number : sum * number;
         store<T>(out0, i, sum);
         if constexpr (Outs > 1) store<T>(out1, i, sum);
     }
@@ -122,8 +176,8 @@ HVDKIT_INLINE void fused_as(std::byte* const* outs, const std::byte* const* ins,
     HVDKIT_CLONES void combine_##T(Op op, std::byte* out, const std::byte* a, const std::byte* b, std::size_t n) { \
         combine_as<T>(op, out, a, b, n);                                                                           \
     }                                                                                                              \
-    HVDKIT_CLONES void multiply_##T(std::byte* out, const std::byte* in, double factor, std::size_t n) {           \
-        multiply_as<T>(out, in, factor, n);                                                                        \
+    HVDKIT_CLONES void rescale_##T(std::byte* out, const std::byte* in, Scale scale, std::size_t n) {              \
+        rescale_as<T>(out, in, scale, n);                                                                          \
     }
 
 using std::int16_t;
@@ -183,11 +237,14 @@ HVDKIT_CLONES void combine_bool(Op op, std::byte* out, const std::byte* a, const
             break;                               \
     }
 
-#define HVDKIT_FUSED(T, OUTS, INS)                                                                                    \
-    HVDKIT_CLONES void fused_##T##_##OUTS##_##INS(std::byte* const* outs, const std::byte* const* ins, double factor, \
-                                                  std::size_t count) {                                                \
-        fused_as<T, OUTS, INS>(outs, ins, factor, count);                                                             \
+#define HVDKIT_FUSED_ONE(T, NAME, OVER, OUTS, INS)                                                                \
+    HVDKIT_CLONES void NAME##_##T##_##OUTS##_##INS(std::byte* const* outs, const std::byte* const* ins, T number, \
+                                                   std::size_t count) {                                           \
+        fused_as<T, OVER, OUTS, INS>(outs, ins, number, count);                                                   \
     }
+#define HVDKIT_FUSED(T, OUTS, INS)               \
+    HVDKIT_FUSED_ONE(T, times, false, OUTS, INS) \
+    HVDKIT_FUSED_ONE(T, over, true, OUTS, INS)
 #define HVDKIT_FUSED_ALL(T) \
     HVDKIT_FUSED(T, 1, 1)   \
     HVDKIT_FUSED(T, 1, 2)   \
@@ -201,19 +258,39 @@ HVDKIT_CLONES void combine_bool(Op op, std::byte* out, const std::byte* a, const
 HVDKIT_FUSED_ALL(float)
 HVDKIT_FUSED_ALL(double)
 
+template <typename T>
+using Fused = void (*)(std::byte* const*, const std::byte* const*, T, std::size_t);
+template <typename T>
+using FusedTable = Fused<T>[kFusedOutputs][kFusedSources];
+
+#define HVDKIT_FUSED_TABLE(T, NAME)                                               \
+    {                                                                             \
+        {NAME##_##T##_1_1, NAME##_##T##_1_2, NAME##_##T##_1_3, NAME##_##T##_1_4}, \
+        {NAME##_##T##_2_1, NAME##_##T##_2_2, NAME##_##T##_2_3, NAME##_##T##_2_4}, \
+    }
+
+template <typename T>
+void run_fused(const FusedTable<T>& times, const FusedTable<T>& over, std::byte* const* outs, std::size_t out_count,
+               const std::byte* const* ins, std::size_t in_count, Scale scale, std::size_t count) {
+    const Rescaling<T> rescaling = rescaling_of<T>(scale);
+    const auto& table = rescaling.way == Way::over ? over : times;
+    table[out_count - 1][in_count - 1](outs, ins, rescaling.number, count);
+}
+
+bool is_one_operation(DType dtype, Scale scale) {
+    return dtype == DType::float64 ? rescaling_of<double>(scale).way != Way::wide
+                                   : rescaling_of<float>(scale).way != Way::wide;
+}
+
 void fused_sum(DType dtype, std::byte* const* outs, std::size_t out_count, const std::byte* const* ins,
-               std::size_t in_count, double factor, std::size_t count) {
-    using Fused = void (*)(std::byte* const*, const std::byte* const*, double, std::size_t);
-    static constexpr Fused of_float[kFusedOutputs][kFusedSources] = {
-        {fused_float_1_1, fused_float_1_2, fused_float_1_3, fused_float_1_4},
-        {fused_float_2_1, fused_float_2_2, fused_float_2_3, fused_float_2_4},
-    };
-    static constexpr Fused of_double[kFusedOutputs][kFusedSources] = {
-        {fused_double_1_1, fused_double_1_2, fused_double_1_3, fused_double_1_4},
-        {fused_double_2_1, fused_double_2_2, fused_double_2_3, fused_double_2_4},
-    };
-    const auto& table = dtype == DType::float64 ? of_double : of_float;
-    table[out_count - 1][in_count - 1](outs, ins, factor, count);
+               std::size_t in_count, Scale scale, std::size_t count) {
+    static constexpr FusedTable<float> float_times = HVDKIT_FUSED_TABLE(float, times);
+    static constexpr FusedTable<float> float_over = HVDKIT_FUSED_TABLE(float, over);
+    static constexpr FusedTable<double> double_times = HVDKIT_FUSED_TABLE(double, times);
+    static constexpr FusedTable<double> double_over = HVDKIT_FUSED_TABLE(double, over);
+    if (dtype == DType::float64)
+        return run_fused(double_times, double_over, outs, out_count, ins, in_count, scale, count);
+    run_fused(float_times, float_over, outs, out_count, ins, in_count, scale, count);
 }
 
 void combine(DType dtype, Op op, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count) {
@@ -221,8 +298,8 @@ void combine(DType dtype, Op op, std::byte* out, const std::byte* a, const std::
     HVDKIT_DISPATCH(dtype, combine, op, out, a, b, count)
 }
 
-void multiply(DType dtype, std::byte* out, const std::byte* in, double factor, std::size_t count) {
-    HVDKIT_DISPATCH(dtype, multiply, out, in, factor, count)
+void rescale(DType dtype, std::byte* out, const std::byte* in, Scale scale, std::size_t count) {
+    HVDKIT_DISPATCH(dtype, rescale, out, in, scale, count)
 }
 
 }  // namespace hvdkit

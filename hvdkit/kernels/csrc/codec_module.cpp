@@ -5,11 +5,18 @@
 
 #include "codec_arguments.h"
 #include "codecs.h"
+#include "default_floats.h"
 
 namespace py = pybind11;
 
 namespace hvdkit {
 namespace {
+
+// While a kernel runs.
+struct Running {
+    py::gil_scoped_release unlocked;
+    DefaultFloats floats;
+};
 
 std::size_t parts(std::size_t count, std::size_t size) { return (count + size - 1) / size; }
 
@@ -42,7 +49,7 @@ void quantise_into(py::handle codes, py::handle scales, py::handle values, py::h
     check_count(function, scales_into, parts(from.count, size), in_blocks(from.count, size));
     if (left) check_count(function, *left, from.count, "as in values");
     check_all_apart(function, with({&into, &scales_into}, left), {&from});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     quantise(into.data, scales_into.data, from.data, data_of(left), from.count, width, size, counter);
 }
 
@@ -58,7 +65,7 @@ void dequantise_into(py::handle out, py::handle codes, py::handle scales, py::ha
     check_count(function, from, parts(into.count, static_cast<std::size_t>(8 / width)), of_bits);
     check_count(function, scales_from, parts(into.count, size), in_blocks(into.count, size));
     check_all_apart(function, {&into}, {&from, &scales_from});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     dequantise(into.data, from.data, scales_from.data, into.count, width, size, static_cast<float>(scale), accumulate);
 }
 
@@ -73,7 +80,7 @@ void sign_into(py::handle packed, py::handle scales, py::handle values, py::hand
     check_count(function, scales_into, parts(from.count, size), in_blocks(from.count, size));
     if (left) check_count(function, *left, from.count, "as in values");
     check_all_apart(function, with({&into, &scales_into}, left), {&from});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     sign(into.data, scales_into.data, from.data, data_of(left), from.count, size);
 }
 
@@ -87,7 +94,7 @@ void unsign_into(py::handle out, py::handle packed, py::handle scales, py::handl
     check_count(function, from, parts(into.count, 8), for_elements(into.count, "of 1 bit"));
     check_count(function, scales_from, parts(into.count, size), in_blocks(into.count, size));
     check_all_apart(function, {&into}, {&from, &scales_from});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     unsign(into.data, from.data, scales_from.data, into.count, size, static_cast<float>(scale), accumulate);
 }
 
@@ -102,7 +109,7 @@ py::tuple select_into(py::handle indices, py::handle picked, py::handle values, 
     check_all_apart(function, with({&places, &into}, inputs.residual), with({}, inputs.values));
     Selected selected{};
     {
-        const py::gil_scoped_release unlocked;
+        const Running running;
         selected = select(places.data, into.data, places.count, data_of(inputs.values), data_of(inputs.residual),
                           inputs.count(), least);
     }
@@ -118,7 +125,7 @@ void scatter_add_into(py::handle out, py::handle indices, py::handle values, dou
     check_all_apart(function, {&into}, {&places, &from});
     std::optional<std::size_t> bad;
     {
-        const py::gil_scoped_release unlocked;
+        const Running running;
         bad = first_bad_index(places.data, places.count, into.count);
         if (!bad) scatter_add(into.data, places.data, from.data, places.count, static_cast<float>(scale));
     }
@@ -134,13 +141,13 @@ void abs_sample_into(py::handle sample, py::handle values, py::handle residual, 
     const std::string with_stride = for_elements(inputs.count(), "with a stride of " + std::to_string(step));
     check_count(function, into, parts(inputs.count(), step), with_stride);
     check_all_apart(function, {&into}, with(with({}, inputs.values), inputs.residual));
-    const py::gil_scoped_release unlocked;
+    const Running running;
     abs_sample(into.data, data_of(inputs.values), data_of(inputs.residual), inputs.count(), step, counter);
 }
 
 std::uint64_t checksum_of(py::handle array) {
     const Bytes bytes = bytes_argument("checksum", "array", array);
-    const py::gil_scoped_release unlocked;
+    const Running running;
     return checksum(bytes.data, bytes.nbytes);
 }
 
@@ -152,7 +159,7 @@ bool momentum_into(py::handle velocity, py::handle accumulated, py::handle gradi
     check_count(function, sum, moving.count, "as in velocity");
     check_count(function, from, moving.count, "as in velocity");
     check_all_apart(function, {&moving, &sum}, {&from});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     return momentum(moving.data, sum.data, from.data, moving.count, static_cast<float>(factor));
 }
 
@@ -184,7 +191,7 @@ void project_into(py::handle left, py::handle matrix, py::handle right, py::hand
     const Product product = product_argument(function, into, vectors, rows, cols);
     check_count(function, from, product.rows * product.cols, of_shape(product));
     check_all_apart(function, {&into}, {&from, &vectors});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     project(into.data, from.data, vectors.data, product.rows, product.cols, product.rank);
 }
 
@@ -196,7 +203,7 @@ void project_back_into(py::handle right, py::handle matrix, py::handle left, py:
     const Product product = product_argument(function, vectors, into, rows, cols);
     check_count(function, from, product.rows * product.cols, of_shape(product));
     check_all_apart(function, {&into}, {&from, &vectors});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     project_back(into.data, from.data, vectors.data, product.rows, product.cols, product.rank);
 }
 
@@ -205,7 +212,7 @@ void orthonormalise_vectors(py::handle vectors, py::handle length) {
     const Array all = typed_argument(function, "vectors", vectors, DType::float32, Access::write);
     const auto each = static_cast<std::size_t>(integer_argument(function, "length", length, 1, kLargestWord));
     check_count(function, all, parts(all.count, each) * each, "in vectors of " + std::to_string(each));
-    const py::gil_scoped_release unlocked;
+    const Running running;
     orthonormalise(all.data, each, all.count / each);
 }
 
@@ -221,7 +228,7 @@ void reconstruct_into(py::handle out, py::handle matrix, py::handle left, py::ha
         if (one) check_count(function, *one, product.rows * product.cols, of_shape(product));
     }
     check_all_apart(function, with(with({}, into), from), {&left_vectors, &right_vectors});
-    const py::gil_scoped_release unlocked;
+    const Running running;
     reconstruct(data_of(into), data_of(from), left_vectors.data, right_vectors.data, product.rows, product.cols,
                 product.rank, static_cast<float>(scale));
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "default_floats.h"
 #include "memory.h"
 
 namespace hvdkit {
@@ -26,8 +27,8 @@ void reduce_half_block(const Reduction& reduction, std::size_t begin, std::size_
         widen(reduction.source_dtype, widened, reduction.sources[k] + offset, count);
         combine(DType::float32, reduction.op, as_bytes(accumulator), as_bytes(accumulator), as_bytes(widened), count);
     }
-    if (reduction.scale != 1.0) {
-        multiply(DType::float32, as_bytes(accumulator), as_bytes(accumulator), reduction.scale, count);
+    if (!reduction.scale.is_one()) {
+        rescale(DType::float32, as_bytes(accumulator), as_bytes(accumulator), reduction.scale, count);
     }
     std::byte* const destination = reduction.destinations.front();
     if (reduction.destination_dtype == DType::float32) {
@@ -46,7 +47,7 @@ void reduce_plain_block(const Reduction& reduction, std::size_t begin, std::size
     const std::size_t offset = begin * size_of(dtype);
     const std::size_t last = reduction.sources.size() - 1;
     std::byte* const destination = reduction.destinations.front() + offset;
-    const bool scaled = reduction.scale != 1.0;
+    const bool scaled = !reduction.scale.is_one();
     const std::byte* sum = reduction.sources.front() + offset;
     for (std::size_t k = 1; k <= last; ++k) {
         std::byte* const out = k == last && !scaled ? destination : accumulator;
@@ -54,7 +55,7 @@ void reduce_plain_block(const Reduction& reduction, std::size_t begin, std::size
         sum = out;
     }
     if (scaled) {
-        multiply(dtype, destination, sum, reduction.scale, count);
+        rescale(dtype, destination, sum, reduction.scale, count);
     } else if (last == 0 && dtype == DType::boolean) {
         combine(dtype, Op::max, destination, sum, sum, count);  // any byte but 0 becomes 1
     } else if (sum != destination) {
@@ -75,9 +76,10 @@ void reduce_fused_block(const Reduction& reduction, std::size_t begin, std::size
 }
 
 bool can_fuse(const Reduction& reduction) {
-    const bool plain_copy = reduction.sources.size() == 1 && reduction.scale == 1.0;  // memcpy keeps every NaN's bits
+    const bool plain_copy = reduction.sources.size() == 1 && reduction.scale.is_one();  // memcpy keeps every NaN's bits
     const bool real = reduction.source_dtype == DType::float32 || reduction.source_dtype == DType::float64;
-    return real && reduction.op == Op::sum && reduction.sources.size() <= kFusedSources && !plain_copy;
+    const bool simple = real && is_one_operation(reduction.source_dtype, reduction.scale);
+    return simple && reduction.op == Op::sum && reduction.sources.size() <= kFusedSources && !plain_copy;
 }
 
 }  // namespace
@@ -106,6 +108,7 @@ std::size_t size_of(DType dtype) {
 }
 
 void reduce(const Reduction& reduction) {
+    const DefaultFloats floats;
     const auto reduce_block = is_half(reduction.source_dtype) ? reduce_half_block
                               : can_fuse(reduction)           ? reduce_fused_block
                                                               : reduce_plain_block;
@@ -129,6 +132,7 @@ HVDKIT_CLONES void float_of_double(std::byte* out, const std::byte* in, std::siz
 
 void convert(DType destination_dtype, std::byte* destination, DType source_dtype, const std::byte* source,
              std::size_t count) {
+    const DefaultFloats floats;
     const std::size_t source_size = size_of(source_dtype);
     const std::size_t destination_size = size_of(destination_dtype);
     if (destination_dtype == source_dtype) {

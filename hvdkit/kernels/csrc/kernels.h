@@ -34,13 +34,22 @@ inline bool is_half(DType dtype) { return dtype == DType::float16 || dtype == DT
 // Elements that are worked on at a time: an accumulator and one widened source in float32 stay in the first cache.
 constexpr std::size_t kBlock = 2048;
 
+// What is done to a result at last: scale.py tells what it means.
+struct Scale {
+    double factor = 1.0;
+    std::int64_t divisor = 1;  // 1 to kLargestDivisor
+
+    bool is_one() const { return factor == 1.0 && divisor == 1; }
+};
+constexpr std::int64_t kLargestDivisor = 0x7FFFFFFF;
+
 // Buffers of all functions below may begin at any address. An output is the same memory as an input, or apart from it.
 
 struct Reduction {
     DType source_dtype;
     DType destination_dtype;  // source_dtype, or float32 where that is a half
     Op op;
-    double scale;
+    Scale scale;
     std::size_t count;
     std::vector<std::byte*> destinations;  // each apart from the others
     std::vector<const std::byte*> sources;
@@ -54,15 +63,18 @@ void convert(DType destination_dtype, std::byte* destination, DType source_dtype
 // out[i] = a[i] op b[i], in the dtype's own arithmetic. Not for halves: they have none.
 void combine(DType dtype, Op op, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count);
 
-// outs[d][i] = factor * (ins[0][i] + ins[1][i] + ...), one pass over memory. Only for float32 and float64, up to
-// kFusedSources inputs and kFusedOutputs outputs.
+// Whether a scale is one multiplication or division in the arithmetic of float32 or float64.
+bool is_one_operation(DType dtype, Scale scale);
+
+// outs[d][i] = scale * (ins[0][i] + ins[1][i] + ...), one pass over memory. Only for float32 and float64, for a scale
+// that is one operation, and up to kFusedSources inputs and kFusedOutputs outputs.
 constexpr std::size_t kFusedSources = 4;
 constexpr std::size_t kFusedOutputs = 2;
 void fused_sum(DType dtype, std::byte* const* outs, std::size_t out_count, const std::byte* const* ins,
-               std::size_t in_count, double factor, std::size_t count);
+               std::size_t in_count, Scale scale, std::size_t count);
 
-// out[i] = in[i] * factor. Not for halves and bool.
-void multiply(DType dtype, std::byte* out, const std::byte* in, double factor, std::size_t count);
+// out[i] = scale * in[i]. Not for halves and bool.
+void rescale(DType dtype, std::byte* out, const std::byte* in, Scale scale, std::size_t count);
 
 // Any floating dtype to float32; float64 is rounded to odd, so that rounding it again to a half rounds only once.
 void widen(DType dtype, float* out, const std::byte* in, std::size_t count);

@@ -1,12 +1,17 @@
 // The binding of windows, cells, bells, post and staged collectives, each of which keeps the window it lies in alive,
-// and of the last resort.
+// of the last resort, and of the heartbeat.
 #include "module.h"
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <system_error>
+#include <tuple>
 
+#include "../../arena/csrc/arena.h"
 #include "../../kernels/csrc/arguments.h"
+#include "heartbeat.h"
+#include "in_place.h"
 #include "last_resort.h"
 #include "post.h"
 #include "staged.h"
@@ -62,6 +67,18 @@ std::vector<Bell*> bells_of(const std::vector<BellHandle*>& handles) {
     return bells;
 }
 
+std::unique_ptr<Heartbeat> make_heartbeat(Window* window, std::size_t offset, std::size_t ranks, std::size_t me,
+                                          std::vector<Heartbeat::Connection> connections, double seconds) {
+    if (me >= ranks) throw py::index_error("Heartbeat: me: no such rank");
+    for (const auto& [socket, rank] : connections) {
+        if (rank >= ranks) throw py::index_error("Heartbeat: connections: no such rank");
+    }
+    if (!(seconds > 0.0)) throw py::value_error("Heartbeat: seconds: expected more than zero");
+    auto* const counters =
+        window == nullptr ? nullptr : reinterpret_cast<Counter*>(within(*window, offset, ranks * sizeof(Counter)));
+    return std::make_unique<Heartbeat>(counters, ranks, me, std::move(connections), seconds);
+}
+
 std::shared_ptr<void> keep(py::object object) {
     auto* const held = new py::object(std::move(object));
     return {held, [](void* pointer) {
@@ -97,12 +114,12 @@ py::list take_control(Post& post) {
     return messages;
 }
 
-Staged make_staged(Area& area, int mode, py::handle array, py::handle op, double scale,
+Staged make_staged(Area& area, int mode, py::handle array, py::handle op, py::handle scale,
                    std::vector<std::pair<std::size_t, std::size_t>> shares, py::handle source,
                    std::vector<bool> past_cache, bool measure) {
     constexpr const char* function = "Staged";
     const Array data = array_argument(function, "array", array, Access::write);
-    check_scale(function, "scale", data.dtype, scale);
+    const Scale at_last = scale_argument(function, "scale", scale, data.dtype);
     const Array from = source.is_none() ? data : array_argument(function, "source", source, Access::read);
     if (from.dtype != data.dtype) throw py::type_error("Staged: source: expected the dtype of array");
     check_pair(function, data, from);
@@ -114,8 +131,75 @@ Staged make_staged(Area& area, int mode, py::handle array, py::handle op, double
     if (!past_cache.empty() && past_cache.size() != area.ranks()) {
         throw py::value_error("Staged: past_cache: expected one for each rank, or none");
     }
-    return Staged(area, static_cast<Mode>(mode), data.dtype, op_argument(function, op), scale, data.data, data.count,
+    return Staged(area, static_cast<Mode>(mode), data.dtype, op_argument(function, op), at_last, data.data, data.count,
                   std::move(shares), from.data, std::move(past_cache), measure);
+}
+
+// What each rank has: its region of the window; its arena, which for this rank is the process's own.
+InPlace make_in_place(Window& window, std::size_t table_offset, std::size_t me,
+                      const std::vector<std::tuple<int, std::size_t, std::optional<std::size_t>>>& slots,
+                      const std::vector<std::size_t>& regions, std::size_t region_bytes,
+                      const std::vector<Window*>& arenas) {
+    if (me >= regions.size() || arenas.size() != regions.size()) {
+        throw py::value_error("InPlace: expected a region and an arena, or None, for each rank");
+    }
+    std::vector<InPlaceSlot> places;
+    for (const auto& [number, elements, offset] : slots) {
+        if (number < 0 || number > static_cast<int>(DType::float64)) throw py::value_error("InPlace: no such dtype");
+        const auto dtype = static_cast<DType>(number);
+        if (offset && *offset + elements * size_of(dtype) > region_bytes) {
+            throw py::value_error("InPlace: slots: expected places inside of a region");
+        }
+        places.push_back({dtype, elements, offset});
+    }
+    std::vector<Mapped> mapped_regions;
+    for (const std::size_t offset : regions) {
+        mapped_regions.push_back({within(window, offset, region_bytes), region_bytes});
+    }
+    std::vector<Mapped> mapped_arenas;
+    for (std::size_t rank = 0; rank < arenas.size(); ++rank) {
+        if (arenas[rank] == nullptr) {
+            mapped_arenas.push_back({});
+        } else if (rank == me) {
+            mapped_arenas.push_back({Arena::process().base(), arenas[rank]->nbytes()});
+        } else {
+            mapped_arenas.push_back({arenas[rank]->data(), arenas[rank]->nbytes()});
+        }
+    }
+    std::byte* const table = within(window, table_offset, InPlace::table_bytes(regions.size(), slots.size()));
+    return InPlace(reinterpret_cast<std::atomic<std::uint64_t>*>(table), me, std::move(places),
+                   std::move(mapped_regions), std::move(mapped_arenas));
+}
+
+void run_in_place(const InPlace& in_place, int direction, const std::vector<std::size_t>& members,
+                  const std::vector<std::size_t>& offsets, std::size_t begin, std::size_t end, py::handle op,
+                  py::handle scale, const std::vector<bool>& absent, py::handle flat) {
+    constexpr const char* function = "InPlace.run";
+    if (direction < 0 || direction > 2) throw py::value_error("InPlace.run: direction: expected 0 to 2");
+    if (offsets.size() != members.size()) throw py::value_error("InPlace.run: offsets: expected one for each member");
+    if (absent.size() != in_place.ranks()) throw py::value_error("InPlace.run: absent: expected one for each rank");
+    std::byte* data = nullptr;
+    if (!flat.is_none()) {
+        const Array array = array_argument(function, "flat", flat, Access::write);
+        if (begin > end || array.count < end - begin) throw py::value_error("InPlace.run: flat: too short");
+        data = array.data;
+        for (const std::size_t member : members) {
+            if (member < in_place.slots().size() && in_place.slots()[member].dtype != array.dtype) {
+                throw py::type_error("InPlace.run: flat: expected the dtype of the slots");
+            }
+        }
+    } else if (direction != 0) {
+        throw py::value_error("InPlace.run: flat: expected an array");
+    }
+    Scale at_last;
+    for (const std::size_t member : members) {
+        if (member >= in_place.slots().size()) throw py::index_error("InPlace.run: no such slot");
+        if (member == members.front())
+            at_last = scale_argument(function, "scale", scale, in_place.slots()[member].dtype);
+    }
+    const Op how = op_argument(function, op);
+    const py::gil_scoped_release unlocked;
+    in_place.run(static_cast<InPlace::Direction>(direction), members, offsets, begin, end, how, at_last, absent, data);
 }
 
 }  // namespace
@@ -133,7 +217,8 @@ void bind_shared_memory(py::module_& module) {
         .def(py::init<int, std::uint64_t, std::size_t>(), py::arg("descriptor"), py::arg("offset"), py::arg("nbytes"))
         .def("populate", &Window::populate, py::arg("begin"), py::arg("nbytes"), Unlocked())
         .def_property_readonly("nbytes", &Window::nbytes)
-        .def("give_back_at_end", &Window::give_back_at_end, py::arg("begin"), py::arg("nbytes"))
+        .def("give_back", &Window::give_back, py::arg("begin"), py::arg("nbytes"), Unlocked())
+        .def("keep_from_forks", &Window::keep_from_forks)
         .def_buffer([](Window& window) {
             return py::buffer_info(reinterpret_cast<std::uint8_t*>(window.data()),
                                    static_cast<py::ssize_t>(window.nbytes()));
@@ -202,9 +287,46 @@ void bind_shared_memory(py::module_& module) {
              py::keep_alive<1, 4>(), py::keep_alive<1, 8>())
         .def("advance", &Staged::advance, py::arg("spin_seconds"), Unlocked())
         .def("awaited", &Staged::awaited);
+    py::class_<InPlace>(module, "InPlace")
+        .def_static("table_bytes", &InPlace::table_bytes, py::arg("ranks"), py::arg("slots"))
+        .def(py::init(&make_in_place), py::arg("window"), py::arg("table_offset"), py::arg("me"), py::arg("slots"),
+             py::arg("regions"), py::arg("region_bytes"), py::arg("arenas"), py::keep_alive<1, 2>(),
+             py::keep_alive<1, 8>())
+        .def(
+            "offer",
+            [](InPlace& in_place, std::size_t slot, int where, std::uint64_t offset) {
+                if (slot >= in_place.slots().size()) throw py::index_error("InPlace.offer: no such slot");
+                if (where < 0 || where > 3) throw py::value_error("InPlace.offer: where: expected 0 to 3");
+                in_place.offer(slot, static_cast<Where>(where), offset);
+            },
+            py::arg("slot"), py::arg("where"), py::arg("offset") = 0)
+        .def(
+            "staged",
+            [](const InPlace& in_place, const std::vector<std::size_t>& members, const std::vector<bool>& absent) {
+                if (absent.size() != in_place.ranks())
+                    throw py::value_error("InPlace.staged: absent: one for each rank");
+                std::vector<std::size_t> found;
+                for (const std::size_t slot : members) {
+                    if (slot >= in_place.slots().size()) throw py::index_error("InPlace.staged: no such slot");
+                    if (in_place.is_staged(slot, absent)) found.push_back(slot);
+                }
+                return found;
+            },
+            py::arg("members"), py::arg("absent"))
+        .def("run", &run_in_place, py::arg("direction"), py::arg("members"), py::arg("offsets"), py::arg("begin"),
+             py::arg("end"), py::arg("op"), py::arg("scale"), py::arg("absent"), py::arg("flat") = py::none());
     py::class_<LastResort>(module, "LastResort")
         .def(py::init<double, std::string>())
         .def("cancel", &LastResort::cancel, Unlocked());
+    py::class_<Heartbeat>(module, "Heartbeat")
+        .def(py::init(&make_heartbeat), py::arg("window").none(true), py::arg("offset"), py::arg("ranks"),
+             py::arg("me"), py::arg("connections"), py::arg("seconds"), py::keep_alive<1, 2>())
+        .def("count",
+             [](const Heartbeat& heartbeat, std::size_t rank) {
+                 if (rank >= heartbeat.ranks()) throw py::index_error("Heartbeat: count: no such rank");
+                 return heartbeat.count(rank);
+             })
+        .def("stop", &Heartbeat::stop, Unlocked());
 }
 
 }  // namespace hvdkit

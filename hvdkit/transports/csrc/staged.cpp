@@ -92,7 +92,7 @@ bool Area::left_by_others() const {
     return true;
 }
 
-Staged::Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byte* data, std::size_t count,
+Staged::Staged(Area& area, Mode mode, DType dtype, Op op, Scale scale, std::byte* data, std::size_t count,
                std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source,
                std::vector<bool> past_cache, bool measure)
     : area_(area),

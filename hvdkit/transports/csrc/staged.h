@@ -74,7 +74,7 @@ enum class Mode {
 // ranks.
 class Staged {
  public:
-    Staged(Area& area, Mode mode, DType dtype, Op op, double scale, std::byte* data, std::size_t count,
+    Staged(Area& area, Mode mode, DType dtype, Op op, Scale scale, std::byte* data, std::size_t count,
            std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source = nullptr,
            std::vector<bool> past_cache = {}, bool measure = false);
 
@@ -102,7 +102,7 @@ class Staged {
     Mode mode_;
     DType dtype_;
     Op op_;
-    double scale_;
+    Scale scale_;
     std::byte* data_;
     const std::byte* source_;
     std::size_t count_;

@@ -30,16 +30,24 @@ Window::Window(int descriptor, std::uint64_t offset, std::size_t nbytes) : nbyte
 }
 
 Window::~Window() {
-    if (getpid() == process_) {  // a fork's copy of this object goes while the parent still works here
-        for (const auto& [begin, nbytes] : given_back_) madvise(data_ + begin, nbytes, MADV_REMOVE);
-    }
-    munmap(data_, nbytes_);
+    // A fork that did not get the mapping may have something else at these addresses.
+    if (!kept_from_forks_ || getpid() == process_) munmap(data_, nbytes_);
 }
 
-void Window::give_back_at_end(std::size_t begin, std::size_t nbytes) {
+void Window::give_back(std::size_t begin, std::size_t nbytes) {
+    if (getpid() != process_) return;  // a fork that lets go of its copies: the memory is its parent's
     const std::size_t first = (begin + page() - 1) / page() * page();
     const std::size_t last = (begin + nbytes) / page() * page();
-    if (first < last) given_back_.emplace_back(first, last - first);
+    if (first < last && madvise(data_ + first, last - first, MADV_REMOVE) != 0) {
+        throw std::system_error(errno, std::generic_category(), "madvise");
+    }
+}
+
+void Window::keep_from_forks() {
+    if (madvise(data_, nbytes_, MADV_DONTFORK) != 0) {
+        throw std::system_error(errno, std::generic_category(), "madvise");
+    }
+    kept_from_forks_ = true;
 }
 
 bool Window::populate(std::size_t begin, std::size_t nbytes) {

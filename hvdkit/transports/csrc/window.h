@@ -5,8 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 namespace hvdkit {
 
@@ -23,9 +21,12 @@ class Window {
     // not enough memory; later touches would then be fatal. False: kernels before 5.14 cannot do it.
     bool populate(std::size_t begin, std::size_t nbytes);
 
-    // When this window goes, so does the memory behind the whole pages of this part of it: others that map it see
-    // zeros. Not where it goes in a fork of the process that made it.
-    void give_back_at_end(std::size_t begin, std::size_t nbytes);
+    // Gives the memory behind the whole pages of this part back to the system: all who map it see zeros. Does nothing
+    // in a fork of the process that made this.
+    void give_back(std::size_t begin, std::size_t nbytes);
+
+    // A fork of this process does not get this mapping.
+    void keep_from_forks();
 
     std::byte* data() const { return data_; }
     std::size_t nbytes() const { return nbytes_; }
@@ -34,7 +35,7 @@ class Window {
     std::byte* data_;
     std::size_t nbytes_;
     pid_t process_;
-    std::vector<std::pair<std::size_t, std::size_t>> given_back_;
+    bool kept_from_forks_ = false;
 };
 
 }  // namespace hvdkit

@@ -49,10 +49,15 @@ class Buffer {
     std::size_t nbytes_;
 };
 
-// Bell, Post and Staged with ``ranks`` threads as ranks.
+// Bell, Post, Staged and Heartbeat with ``ranks`` threads as ranks.
 void run_bells(std::uint64_t seed, std::size_t ranks, std::size_t rounds);
 void run_posts(std::uint64_t seed, std::size_t ranks, std::size_t messages);
 void run_staged(std::uint64_t seed, std::size_t ranks, std::size_t operations);
+// Heartbeats that share counters, and are connected.
+void run_heartbeats(std::size_t ranks, std::size_t rounds);
+
+// The arena with threads that free each other's blocks.
+void run_arena(std::uint64_t seed, std::size_t rounds);
 
 // Every kernel on random arguments, those of codecs apart.
 void run_kernels(std::uint64_t seed, std::size_t rounds);

@@ -1,4 +1,4 @@
-// Runs the native code under a sanitizer: ``driver kernels|ranks SEED ROUNDS``. Ends with 0 where nothing was found.
+// Runs the native code under a sanitizer: ``driver kernels|arena|ranks SEED ROUNDS``. Ends with 0 if nothing was found.
 #include <cstdlib>
 #include <cstring>
 
@@ -11,11 +11,14 @@ int main(int count, char** arguments) {
     if (std::strcmp(arguments[1], "kernels") == 0) {
         run_kernels(seed, rounds);
         run_codecs(seed, rounds);
+    } else if (std::strcmp(arguments[1], "arena") == 0) {
+        run_arena(seed, rounds);
     } else {
         for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
             run_bells(seed + ranks, ranks, 10 * rounds);
             run_posts(seed + ranks, ranks, rounds);
             run_staged(seed + ranks, ranks, rounds);
+            run_heartbeats(ranks, 5);
         }
     }
     std::puts("nothing found");

@@ -21,6 +21,7 @@ constexpr std::size_t kSizes[] = {0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 6
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kScales[] = {1.0,  0.5,    1.0 / 3,   0.0,        -1.5,
                               1e30, -1e300, kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()};
+constexpr std::int64_t kDivisors[] = {1, 2, 3, 49, 4096, (1 << 24) + 1, hvdkit::kLargestDivisor};
 constexpr double kSpecial[] = {
     0.0,     -0.0,    1.0,  -1.0,    kInfinity, -kInfinity,   std::numeric_limits<double>::quiet_NaN(),
     65504.0, 65520.0, 6e-8, 2.98e-8, 1e-45,     3.4028235e38, 1e308,
@@ -46,7 +47,8 @@ void run_reduce(Random& random, DType dtype, Op op) {
     const std::size_t source_count = random.number(1, 6);
     const bool widens = hvdkit::is_half(dtype) && random.number(0, 2) == 0;
     const DType into = widens ? DType::float32 : dtype;
-    const double scale = dtype == DType::boolean ? 1.0 : random.one_of(kScales);
+    hvdkit::Scale scale;
+    if (dtype != DType::boolean) scale = {random.one_of(kScales), random.one_of(kDivisors)};
     std::vector<Buffer> sources;
     for (std::size_t k = 0; k < source_count; ++k) {
         sources.emplace_back(count * size_of(dtype), random.number(0, 9));

@@ -1,5 +1,7 @@
 // Bells, posts and staged collectives between ranks that are threads: all at once, in whatever order they happen to
 // run.
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -11,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../../hvdkit/transports/csrc/heartbeat.h"
 #include "../../../hvdkit/transports/csrc/post.h"
 #include "../../../hvdkit/transports/csrc/shared.h"
 #include "../../../hvdkit/transports/csrc/staged.h"
@@ -312,7 +315,7 @@ Buffer result_of(const Plan& plan, std::size_t ranks, std::size_t me, std::size_
             std::memcpy(result.data() + begin * item, all[owner].data() + begin * item, (end - begin) * item);
             continue;
         }
-        hvdkit::Reduction reduction{plan.dtype, plan.dtype, plan.op, 1.0, end - begin, {result.data() + begin * item},
+        hvdkit::Reduction reduction{plan.dtype, plan.dtype, plan.op, {}, end - begin, {result.data() + begin * item},
                                     {}};
         for (const Buffer& one : all) reduction.sources.push_back(one.data() + begin * item);
         hvdkit::reduce(reduction);
@@ -328,7 +331,7 @@ void run_one_staged(hvdkit::Area& area, Bell& bell, Random& random, const Plan& 
     Buffer first = apart ? Buffer(source.nbytes()) : values_of(plan, area.me(), number, 0);
     std::vector<bool> past_cache;
     for (std::size_t rank = 0; rank < area.ranks(); ++rank) past_cache.push_back(random.number(0, 1) == 1);
-    hvdkit::Staged staged(area, plan.mode, plan.dtype, plan.op, 1.0, data.data(), plan.count, plan.shares,
+    hvdkit::Staged staged(area, plan.mode, plan.dtype, plan.op, {}, data.data(), plan.count, plan.shares,
                           apart ? source.data() : nullptr, past_cache, number % 2 == 0);
     while (true) {
         const std::uint32_t seen = bell.count();
@@ -381,4 +384,27 @@ void run_staged(std::uint64_t seed, std::size_t ranks, std::size_t operations) {
             run_one_staged(area, node.bell(me), random, plan_of(seed, ranks, number), number);
         }
     });
+}
+
+void run_heartbeats(std::size_t ranks, std::size_t rounds) {
+    constexpr double kPause = 1e-4;
+    // A ring of nodes of one rank each, and one counter table for all of them.
+    Node node(ranks, ranks * sizeof(Counter));
+    auto* const counters = reinterpret_cast<Counter*>(node.memory());
+    for (std::size_t round = 0; round < rounds; ++round) {
+        std::vector<std::vector<hvdkit::Heartbeat::Connection>> connections(ranks);
+        for (std::size_t rank = 0; rank < ranks; ++rank) {
+            const std::size_t next = (rank + 1) % ranks;
+            int sockets[2];
+            CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+            connections[rank].emplace_back(sockets[0], next);
+            connections[next].emplace_back(sockets[1], rank);
+        }
+        on_every_rank(ranks, [&](std::size_t me) {
+            hvdkit::Heartbeat heartbeat(round % 2 == 0 ? counters : nullptr, ranks, me, connections[me], kPause);
+            const std::size_t other = (me + 1) % ranks;
+            while (heartbeat.count(me) < 10 || heartbeat.count(other) == 0) std::this_thread::yield();
+            if (me % 2 == 0) heartbeat.stop();  // the others' connections break while they beat
+        });
+    }
 }

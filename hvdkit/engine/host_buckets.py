@@ -1,0 +1,370 @@
+"""Gradients in host memory: summed where they lie on each node, and between nodes as flat shares."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.arena import ARENA
+from hvdkit.collectives.compressed import allreduce_encoded
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, layout_allreduce, node_bytes
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.collectives.staging import Mode
+from hvdkit.compression import Codec, LossyCodec, Memory
+from hvdkit.engine.buckets import Buckets, Reduction
+from hvdkit.engine.execution import effective
+from hvdkit.engine.memories import Memories
+from hvdkit.engine.node_pass import Direction, NodePass, Order, OrderWait, Where
+from hvdkit.engine.offers import FILLED, Offer, offer_of
+from hvdkit.engine.plan import Bucket, Slot, small_offsets
+from hvdkit.engine.schedule import Piece
+from hvdkit.kernels import ONE, ReduceOp, Scale
+from hvdkit.transports.base import aligned_empty
+
+logger = logging.getLogger("hvdkit")
+
+
+class Part(NamedTuple):
+    """A run of one slot's elements in a piece."""
+
+    slot: int
+    first: int  # element of the slot
+    elements: int
+    begin: int  # element of the piece
+    offer: Offer | None  # None: zeros
+
+    def array(self) -> Array | None:
+        """The memory of the result."""
+        return None if self.offer is None else self.offer.array[self.first : self.first + self.elements]
+
+    def source(self) -> Array | None:
+        """What this rank contributes, if not what lies in ``array``."""
+        if self.offer is None or self.offer.source is None:
+            return None
+        return self.offer.source[self.first : self.first + self.elements]
+
+    def take(self, into: Array) -> None:
+        """Copy what this rank contributes."""
+        source, array = self.source(), self.array()
+        into[...] = source if source is not None else 0 if array is None else array
+
+
+def parts_of(piece: Piece, bucket: Bucket, slots: Sequence[Slot], offers: Sequence[Offer | None]) -> list[Part]:
+    """The slots' runs in a piece; ``offers`` are by slot."""
+    parts = []
+    for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+        first = max(0, piece.begin - offset)
+        last = min(slots[slot].elements, piece.end - offset)
+        if first < last:
+            parts.append(Part(slot, first, last - first, offset + first - piece.begin, offers[slot]))
+    return parts
+
+
+class HostBuckets(Buckets):
+    """``node``: where the ranks of this node reach each other's gradients; None where no two share memory.
+
+    ``layout``: how ranks lie on nodes, where some of them share memory. Gradients that lie in the arena are pinned from
+    when they are offered until all ranks are through with them: whatever becomes of the tensor, the memory stays.
+    """
+
+    on_device = False
+
+    def __init__(
+        self,
+        group: Group,
+        reduction: Reduction,
+        layout: Layout | None,
+        slots: Sequence[Slot],
+        node: NodePass | None = None,
+    ) -> None:
+        self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
+        self._slots = list(slots)
+        self.memories = Memories(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
+        self._buckets: list[Bucket] = []
+        self._small = node.small if node is not None else _block_of_small(slots)
+        self._offers: list[Offer | None] = [None] * len(self._slots)
+        self._pinned: list[int] = []
+        self.is_written_late = node is None
+        self._number = 0  # of the next operation, the same on all ranks
+        self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
+        self.told = _told(layout, node)
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = list(buckets)
+        self.memories.lay_out(buckets)
+
+    def small(self, slot: int) -> Array | None:
+        return self._small.get(slot)
+
+    def offer(self, slot: int, offer: Offer | None) -> None:
+        small = self._small.get(slot)
+        if small is not None:
+            if offer is None:
+                small[...] = 0
+            self._offers[slot] = offer_of(small)
+            return
+        assert offer is not FILLED, f"{self._slots[slot].name!r} is no small slot"
+        self._offers[slot] = offer
+        where, offset = Where.ZEROS if offer is None else Where.ELSEWHERE, -1
+        if offer is not None and offer.source is None:
+            offset = ARENA.pin(offer.address, self._slots[slot].elements * self._slots[slot].dtype.itemsize)
+        if offset >= 0:
+            self._pinned.append(offset)
+            where = Where.ARENA
+        if self._node is not None:
+            self._node.offer(slot, where, max(offset, 0))
+
+    def end_step(self) -> None:
+        self._offers = [None] * len(self._slots)
+        ARENA.unpin(self._take_pinned())
+        ARENA.end_step()
+
+    def _take_pinned(self) -> list[int]:
+        """All offsets that are pinned, each given out once: several threads may end a step that fails."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._pinned.pop())
+        return taken
+
+    def rescue(self) -> None:
+        pinned = self._take_pinned()
+        if self._node is None:
+            return  # pinned for ever: a late message may still be received there
+        self._node.withdraw()
+        try:
+            ARENA.make_private(pinned)
+        except OSError as error:
+            self.is_written_late = True  # and pinned for ever
+            logger.warning("gradients of a failed step are copied, since they cannot be moved: %s", error)
+            return
+        ARENA.unpin(pinned)
+
+    def mark(self) -> Any:
+        return None
+
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        number, self._number = self._number, self._number + 1
+        bucket = self._buckets[piece.bucket]
+        nothing: list[Offer | None] = [None] * len(self._slots)
+        parts = parts_of(piece, bucket, self._slots, nothing if joined else self._offers)
+        return self._steps(piece, bucket, parts, joined, self.memories.of_piece(piece), number, tag)
+
+    def _steps(
+        self, piece: Piece, bucket: Bucket, parts: list[Part], joined: bool, memory: Memory, number: int, tag: int
+    ) -> Steps[None]:
+        op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
+        codec, node = self.memories.codec(piece.bucket), self._node
+        self._prepare(piece, parts)
+        if node is None or (isinstance(codec, LossyCodec) and codec.everywhere):
+            for order in self._orders:
+                order.leave(number)
+            yield from self._reduce_flat(piece, bucket, parts, op, scale, codec, tag, memory)
+            return
+        yield list(node.ready(number, joined))
+        absent = node.absent(number)
+        staged = set(node.staged([part.slot for part in parts], absent))
+        in_chunks = [part for part in parts if part.slot in staged]
+        assert self.layout is not None
+        shares = self.memories.shares(piece, self.layout, len(node.members))
+        if len(self.layout.nodes) == 1:
+            self._orders[1].leave(number)
+            begin, end = shares[node.me]
+            node.run(Direction.ALL, *_offsets(bucket), (piece.begin + begin, piece.begin + end), op, scale, absent)
+            yield from _until_right(node, number)
+            yield from self._in_chunks(node, 0, Mode.ALLREDUCE, in_chunks, None, op, scale, number)
+        else:
+            yield from self._reduce_across(
+                node, piece, bucket, in_chunks, shares, op, scale, codec, absent, number, tag, memory
+            )
+        yield list(node.done(number))
+        node.over(number)
+        self._group.bytes_sent += node_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
+
+    def _prepare(self, piece: Piece, parts: list[Part]) -> None:
+        """What this rank does with its own gradients before anybody sums them."""
+        prescale = self._reduction.prescale
+        if prescale == 1.0 and not self.memories.owes(piece.bucket):
+            return
+        gradients = []
+        for number, part in enumerate(parts):
+            array, source = part.array(), part.source()
+            if array is None:
+                continue
+            if source is not None:
+                array[...] = source
+                parts[number] = part._replace(offer=offer_of(part.offer.array))  # type: ignore[union-attr]
+            if prescale != 1.0:
+                kernels.scale_into(array, array, Scale(prescale))
+            gradients.append((part.begin, array))
+        self.memories.pay(piece, gradients)
+
+    def _reduce_flat(
+        self,
+        piece: Piece,
+        bucket: Bucket,
+        parts: Sequence[Part],
+        op: ReduceOp,
+        scale: Scale,
+        codec: Codec,
+        tag: int,
+        memory: Memory,
+    ) -> Steps[None]:
+        """As one flat array: a tensor's own memory if the piece is all of that, else a copy."""
+        elements = piece.end - piece.begin
+        own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None
+        scratch = SCRATCH.take(0 if own is not None else elements * bucket.dtype.itemsize)
+        flat = own if own is not None else scratch[: elements * bucket.dtype.itemsize].view(bucket.dtype)
+        if own is None:
+            flat[...] = 0
+        for part in parts:
+            if own is None or part.source() is not None:
+                part.take(flat[part.begin : part.begin + part.elements])
+        if isinstance(codec, LossyCodec):
+            self.memories.clear_gaps(piece, flat)
+        layout = self.layout
+        if layout is None or (isinstance(codec, LossyCodec) and codec.everywhere):
+            yield from allreduce_encoded(self._group, flat, op, scale, codec, tag, memory)
+        else:  # this node has one rank of the group
+            shares = self.memories.shares(piece, layout, 1)
+            yield from layout_allreduce(self._group, layout, flat, op, scale, codec, tag, (0, 0), None, memory, shares)
+        for part in parts:
+            array = part.array()
+            if own is None and array is not None:
+                array[...] = flat[part.begin : part.begin + part.elements]
+        SCRATCH.give_back(scratch)
+
+    def _reduce_across(
+        self,
+        node: NodePass,
+        piece: Piece,
+        bucket: Bucket,
+        in_chunks: Sequence[Part],
+        shares: Sequence[tuple[int, int]],
+        op: ReduceOp,
+        scale: Scale,
+        codec: Codec,
+        absent: list[bool],
+        number: int,
+        tag: int,
+        memory: Memory,
+    ) -> Steps[None]:
+        """The node's sum of this rank's share into one flat array, the sum of nodes, and one pass back."""
+        assert self.layout is not None
+        begin, end = shares[node.me]
+        nbytes = (end - begin) * bucket.dtype.itemsize
+        scratch = SCRATCH.take(nbytes)
+        flat = scratch[:nbytes].view(bucket.dtype)
+        flat[...] = 0
+        node_scale, wire_scale = early_scale(flat, op, scale, codec)
+        share = piece.begin + begin, piece.begin + end
+        node.run(Direction.GATHER, *_offsets(bucket), share, op, node_scale, absent, flat)
+        yield from _until_right(node, number)
+        yield from self._in_chunks(
+            node, 0, Mode.REDUCE_SCATTER, in_chunks, (shares, flat, begin), op, node_scale, number
+        )
+        across = counterparts(self._group, self.layout)
+        if across is not None and flat.size:
+            if isinstance(codec, LossyCodec):
+                self.memories.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
+            yield from allreduce_encoded(across, flat, op, wire_scale, codec, tag, memory.part(begin, end))
+            self._group.bytes_sent += across.bytes_sent
+        node.run(Direction.SPREAD, *_offsets(bucket), share, ReduceOp.SUM, ONE, absent, flat)
+        yield from self._in_chunks(node, 1, Mode.ALLGATHER, in_chunks, (shares, flat, begin), op, ONE, number)
+        SCRATCH.give_back(scratch)
+
+    def _in_chunks(
+        self,
+        node: NodePass,
+        half: int,
+        mode: Mode,
+        parts: Sequence[Part],
+        carried: tuple[Sequence[tuple[int, int]], Array, int] | None,
+        op: ReduceOp,
+        scale: Scale,
+        number: int,
+    ) -> Steps[None]:
+        """Reduce what some rank has where others cannot reach it, through chunks in memory that they share.
+
+        ``carried``: between nodes, each rank's share of the piece, this one's as a flat array, and where that begins.
+        """
+        order = self._orders[half]
+        if parts and not order.is_next(number):
+            yield [OrderWait(order, number, self._group.members[self._group.rank])]
+        for part in parts:
+            array, source = part.array(), part.source()
+            if array is None:
+                array, source = np.zeros(part.elements, self._slots[part.slot].dtype), None
+            if carried is None:
+                runs = partition(part.elements, len(node.members), array.itemsize)
+            else:
+                runs = [_within(part, share) for share in carried[0]]
+            own = slice(*runs[node.me])
+            if carried is not None:
+                _, flat, begin = carried
+                of_flat = (
+                    flat[part.begin + own.start - begin : part.begin + own.stop - begin] if array[own].size else None
+                )
+            if mode is Mode.ALLGATHER and of_flat is not None:
+                array[own] = of_flat
+            ticket = node.staging.draw(half)
+            source = None if mode is Mode.ALLGATHER else source
+            yield from node.staging.run(half, ticket, mode, array, runs, op, scale, source)
+            if mode is Mode.REDUCE_SCATTER and of_flat is not None:
+                of_flat[...] = array[own]
+        order.leave(number)
+
+    def forget(self, quiet: bool) -> None:
+        self._small = {}
+        if self._node is not None:
+            self._node.small = {}
+            if quiet:
+                self._node.give_back()
+        self.memories.forget()
+        ARENA.trim()
+
+    def close(self) -> None:
+        self._small, self._node = {}, None
+
+
+def _until_right(node: NodePass, number: int) -> Steps[None]:
+    """For ever, where a rank whose gradients were summed just now had taken them away: the failure is on its way."""
+    waits = node.withdrawn(number)
+    if waits:
+        yield list(waits)
+
+
+def _block_of_small(slots: Sequence[Slot]) -> dict[int, Array]:
+    offsets, nbytes = small_offsets(slots)
+    block = aligned_empty(nbytes)
+    return {
+        slot: block[offset : offset + one.elements * one.dtype.itemsize].view(one.dtype)
+        for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True))
+        if offset is not None
+    }
+
+
+def _told(layout: Layout | None, node: NodePass | None) -> str:
+    if layout is None:
+        return "no shared memory"
+    if node is None:
+        return "over nodes"
+    if len(layout.nodes) == 1:
+        return f"one pass over the memory of {len(node.members)} ranks"
+    return f"one pass on {len(layout.nodes)} nodes, {layout.carriers} ranks of each carry their shares between"
+
+
+def _offsets(bucket: Bucket) -> tuple[Sequence[int], Sequence[int]]:
+    return bucket.slots, bucket.offsets
+
+
+def _within(part: Part, share: tuple[int, int]) -> tuple[int, int]:
+    """The elements of a part that lie in a share of its piece."""
+    begin, end = (min(max(at - part.begin, 0), part.elements) for at in share)
+    return begin, end

@@ -1,0 +1,219 @@
+"""A fork has its parent's tensors, and nothing that it does to them reaches its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import select
+import signal
+import subprocess
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from hvdkit.arena import ARENA
+from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, populated, served, used
+
+CHILD_SECONDS = 60
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Run ``work`` in a fork; raises with its traceback where it raises or does not end."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os.write(writing, traceback.format_exc().encode())
+        os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], CHILD_SECONDS)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    problem = os.read(reading, 1 << 16).decode() if ready else f"the child did not end within {CHILD_SECONDS} s"
+    os.close(reading)
+    _, status = os.waitpid(child, 0)
+    assert not problem, problem
+    assert status == 0, f"the child ended with status {status}"
+
+
+def case_what_a_child_writes_does_not_reach_its_parent(_: Any) -> None:
+    with served(MIB):
+        weight = torch.nn.Parameter(torch.ones(MIB // 4))
+        (weight * 3).sum().backward()
+        gradient = weight.grad
+        assert lies_in_arena(gradient)
+
+        def write() -> None:
+            assert bool((gradient == 3).all())
+            (weight * 4).sum().backward()  # adds to what is there
+            assert bool((gradient == 7).all())
+            gradient.zero_()
+            ctypes.memset(gradient.data_ptr(), 0xFF, MIB)
+            in_child(lambda: ctypes.memset(gradient.data_ptr(), 0, MIB))  # nor does what its own child writes
+            assert bool(gradient.isnan().all())
+
+        in_child(write)
+        assert bool((gradient == 3).all())
+
+
+def case_a_child_reads_what_its_parent_writes_until_it_has_written_there_itself(_: Any) -> None:
+    """As the documentation says: copy what must stay."""
+    with served(MIB):
+        tensor = born(MIB).fill_(1)
+        asked, told = os.pipe(), os.pipe()
+        page = os.sysconf("SC_PAGESIZE")
+
+        def look() -> None:
+            tensor[0] = 2
+            os.write(told[1], b".")
+            assert os.read(asked[0], 1) == b"."
+            assert int(tensor[1]) == 1  # a page that it has written is its own
+            assert int(tensor[page]) == 9
+
+        def write() -> None:
+            assert os.read(told[0], 1) == b"."
+            tensor.fill_(9)
+            os.write(asked[1], b".")
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        in_child(look)
+        writer.join()
+        for descriptor in (*asked, *told):
+            os.close(descriptor)
+
+
+def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_: Any) -> None:
+    with served(MIB):
+        tensors = [born(MIB).fill_(number) for number in range(4)]
+        before = used()
+
+        def free_and_allocate() -> None:
+            tensors.clear()
+            ARENA.trim()
+            made = [born(MIB).fill_(9) for _ in range(8)]
+            assert not any(lies_in_arena(one) for one in made)
+            assert used() == before  # what the parent has is its own business
+
+        in_child(free_and_allocate)
+        assert used() == before
+        assert [int(one[MIB // 2]) for one in tensors] == [0, 1, 2, 3]
+        assert lies_in_arena(born(MIB))
+
+
+def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_: Any) -> None:
+    with served(MIB):
+        tensor = born(MIB).fill_(1)
+        offset = ARENA.pin(tensor.data_ptr(), MIB)
+
+        def undo() -> None:
+            ARENA.make_private([offset])
+            ARENA.unpin([offset])
+            assert ARENA.pin(tensor.data_ptr(), MIB) == -1
+
+        in_child(undo)
+        with peer_of(offset, MIB) as peer:
+            peer[0] = 5
+            assert int(tensor[0]) == 5
+        ARENA.unpin([offset])
+
+
+def case_a_private_block_is_private_to_the_child_too(_: Any) -> None:
+    with served(MIB):
+        tensors = [born(MIB).fill_(number) for number in range(3)]
+        offset = ARENA.pin(tensors[1].data_ptr(), MIB)
+        ARENA.make_private([offset])
+        ARENA.unpin([offset])
+
+        def write() -> None:
+            assert [int(one[7]) for one in tensors] == [0, 1, 2]
+            for one in tensors:
+                one.fill_(9)
+
+        in_child(write)
+        assert [int(one[7]) for one in tensors] == [0, 1, 2]
+
+
+def case_a_child_maps_no_more_of_the_arena_than_was_ever_used_and_shares_none(_: Any) -> None:
+    with served(MIB):
+        tensor = born(MIB)
+        reached = ARENA.pin(tensor.data_ptr(), MIB) + 256 * MIB  # other cases have used what they have
+        ARENA.unpin([reached - 256 * MIB])
+
+        def look() -> None:
+            lines = [
+                line.split()
+                for line in Path("/proc/self/maps").read_text().splitlines()
+                if "memfd:hvdkit-gradients" in line
+            ]
+            writable = 0
+            for addresses, rights, *_ in lines:
+                begin, end = (int(one, 16) for one in re.split("-", addresses))
+                assert rights in ("rw-p", "---s"), rights
+                writable += end - begin if rights == "rw-p" else 0
+            assert 0 < writable <= reached
+
+        in_child(look)
+
+
+def case_a_fork_makes_no_arena_of_its_own(_: Any) -> None:
+    with served(MIB):
+
+        def ask() -> None:
+            assert ARENA.open(True) == -1
+            assert "fork" in ARENA.reason
+
+        in_child(ask)
+        assert ARENA.open(True) >= 0
+
+
+def case_a_fork_while_other_threads_allocate_does_not_hang(_: Any) -> None:
+    sizes = [65536, MIB]
+    over = threading.Event()
+
+    def allocate() -> None:
+        while not over.is_set():
+            for nbytes in sizes:
+                born(nbytes)
+
+    def allocate_once() -> None:
+        assert not lies_in_arena(born(MIB).fill_(1))
+
+    with served(*sizes):
+        kept = born(MIB).fill_(3)
+        threads = [threading.Thread(target=allocate) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(30):
+                in_child(allocate_once)
+            for _ in range(5):
+                subprocess.run(["true"], preexec_fn=allocate_once, check=True, timeout=CHILD_SECONDS)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        assert bool((kept == 3).all())
+
+
+def case_what_a_fork_costs_is_told(_: Any) -> None:
+    with served(64 * MIB):
+        tensors: list[torch.Tensor] = []
+        for count in (0, 4):
+            tensors += [born(64 * MIB).fill_(1) for _ in range(count)]
+            started = perf_counter()
+            for _ in range(10):
+                child = os.fork()
+                if child == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+            milliseconds = (perf_counter() - started) * 100
+            print(f"a fork with {populated() // MIB} MiB in the arena: {milliseconds:.2f} ms", flush=True)

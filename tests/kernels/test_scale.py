@@ -1,0 +1,110 @@
+"""An average is the sum divided by the size and rounded once, checked with fractions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from hvdkit.kernels import ONE, ReduceOp, Scale
+from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, HALVES
+from tests.kernels.arrays import BACKENDS
+
+pytestmark = pytest.mark.parametrize("kernels", BACKENDS)
+INTEGERS = pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.kind in "iu"], ids=str)
+SUM = ReduceOp.SUM
+
+
+def reduced(kernels, sources, scale):
+    destination = np.empty_like(sources[0])
+    kernels.reduce_into(destination, sources, SUM, scale)
+    return destination
+
+
+def rounded(exact, dtype):
+    """The nearest number of a dtype, ties to even, by comparing neighbours."""
+    near = dtype(float(exact))
+    around = [np.nextafter(near, dtype(-np.inf)), near, np.nextafter(near, dtype(np.inf))]
+    return min(around, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(f"u{x.itemsize}")) & 1))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7])
+def test_a_float_average_is_the_quotient_of_the_sum(kernels, dtype, ranks):
+    rng = np.random.default_rng(ranks)
+    sources = [rng.standard_normal(999).astype(dtype) for _ in range(ranks)]
+    total = reduced(kernels, sources, ONE)
+    average = reduced(kernels, sources, Scale(1.0, ranks))
+    np.testing.assert_array_equal(average, total / dtype(ranks))
+    assert all(x == rounded(Fraction(float(t)) / ranks, dtype) for x, t in zip(average, total, strict=True))
+
+
+@pytest.mark.parametrize("half", sorted(HALVES, key=str), ids=str)
+def test_an_average_of_halves_is_that_of_float32_in_16_bits(kernels, half):
+    rng = np.random.default_rng(3)
+    sources = [rng.standard_normal(10_001).astype(half) for _ in range(3)]
+    total = sources[0].astype(np.float32) + sources[1].astype(np.float32) + sources[2].astype(np.float32)
+    wide = np.empty(total.size, np.float32)
+    kernels.reduce_into(wide, sources, SUM, Scale(1.0, 3))
+    np.testing.assert_array_equal(wide, total / np.float32(3))
+    np.testing.assert_array_equal(reduced(kernels, sources, Scale(1.0, 3)), (total / np.float32(3)).astype(half))
+
+
+def test_a_float16_average_may_pass_through_a_sum_that_float16_cannot_hold(kernels):
+    sources = [np.full(5, 60000, np.float16)] * 3
+    assert reduced(kernels, sources, Scale(1.0, 3)).tolist() == [60000] * 5
+
+
+@INTEGERS
+def test_the_average_of_ones_is_one_on_any_number_of_ranks(kernels, dtype):
+    for ranks in range(1, min(np.iinfo(dtype).max, 300) + 1):
+        total = np.full(3, ranks, dtype)
+        assert reduced(kernels, [total], Scale(1.0, ranks)).tolist() == [1] * 3
+
+
+@INTEGERS
+@pytest.mark.parametrize("divisor", [2, 3, 8, 49, 200, 65537, 2**31 - 1])
+def test_integer_averages_are_exact_and_cut_off(kernels, dtype, divisor):
+    limits, rng = np.iinfo(dtype), np.random.default_rng(divisor)
+    source = rng.integers(limits.min, limits.max, 2000, dtype, endpoint=True)
+    multiples = [k * divisor + near for k in range(-40, 41) for near in (-1, 0, 1)]
+    special = [limits.min, limits.max, limits.max - 1, *(x for x in multiples if limits.min <= x <= limits.max)]
+    source = np.concatenate([source, np.array(special, dtype)])
+    exact = [int(Fraction(int(x), divisor)) for x in source.tolist()]
+    assert reduced(kernels, [source], Scale(1.0, divisor)).tolist() == exact
+
+
+def test_64_bits_keep_what_a_double_cannot_hold(kernels):
+    source = np.array([2**62 + 3, -(2**62) - 3, 2**53 + 1], np.int64)
+    assert reduced(kernels, [source, source], Scale(1.0, 2)).tolist() == [-(2**62) + 3, 2**62 - 3, 2**53 + 1]
+    assert reduced(kernels, [np.array([2**64 - 1], np.uint64)], Scale(1.0, 3)).tolist() == [(2**64 - 1) // 3]
+
+
+@pytest.mark.parametrize("scale", [Scale(1 / 3), Scale(0.1, 3), Scale(7.0, 49), Scale(1e-50, 2), Scale(2.0**127, 3)])
+def test_factors_are_multiplied_in_double(kernels, scale):
+    source = np.random.default_rng(4).standard_normal(5000).astype(np.float32)
+    with np.errstate(over="ignore"):
+        expected = (source.astype(np.float64) * scale.factor / scale.divisor).astype(np.float32)
+    np.testing.assert_array_equal(reduced(kernels, [source], scale), expected)
+    into = np.empty_like(source)
+    kernels.scale_into(into, source, scale)
+    np.testing.assert_array_equal(into, expected)
+
+
+def test_a_factor_and_a_divisor_that_cancel_give_whole_numbers(kernels):
+    assert reduced(kernels, [np.full(3, 49, np.int32)], Scale(7.0, 49)).tolist() == [7] * 3
+    assert reduced(kernels, [np.full(3, 49, BFLOAT16)], Scale(7.0, 49)).tolist() == [7] * 3
+
+
+@pytest.mark.parametrize("scale", [Scale(1.0, 4), Scale(2.0, 8), Scale(0.5), Scale(-3.0, 1024)])
+def test_a_scale_that_is_a_factor_says_so(kernels, scale):
+    source = np.random.default_rng(6).standard_normal(100).astype(np.float32)
+    factor = scale.as_factor()
+    assert factor == scale.number
+    np.testing.assert_array_equal(reduced(kernels, [source], factor), reduced(kernels, [source], scale))
+
+
+@pytest.mark.parametrize("scale", [Scale(1.0, 3), Scale(0.1), Scale(1e-320, 2), Scale(float("nan"))])
+def test_a_scale_that_is_no_factor_says_so(kernels, scale):
+    assert scale.as_factor() is None

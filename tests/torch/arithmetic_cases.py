@@ -1,0 +1,171 @@
+"""What an average is, to the last bit, and whether all ranks have the same bits where one flushes subnormal numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.ranks import Skip
+
+ELEMENTS = (5, 4097, 300_001)  # reduced whole by every rank of a node, by shares, and in several chunks
+TINY = 1e-40  # below the smallest normal float32
+
+
+def normal(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+
+
+def case_an_average_is_the_sum_divided(hvd: Any) -> None:
+    for dtype in (torch.float32, torch.float64):
+        for elements in ELEMENTS:
+            mine = normal(hvd.rank(), elements, dtype)
+            expected = hvd.allreduce(mine, op=hvd.Sum) / hvd.size()
+            assert torch.equal(hvd.allreduce(mine), expected), (dtype, elements)
+            assert torch.equal(hvd.allreduce_(mine.clone()), expected), (dtype, elements)
+            for grouped in hvd.grouped_allreduce([mine, mine.clone()]):
+                assert torch.equal(grouped, expected), (dtype, elements)
+            own = hvd.reducescatter(mine, op=hvd.Sum) / hvd.size()
+            assert torch.equal(hvd.reducescatter(mine), own), (dtype, elements)
+
+
+def case_gradients_are_averaged_so_too(hvd: Any) -> None:
+    for predivide in (1.0, 3.0):
+        weight = torch.nn.Parameter(torch.zeros(5000))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("weight", weight)], gradient_predivide_factor=predivide
+        )
+        mine = normal(hvd.rank(), 5000)
+        (weight * mine).sum().backward()
+        optimizer.synchronize()
+        if predivide == 1.0 or hvd.size() == 1:
+            expected = hvd.allreduce(mine, op=hvd.Sum) / hvd.size()
+        else:
+            divided = hvd.allreduce((mine.double() * (1 / predivide)).float(), op=hvd.Sum)
+            expected = (divided.double() * predivide / hvd.size()).float()
+        assert torch.equal(weight.grad, expected), predivide
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def case_factors_are_multiplied_in_double(hvd: Any) -> None:
+    mine = normal(hvd.rank(), 4097)
+    total = hvd.allreduce((mine.double() * 0.1).float(), op=hvd.Sum)
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.1), total)
+    expected = (total.double() * 0.3 / hvd.size()).float()
+    assert torch.equal(hvd.allreduce(mine, prescale_factor=0.1, postscale_factor=0.3), expected)
+
+
+def case_averages_of_64_bits_are_exact(hvd: Any) -> None:
+    each = 2**60 + 1  # no double
+    assert hvd.allreduce(torch.tensor([each, -each])).tolist() == [each, -each]
+    mixed = hvd.allreduce(torch.tensor([each if hvd.rank() == 0 else -1]))
+    assert mixed.tolist() == [(each - (hvd.size() - 1)) // hvd.size()]
+
+
+def case_a_sparse_average_is_the_sum_divided(hvd: Any) -> None:
+    places = torch.tensor([[0, 2, 3 + hvd.rank()]])
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        mine = (normal(hvd.rank(), 3, torch.float64) * 10).to(dtype)
+        sparse = torch.sparse_coo_tensor(places, mine, (9,), check_invariants=True)
+        total = hvd.sparse_allreduce_async(sparse, name="sum", op=hvd.Sum)().to_dense()
+        average = hvd.sparse_allreduce_async(sparse, name="average", op=hvd.Average)().to_dense()
+        rounding = None if dtype.is_floating_point else "trunc"
+        assert torch.equal(average, torch.div(total, hvd.size(), rounding_mode=rounding)), dtype
+
+
+@contextmanager
+def one_rank_flushing(hvd: Any) -> Iterator[None]:
+    """The last rank flushes subnormal numbers to zero, as a script asks PyTorch for."""
+    last = hvd.rank() == hvd.size() - 1
+    if last and not torch.set_flush_denormal(True):
+        raise Skip("this processor flushes no subnormal numbers")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def assert_same_bits_and_not_zero(hvd: Any, result: torch.Tensor, what: Any) -> None:
+    torch.set_flush_denormal(False)  # comparing would take subnormal numbers for zero
+    # All ranks ask before one fails, so that no other waits for it.
+    everyone = hvd.allgather_object(result.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    assert len(set(everyone)) == 1, what
+    assert bool((result != 0).any()), what
+
+
+def tiny(hvd: Any, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (normal(hvd.rank(), elements).double() * TINY).to(dtype)
+
+
+def case_all_ranks_have_the_same_bits_where_one_flushes_subnormal_numbers(hvd: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for elements in ELEMENTS:
+            mine = tiny(hvd, elements, dtype)
+            for name, reduce in {
+                "average": lambda x: hvd.allreduce(x),
+                "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
+                "scaled": lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=1.7, postscale_factor=0.7),
+                "group": lambda x: hvd.grouped_allreduce([x, torch.ones(3)])[0],
+            }.items():
+                with one_rank_flushing(hvd):
+                    result = reduce(mine)
+                assert_same_bits_and_not_zero(hvd, result, (name, dtype, elements))
+
+
+def case_so_it_is_with_adasum(hvd: Any) -> None:
+    if hvd.size() & (hvd.size() - 1) or hvd.size() == 1:
+        raise Skip("Adasum needs a power of two")
+    mine = tiny(hvd, 4097)
+    with one_rank_flushing(hvd):
+        result = hvd.allreduce(mine, op=hvd.Adasum)
+    assert_same_bits_and_not_zero(hvd, result, "adasum")
+
+
+def case_so_it_is_with_sparse_averages(hvd: Any) -> None:
+    sparse = torch.sparse_coo_tensor(torch.arange(50)[None], tiny(hvd, 50), (60,), check_invariants=True)
+    with one_rank_flushing(hvd):
+        result = hvd.sparse_allreduce_async(sparse, name="sparse", op=hvd.Average)()
+    assert_same_bits_and_not_zero(hvd, result.coalesce().values(), "sparse")
+
+
+def case_so_it_is_with_codecs(hvd: Any) -> None:
+    where = {"compress": "everywhere"}
+    # fp16 knows nothing so small; of int8 the steps are normal numbers, and a part of them is not.
+    for codec, size in (
+        (hvd.Compression.int8(**where), 1e4),
+        (hvd.Compression.onebit(**where), 1.0),
+        (hvd.Compression.topk(0.3, **where), 1.0),
+        (hvd.Compression.topk(0.9, **where), 1.0),
+        (hvd.Compression.randomk(0.5, **where), 1.0),
+        (hvd.Compression.fp16, 1e35),
+        (hvd.Compression.bf16, 1.0),
+    ):
+        mine = (tiny(hvd, 4096).double() * size).float()
+        with one_rank_flushing(hvd):
+            result = hvd.allreduce(mine, compression=codec)
+        assert_same_bits_and_not_zero(hvd, result, codec)
+
+
+def case_so_it_is_with_products_of_low_rank(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(64, 64))
+    bias = torch.nn.Parameter(torch.zeros(64))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight, bias], lr=1.0),
+        [("weight", weight), ("bias", bias)],
+        compression=hvd.Compression.powersgd(2, compress="everywhere"),
+    )
+    # Vectors of which some elements are as small, in a product that is not.
+    of_weight = (normal(hvd.rank(), 4096).view(64, 64).double() * torch.logspace(-41, -8, 64)).float()
+    of_bias = tiny(hvd, 64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((weight * of_weight).sum() + (bias * of_bias).sum()).backward()
+        with one_rank_flushing(hvd):
+            optimizer.synchronize()
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            assert_same_bits_and_not_zero(hvd, parameter.grad, name)
+        with optimizer.skip_synchronize():
+            optimizer.step()

@@ -1,0 +1,32 @@
+"""Whose a gradient is, wherever it lies: in the arena, without one, without memory of the node, over two nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import RankedCases
+
+CASES = "tests.torch.ownership_cases"
+WHEREVER = {
+    "arena": RankedCases(CASES),
+    "no arena": RankedCases(CASES, HVDKIT_ARENA="0"),
+    "no shared memory": RankedCases(CASES, HVDKIT_NODE_MEMORY="0"),
+}
+TWO_NODES = RankedCases(CASES, per_node=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", WHEREVER["arena"].names)
+def test_ownership(case: str, ranks: int, transport: str) -> None:
+    WHEREVER["arena"].check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("where", ["no arena", "no shared memory"])
+@pytest.mark.parametrize("case", WHEREVER["arena"].names)
+def test_ownership_without(where: str, case: str) -> None:
+    WHEREVER[where].check(case, 2, "torch")
+
+
+@pytest.mark.parametrize("case", TWO_NODES.names)
+def test_ownership_on_two_nodes(case: str) -> None:
+    TWO_NODES.check(case, 3, "torch")

@@ -1,0 +1,302 @@
+"""HVDKIT_VERIFY=1 on real ranks: what makes parameters differ is an error on all ranks, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdkit.engine import runtime
+from hvdkit.errors import HorovodInternalError, ParametersDifferError
+from hvdkit.torch import verification
+from tests.ranks import Skip
+from tests.told import warned
+from tests.torch.optimizer_cases import distributed_sgd
+from tests.torch.optimizer_support import (
+    assert_identical,
+    batch,
+    expect,
+    loss_of,
+    make_net,
+    no_warnings,
+    train_step,
+)
+
+
+def only_with_others(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("needs other ranks")
+
+
+@contextmanager
+def differing(hvd: Any, step: int, *texts: str) -> Iterator[None]:
+    """The block raises on every rank that parameters differ after a step, and how."""
+    with expect(ParametersDifferError, f"after step {step}:", "HINT", *texts):
+        yield
+    assert isinstance(ParametersDifferError(""), HorovodInternalError)
+
+
+def last(hvd: Any) -> bool:
+    return bool(hvd.rank() == hvd.size() - 1)
+
+
+def against_the_last(hvd: Any) -> str:
+    """How the last rank is told from the others."""
+    if hvd.size() == 2:
+        return "The values of rank 1 differ from those of rank 0"
+    others = ", ".join(map(str, range(hvd.size() - 1)))
+    return f"The values of rank {hvd.size() - 1} differ from those of ranks {others}"
+
+
+def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
+    for step in range(steps):
+        train_step(optimizer, net, batch(hvd.rank(), step))
+
+
+def case_other_weights_from_the_start_are_an_error_of_the_first_step(hvd: Any) -> None:
+    only_with_others(hvd)
+    net = make_net(seed=1 + last(hvd))
+    optimizer = distributed_sgd(hvd, net)
+    with differing(hvd, 1, "'conv.weight', 'conv.bias'", "(of 8) differ", "SGD.", "hvd.broadcast_parameters(model"):
+        train_step(optimizer, net, batch(hvd.rank()))
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    train(hvd, optimizer, net)
+    assert_identical(hvd, net)
+
+
+def case_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -> None:
+    only_with_others(hvd)
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train(hvd, optimizer, net, 4)
+    if last(hvd):
+        net.out.bias.data[1] += 1e-6
+    with differing(hvd, 5, "'out.bias' (of 8) differ", against_the_last(hvd)):
+        train_step(optimizer, net, batch(hvd.rank()))
+
+
+def case_a_gradient_changed_unseen_is_found(hvd: Any) -> None:
+    only_with_others(hvd)
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train(hvd, optimizer, net, 2)
+    loss_of(net, batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    if last(hvd):
+        net.hidden.weight.grad.data.mul_(1.01)
+    with optimizer.skip_synchronize():
+        optimizer.step()  # a rank may leave this out, so nobody waits for others here
+    with differing(hvd, 3, "'hidden.weight' (of 8) differ", "through .data", against_the_last(hvd)):
+        train_step(optimizer, net, batch(hvd.rank()))
+
+
+def case_clipping_scaling_and_steps_left_out_are_none(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch(hvd.rank(), step)) * (float("inf") if step in (0, 4) else 1.0)
+        scaler.scale(loss).backward()
+        if step % 2:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+    assert_identical(hvd, net)
+
+
+def case_a_rank_that_leaves_its_update_out_stops_nobody(hvd: Any) -> None:
+    only_with_others(hvd)
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    for step in range(3):
+        loss_of(net, batch(hvd.rank(), step)).backward()
+        optimizer.synchronize()
+        if step != 1 or not last(hvd):
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        optimizer.zero_grad()
+    with differing(hvd, 3, "a step that one rank left out", against_the_last(hvd)):
+        train_step(optimizer, net, batch(hvd.rank()))
+
+
+def case_every_way_to_train_passes(hvd: Any) -> None:
+    for options in ({"backward_passes_per_step": 2}, {"compression": hvd.Compression.fp16}, {"op": hvd.Sum}):
+        net = make_net()
+        optimizer = distributed_sgd(hvd, net, **options)
+        for step in range(3):
+            for _ in range(options.get("backward_passes_per_step", 1)):
+                loss_of(net, batch(hvd.rank(), step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_identical(hvd, net)
+
+
+def case_parameters_frozen_thawed_and_added_go_on(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    for step in range(6):
+        net.conv.weight.requires_grad_(step % 3 != 0)
+        train_step(optimizer, net, batch(hvd.rank(), step))
+    extra = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [extra]})
+    train(hvd, optimizer, net)
+    assert_identical(hvd, net)
+    if hvd.size() > 1:
+        extra.data += hvd.rank()
+        with differing(hvd, 10):
+            train_step(optimizer, net, batch(hvd.rank()))
+
+
+def case_closures_of_an_optimizer_that_searches(hvd: Any) -> None:
+    net = make_net()
+    lbfgs = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    optimizer = hvd.DistributedOptimizer(lbfgs, named_parameters=net.named_parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, batch(hvd.rank()))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert_identical(hvd, net)
+
+
+def case_sparse_and_dense_gradients_together(hvd: Any) -> None:
+    only_with_others(hvd)
+    torch.manual_seed(1)
+    table, dense = nn.Embedding(20, 3, sparse=True), nn.Linear(3, 1)
+    if last(hvd):
+        table.weight.data[-1] += 1  # which no rank looks up
+    named = [("table", table.weight), *dense.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([one for _, one in named], lr=0.1), named)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        dense(table(torch.arange(hvd.rank(), hvd.rank() + 4))).sum().backward()
+        optimizer.step()
+
+    with differing(hvd, 1, "'table' (of 3) differ", against_the_last(hvd)):
+        step()
+    for _ in range(3):  # a large table is looked at seldom
+        step()
+
+
+def case_adasum_is_compared_in_its_step(hvd: Any) -> None:
+    only_with_others(hvd)
+    if hvd.size() == 3:
+        raise Skip("Adasum needs a power of two")
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net, op=hvd.Adasum)
+    train(hvd, optimizer, net)
+    if last(hvd):
+        net.out.bias.data += 1
+    with differing(hvd, 4, "'out.bias' (of 8) differ", against_the_last(hvd)):
+        train_step(optimizer, net, batch(hvd.rank()))
+
+
+def case_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
+    only_with_others(hvd)
+    for op in (hvd.Average, hvd.Adasum) if hvd.size() != 3 else (hvd.Average,):
+        net = make_net()
+        optimizer = distributed_sgd(hvd, net, op=op)
+        train(hvd, optimizer, net, 3 + 2 * hvd.rank())
+        hvd.join()
+        if op is hvd.Average:
+            with differing(hvd, 4 + 2 * (hvd.size() - 1), "hvd.join() with nothing broadcast after it"):
+                train_step(optimizer, net, batch(hvd.rank()))
+        else:
+            with differing(hvd, 1):
+                train_step(optimizer, net, batch(hvd.rank()))
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        train(hvd, optimizer, net)
+        assert_identical(hvd, net)
+
+
+def case_process_sets_are_compared_among_themselves(hvd: Any) -> None:
+    only_with_others(hvd)
+    if hvd.size() < 3:
+        raise Skip("needs a set of several ranks, and others")
+    first, rest = hvd.add_process_set([0]), hvd.add_process_set(list(range(1, hvd.size())))
+    mine = rest if rest.included() else first
+    net = make_net(seed=1 + (hvd.rank() == 0))
+    optimizer = distributed_sgd(hvd, net, process_set=mine)
+    train(hvd, optimizer, net, 3)
+    if last(hvd):
+        net.out.bias.data += 1
+    if hvd.rank():
+        with differing(hvd, 4, f"The values of rank {hvd.size() - 1} differ from those of rank 1"):
+            train_step(optimizer, net, batch(hvd.rank()))
+    # One of a set has joined, which takes no part in the set's named operations.
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    train(hvd, optimizer, net, 1 + hvd.rank())
+    hvd.join()
+    hvd.remove_process_set(first)
+    hvd.remove_process_set(rest)
+
+
+def case_a_step_given_up_on_one_rank_is_the_lanes_error(hvd: Any) -> None:
+    only_with_others(hvd)
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    train(hvd, optimizer, net)
+    state = optimizer.state_dict()
+    loss_of(net, batch(hvd.rank())).backward()
+    if last(hvd):
+        optimizer.load_state_dict(state)
+        loss_of(net, batch(hvd.rank())).backward()
+    with expect(HorovodInternalError, "gave up a step"):
+        optimizer.step()
+        train(hvd, optimizer, net, 1)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    optimizer.load_state_dict(state)
+    train(hvd, optimizer, net)
+    assert_identical(hvd, net)
+
+
+def case_other_processors_are_a_warning(hvd: Any) -> None:
+    only_with_others(hvd)
+    real = verification.machine_of
+    verification.machine_of = lambda tensors: f"{real(tensors)}, {'odd' if last(hvd) else 'even'}"
+    try:
+        net = make_net(seed=1 + last(hvd))
+        optimizer = distributed_sgd(hvd, net)
+        with warned("do not compute alike", times=int(hvd.rank() == 0)):
+            train(hvd, optimizer, net)
+        net = make_net(seed=1 + (hvd.rank() == 0))
+        optimizer = distributed_sgd(hvd, net)
+        if hvd.size() > 2:  # ranks 0 and 1 compute alike
+            with differing(hvd, 1):
+                train(hvd, optimizer, net, 1)
+        net = make_net()
+        optimizer = distributed_sgd(hvd, net)
+        with no_warnings():
+            train(hvd, optimizer, net)
+    finally:
+        verification.machine_of = real
+
+
+def case_two_optimizers_take_turns(hvd: Any) -> None:
+    nets = [make_net(), make_net(2)]
+    optimizers = [distributed_sgd(hvd, net) for net in nets]
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+    for net in nets:
+        assert_identical(hvd, net)
+
+
+def case_the_rest_of_the_job_goes_on(hvd: Any) -> None:
+    assert runtime.engine().error is None
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2

@@ -1,0 +1,136 @@
+"""Ranks meet in one attempt to start a job, whatever earlier attempts left in the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from hvdkit.environments.base import World
+from hvdkit.errors import AuthenticationError, TransportUnavailableError
+from hvdkit.transports.admission import Judge, meet
+from hvdkit.transports.attempt import ANSWER, LEADER, here
+from hvdkit.transports.credentials import NONCE_BYTES, Credentials
+
+SECONDS = 20.0
+SECRET = Credentials(b"a secret of this job", "job", 1)
+SIZE = 3
+
+with_and_without_a_secret = pytest.mark.parametrize("credentials", [None, SECRET], ids=["no secret", "secret"])
+
+
+def world(rank: int) -> World:
+    return World("torchrun", rank, SIZE)
+
+
+def start(store: Any, rank: int, credentials: Credentials | None, seconds: float = SECONDS) -> Future[Any]:
+    """A rank, on a thread: the attempt's part of the store and the session, or an error."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(meet(store, world(rank), credentials, seconds))
+        except Exception as error:  # for the test to look at
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def place_of(store: Any) -> Any:
+    """The part of the store that belongs to the newest attempt."""
+    return PrefixStore(f"attempt/{store.get(LEADER)[:NONCE_BYTES].hex()}", store)
+
+
+def keys_said(store: Any) -> set[str]:
+    return {here(rank) for rank in range(SIZE) if place_of(store).check([here(rank)])}
+
+
+def assert_met(store: Any, ranks: list[Future[Any]]) -> None:
+    """All are in the newest attempt, where what one writes all read, and have one session."""
+    met = [rank.result(SECONDS) for rank in ranks]
+    met[0][0].set("word", b"of this attempt")
+    assert [place.get("word") for place, _ in met] == [b"of this attempt"] * len(met)
+    assert place_of(store).get("word") == b"of this attempt"
+    assert len({session for _, session in met}) == 1
+
+
+def run_attempt(store: Any, credentials: Credentials | None) -> None:
+    ranks = [start(store, rank, credentials) for rank in range(SIZE)]
+    assert_met(store, ranks)
+
+
+@with_and_without_a_secret
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_after_an_attempt_that_met_the_next_one_does_in_any_order(order, credentials):
+    store = HashStore()
+    run_attempt(store, credentials)
+    dead = store.get(LEADER)
+    ranks = {}
+    for rank in order:
+        ranks[rank] = start(store, rank, credentials)
+        # Each has said who it is, in the dead attempt if rank 0 has not come yet, before the next one does.
+        before_rank_0 = 0 not in ranks
+        until(lambda before=before_rank_0: before or store.get(LEADER) != dead)
+    assert_met(store, list(ranks.values()))
+    assert store.get(LEADER) != dead
+
+
+@with_and_without_a_secret
+def test_a_dead_rank_0s_answer_is_not_taken(credentials):
+    store = HashStore()
+    run_attempt(store, credentials)
+    said = place_of(store).get(here(1))
+    with pytest.raises(TransportUnavailableError, match=r"rank 1 waited 0.3 s for all 3 ranks; missing: \[0\]\nHINT"):
+        start(store, 1, credentials, 0.3).result(SECONDS)
+    assert place_of(store).get(here(1)) != said  # it has tried that one
+
+
+@with_and_without_a_secret
+def test_a_rank_that_follows_a_dead_rank_0_goes_over_to_the_next_one(credentials):
+    store = HashStore()
+    dead = [start(store, rank, credentials, 0.3) for rank in (0, 1)]  # the third never came
+    with pytest.raises(TransportUnavailableError, match=r"missing: \[2\]"):
+        dead[0].result(SECONDS)
+    early = [start(store, rank, credentials) for rank in (2, 1)]
+    until(lambda: keys_said(store) == {here(0), here(1), here(2)})  # all that the dead one waited for
+    assert not place_of(store).check([ANSWER])
+    assert_met(store, [start(store, 0, credentials), *early])
+
+
+@with_and_without_a_secret
+def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(credentials):
+    store = HashStore()
+    orphan = start(store, 0, credentials)
+    until(lambda: store.check([LEADER]))
+    its_place = place_of(store)
+    follower = start(store, 1, credentials)
+    until(lambda: its_place.check([here(1)]))
+    ranks = [start(store, 0, credentials), follower]
+    until(lambda: here(1) in keys_said(store) and not its_place.check([here(2)]))
+    its_place.set(here(2), Judge(2, credentials).say(here(2), b"2" * NONCE_BYTES))  # all are there, too late
+    with pytest.raises(TransportUnavailableError, match=r"another process has come as rank 0.*\nHINT"):
+        orphan.result(SECONDS)
+    assert not its_place.check([ANSWER])
+    assert_met(store, [*ranks, start(store, 2, credentials)])
+
+
+def test_who_has_no_secret_is_told_on_both_sides():
+    ranks = {
+        rank: start(store, rank, SECRET if rank != 1 else None, 2.0) for store in [HashStore()] for rank in (0, 1, 2)
+    }
+    with pytest.raises(AuthenticationError, match="who says to be rank 1 does not know the job's secret"):
+        ranks[0].result(SECONDS)
+    with pytest.raises(AuthenticationError, match="rank 0 asks for a secret that rank 1 has not"):
+        ranks[1].result(SECONDS)
