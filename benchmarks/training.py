@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,13 @@ import jobs
 import numpy as np
 from jobs import Peer
 
-MODELS = {"transformer": "a transformer", "convolution": "a convolutional network (ResNet-50)"}
+MODELS = {
+    "words": "a transformer over 8192 words, with SGD",
+    "words-adamw": "a transformer over 8192 words, with AdamW",
+    "transformer": "a transformer over bytes, with AdamW",
+    "convolution": "a convolutional network (ResNet-50), with SGD",
+    "tensors": "2000 tensors of 1 to 100 KB, with SGD",
+}
 ALONE, DDP = "alone", "DDP"
 PHASES = ("forward", "backward", "optimizer")
 POWERSGD_RANK = 4
@@ -36,10 +43,12 @@ def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
     """
     return [
         Peer(ALONE, "alone", "plain"),
+        Peer(f"{ALONE} with a barrier", "alone", "plain", ("--barrier",)),
         Peer(DDP, "ddp", "plain"),
         Peer(f"{DDP} fp16", "ddp", "plain", ("--compression", "fp16")),
         Peer(f"{DDP} PowerSGD", "ddp", "plain", ("--compression", "powersgd")),
         *jobs.horovods(),
+        *(peer for peer in jobs.horovods(" staged", "--staged") if peer.worker == "hvdkit"),
         *jobs.horovods(" fp16", "--compression", "fp16"),
         *(
             peer
@@ -61,6 +70,8 @@ def add_flags(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--images", type=int, default=8, help="convolution: images per rank and step")
     parser.add_argument("--pixels", type=int, default=64, help="convolution: height and width of an image")
     parser.add_argument("--compression", choices=CODECS, default="none", help=argparse.SUPPRESS)
+    parser.add_argument("--barrier", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--staged", action="store_true", help=argparse.SUPPRESS)
 
 
 def worker_flags(args: argparse.Namespace, model: str) -> list[Any]:
@@ -70,7 +81,7 @@ def worker_flags(args: argparse.Namespace, model: str) -> list[Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs: seconds of every timed step by phase, and a fingerprint of the weights at the end."""
+    """What a rank runs: seconds of every timed step by phase, of the processor, and a fingerprint of the weights."""
     import models
     import torch
     import torch.distributed as dist
@@ -81,6 +92,8 @@ def work(args: argparse.Namespace) -> None:
     model, optimizer = load.model, load.optimizer
     trained = model
     if args.worker in ("hvdkit", "horovod"):
+        if args.staged:
+            os.environ["HVDKIT_ARENA"] = "0"
         hvd = importlib.import_module(f"{args.worker}.torch")
         hvd.init()
         rank, close = hvd.rank(), hvd.shutdown
@@ -98,11 +111,13 @@ def work(args: argparse.Namespace) -> None:
             trained = data_parallel(model, args.compression)
 
     data = torch.Generator().manual_seed(rank)
-    seconds = []
+    seconds, processor = [], 0.0
     for step in range(args.warmup_steps + args.steps):
         batch = load.batch(data)
         if step == args.warmup_steps and args.worker == "alone":
             dist.barrier()  # all ranks compute at the same time from here on
+        if step == args.warmup_steps:
+            processor = time.process_time()
         times = [time.perf_counter()]
         optimizer.zero_grad()
         loss = load.loss(trained, *batch)
@@ -110,12 +125,16 @@ def work(args: argparse.Namespace) -> None:
         loss.backward()
         times.append(time.perf_counter())
         optimizer.step()
+        if args.barrier:
+            dist.barrier()
         times.append(time.perf_counter())
         if step >= args.warmup_steps:
             seconds.append(np.diff(times).tolist())
+    processor = (time.process_time() - processor) / args.steps
     weights = sum(parameter.detach().double().sum().item() for parameter in model.parameters())
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    jobs.report(args.report, rank, {"seconds": seconds, "weights": weights, "parameters": parameters})
+    figures = {"seconds": seconds, "processor": processor, "weights": weights, "parameters": parameters}
+    jobs.report(args.report, rank, figures)
     del trained  # DDP must let go of its process group before that is destroyed, or the exit may hang
     close()
 
@@ -155,12 +174,13 @@ def digest(peer: Peer, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Raises RuntimeError if the ranks were to train the same weights and did not.
     """
-    if peer.name != ALONE and len({one["weights"] for one in reports}) > 1:
+    if peer.worker != "alone" and len({one["weights"] for one in reports}) > 1:
         raise RuntimeError(f"{peer.name}: the ranks ended with different weights")
     phases = 1e3 * np.mean([one["seconds"] for one in reports], axis=0)
     return {
         "parameters": reports[0]["parameters"],
         "milliseconds": phases.sum(axis=1).tolist(),
+        "processor": 1e3 * float(np.mean([one["processor"] for one in reports])),
         "phases": dict(zip(PHASES, np.median(phases, axis=0).tolist(), strict=True)),
     }
 
@@ -171,13 +191,14 @@ def medians(rounds: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def summarise(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """One entry per peer: its step, its share of compute alone, its time as a multiple of DDP's."""
+    """One entry per peer: its step, processor's time, share of compute alone, and time as a multiple of DDP's."""
     by_round = medians(rounds)
     return [
         {
             "peer": name,
             "milliseconds": common.spread(value for one in rounds for value in one[name]["milliseconds"]),
             "phases": {key: float(np.median([one[name]["phases"][key] for one in rounds])) for key in PHASES},
+            "processor": float(np.median([one[name]["processor"] for one in rounds])),
             "efficiency": common.paired_ratio(by_round, ALONE, name),
             "time_ratio_to_ddp": common.paired_ratio(by_round, name, DDP),
         }
@@ -185,7 +206,7 @@ def summarise(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> list[di
     ]
 
 
-HEADERS = ["peer", "ms/step", "quartiles", "efficiency (alone / peer)", "time / DDP"]
+HEADERS = ["peer", "ms/step", "quartiles", "CPU ms", "efficiency (alone / peer)", "time / DDP"]
 
 
 def row(entry: dict[str, Any]) -> list[str]:
@@ -195,6 +216,7 @@ def row(entry: dict[str, Any]) -> list[str]:
         entry["peer"],
         f"{pooled['median']:.0f}",
         f"{pooled['q1']:.0f} to {pooled['q3']:.0f}",
+        f"{entry['processor']:.0f}",
         common.show_ratio(entry["efficiency"]),
         common.show_ratio(entry["time_ratio_to_ddp"]),
     ]

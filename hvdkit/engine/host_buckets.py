@@ -88,6 +88,8 @@ class HostBuckets(Buckets):
         self.memories = Memories(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
         self._buckets: list[Bucket] = []
         self._small = node.small if node is not None else _block_of_small(slots)
+        self._small_offers = {slot: offer_of(memory) for slot, memory in self._small.items()}
+        self._nbytes = [slot.elements * slot.dtype.itemsize for slot in slots]
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self._pinned: list[int] = []
         self.is_written_late = node is None
@@ -103,17 +105,17 @@ class HostBuckets(Buckets):
         return self._small.get(slot)
 
     def offer(self, slot: int, offer: Offer | None) -> None:
-        small = self._small.get(slot)
+        small = self._small_offers.get(slot)
         if small is not None:
             if offer is None:
-                small[...] = 0
-            self._offers[slot] = offer_of(small)
+                small.array[...] = 0
+            self._offers[slot] = small
             return
         assert offer is not FILLED, f"{self._slots[slot].name!r} is no small slot"
         self._offers[slot] = offer
         where, offset = Where.ZEROS if offer is None else Where.ELSEWHERE, -1
         if offer is not None and offer.source is None:
-            offset = ARENA.pin(offer.address, self._slots[slot].elements * self._slots[slot].dtype.itemsize)
+            offset = ARENA.pin(offer.address, self._nbytes[slot])
         if offset >= 0:
             self._pinned.append(offset)
             where = Where.ARENA
@@ -321,7 +323,7 @@ class HostBuckets(Buckets):
         order.leave(number)
 
     def forget(self, quiet: bool) -> None:
-        self._small = {}
+        self._small, self._small_offers = {}, {}
         if self._node is not None:
             self._node.small = {}
             if quiet:
@@ -330,7 +332,7 @@ class HostBuckets(Buckets):
         ARENA.trim()
 
     def close(self) -> None:
-        self._small, self._node = {}, None
+        self._small, self._small_offers, self._node = {}, {}, None
 
 
 def _until_right(node: NodePass, number: int) -> Steps[None]:

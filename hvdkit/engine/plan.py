@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ class Slot:
     dtype: np.dtype[Any]
     codec: int = 0  # which one of the plan's codecs
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return prod(self.shape)
 

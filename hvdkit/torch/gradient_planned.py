@@ -130,10 +130,10 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
     """A tensor that fills one block of memory, for the engine, which takes it ``as_tensor`` or as an array."""
-    flat = flat_view(tensor)  # now: set_() may make the tensor itself another size while it is in flight
+    own = tensor.data  # now: set_() may make the tensor itself another size while it is in flight
     if as_tensor:
-        return Offer(0, lambda: flat)
-    return Offer(flat.data_ptr(), lambda: as_array(flat))
+        return Offer(0, lambda: flat_view(own))
+    return Offer(tensor.data_ptr(), lambda: as_array(flat_view(own)))
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -188,24 +188,24 @@ class PlannedGradients:
     def hand_over(self, i: int, since: float | None = None, watched: Watched | None = None) -> None:
         """A gradient is complete, ``since`` if not just now: let it be reduced. ``watched``: as it was then."""
         gradient = self.parameters[i].grad
-        if watched is None and gradient is not None:
-            watched = watch(gradient)
         if watched is not None:
             self._watched[i] = watched
             if watched.is_moved(gradient):
                 return  # check_unchanged() will say so
-        if gradient is not None and self._must_wait(i, gradient):
+        elif gradient is not None:
+            self._watched[i] = watch(gradient)
+        if gradient is None or i in self._small or self.lane.on_device:
+            self._hand_over(i, since)
+            return
+        is_free = self._is_free(i, gradient)
+        if is_free and not ARENA.contains(gradient.data_ptr()):
+            # It would be reduced in memory that is not ours to keep: share_memory_() may free it.
             self._waiting[i] = perf_counter() if since is None else since
         else:
-            self._hand_over(i, since)
+            self._hand_over(i, since, is_free)
 
-    def _must_wait(self, i: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient would be reduced in memory that is not ours to keep: share_memory_() may free it."""
-        if self.lane.on_device or i in self._small or not self._is_free(i, gradient):
-            return False
-        return not ARENA.contains(gradient.data_ptr())
-
-    def _hand_over(self, i: int, since: float | None) -> None:
+    def _hand_over(self, i: int, since: float | None, is_free: bool | None = None) -> None:
+        """``is_free``: what ``_is_free`` says of the gradient, where that was asked already."""
         parameter, small = self.parameters[i], self._small.get(i)
         gradient, started = parameter.grad, perf_counter()
         if not parameter.requires_grad:
@@ -217,7 +217,7 @@ class PlannedGradients:
                 small.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             self.lane.copied(i, started)
             self.lane.ready(i, FILLED, since)
-        elif gradient is not None and self._is_free(i, gradient):
+        elif gradient is not None and (self._is_free(i, gradient) if is_free is None else is_free):
             self._in_place[gradient.data_ptr()] = i
             self.lane.ready(i, offer_from(gradient, self.lane.on_device), since)
         else:
