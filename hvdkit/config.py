@@ -87,6 +87,12 @@ def _not_negative(text: str) -> int:
     return _whole_number(text, 0, "expected a whole number, zero or more")
 
 
+def _threads(text: str) -> int:
+    """The first of OpenMP's numbers, which are for levels of nested loops; what is none is OpenMP's to complain of."""
+    first = text.split(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else 1
+
+
 def _bytes_or_auto(text: str) -> int | None:
     if text.strip().lower() == "auto":
         return None
@@ -248,6 +254,14 @@ class Settings:
         "0 or 1",
         "whether PyTorch's gradients are allocated in memory that the ranks of a node share, so that they are summed "
         "where they lie; else they go there in chunks",
+    )
+    compute_threads: int = _setting(
+        1,
+        _threads,
+        "OMP_NUM_THREADS",
+        "threads",
+        "OpenMP's own: where so many threads of each rank have every core of a host, gradients are summed after the "
+        "backward pass and not beside it",
     )
     stall_check_disable: bool = _setting(
         False,

@@ -16,6 +16,7 @@ from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.config import Settings
 from hvdkit.engine.bell import new_bell
+from hvdkit.engine.driver import usable_cores
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.topology import Topology, topology_of
 from hvdkit.environments.base import World
@@ -42,6 +43,8 @@ def introduce(
         "local_size": world.local_size,
         "cross_rank": world.cross_rank,
         "cross_size": world.cross_size,
+        "cores": usable_cores(),
+        "threads": settings.compute_threads,
         "process_sets": [list(ranks) for ranks in process_sets],
         **{name: getattr(settings, name) for name in SHARED_SETTINGS},
     }

@@ -21,6 +21,7 @@ from hvdkit.engine.given_up import GIVEN_UP, GivenUpSteps
 from hvdkit.engine.lane_records import LaneRecords
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
+from hvdkit.engine.schedule import without_overlap
 from hvdkit.engine.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
 from hvdkit.kernels import ONE, ReduceOp
@@ -73,9 +74,11 @@ class Lane:
         self.home = home
         self._running: dict[int, Operation] = {}  # by sequence
         self._engine = engine
+        in_turn = home.in_one_pass and engine.topology.is_full and engine.settings.fusion_threshold is None
+        self._sizes = without_overlap(engine.sizes) if in_turn else engine.sizes
         self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
-        self._records = LaneRecords(engine, name, self.slots, home)
+        self._records = LaneRecords(engine, name, self.slots, home, self._sizes.reason)
         self._advice = CodecAdvice(engine, name, group, home, codecs)
         self.verification = LaneVerification(group, engine.settings.verify)
         self._given_up = GivenUpSteps()
@@ -211,7 +214,7 @@ class Lane:
             return True
         nbytes = self._load(self._started) if self._started < len(self._pieces) else 0
         near = self.sequence - min(self._in_flight) < SPAN
-        return near and sum(self._in_flight.values()) + nbytes <= self._engine.sizes.in_flight
+        return near and sum(self._in_flight.values()) + nbytes <= self._sizes.in_flight
 
     def start(self) -> Operation:
         """Start the next operation of this step."""
@@ -300,7 +303,7 @@ class Lane:
     def _load(self, place: int) -> int:
         bucket = self._pieces[place].bucket
         codec = self.home.memories.codec(bucket)
-        return load(self._piece_bytes[place], self._buckets[bucket].dtype, codec, self._engine.sizes)
+        return load(self._piece_bytes[place], self._buckets[bucket].dtype, codec, self._sizes)
 
     def _arrange(self, ready_at: Sequence[float]) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
@@ -310,7 +313,7 @@ class Lane:
             self.slots,
             ready_at,
             self._groups,
-            engine.sizes,
+            self._sizes,
             engine.network,
             share,
             not self.on_device,

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class LaneRecords:
     """Of the buckets and pieces of one lane, in their present arrangement."""
 
-    def __init__(self, engine: Engine, name: str, slots: Sequence[Slot], home: Buckets) -> None:
+    def __init__(self, engine: Engine, name: str, slots: Sequence[Slot], home: Buckets, reason: str) -> None:
         self._engine = engine
+        self._reason = reason  # of the sizes of pieces
         self._name = name
         self._slots = slots
         self._home = home
@@ -57,7 +58,7 @@ class LaneRecords:
             codec=self._home.memories.codec(piece.bucket).told,
             algorithm=self._home.told,
             order=f"{place + 1} of {len(self.plan.pieces)}: {self.plan.reasons[place]}",
-            size=engine.sizes.reason,
+            size=self._reason,
         )
         yield from steps
         if isinstance(self._home.memories.codec(piece.bucket), LossyCodec):

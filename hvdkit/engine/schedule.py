@@ -6,7 +6,7 @@ Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MEBIBYTE = 1024 * 1024
 
@@ -23,6 +23,9 @@ MOST_BUCKETS_IN_FLIGHT = 16
 # Buckets that payload codecs encode, and their pieces, have a size of their own. What was measured must not decide it:
 # thresholds, blocks and residuals depend on what is encoded together, and the same run shall give the same bits.
 ENCODED_BUCKET = 8 * MEBIBYTE
+# Where the computation has every core, what is summed beside a backward pass takes from it all that it saves, and its
+# caches too: a few large buckets, summed at its end, cost less. Larger ones would keep the engine from all else.
+BUCKET_AT_THE_END = 128 * MEBIBYTE
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ def choose_sizes(
     least, most = (count * max(bucket, SMALLEST_BUCKET) for count in (BUCKETS_IN_FLIGHT, MOST_BUCKETS_IN_FLIGHT))
     in_flight = min(max(least, trip), most)
     return Sizes(bucket, first, in_flight, f"{reason}; {in_flight / MEBIBYTE:.0f} MiB in flight", encoded)
+
+
+def without_overlap(sizes: Sizes) -> Sizes:
+    """The same for gradients that ranks sum in memory that they share, where their computation has every core."""
+    bucket = max(sizes.bucket, BUCKET_AT_THE_END)
+    reason = f"the computation has every core, so {bucket / MEBIBYTE:.0f} MiB are summed at its end"
+    return replace(sizes, bucket=bucket, first_bucket=bucket, in_flight=max(sizes.in_flight, bucket), reason=reason)
 
 
 @dataclass(frozen=True)

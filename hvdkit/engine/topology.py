@@ -20,6 +20,7 @@ class Topology:
     is_homogeneous: bool
     hosts: tuple[str, ...]  # the host of each rank
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, ascending
+    is_full: bool = False  # on every node the ranks' threads have every core that they may run on
 
     def told(self, rank: int) -> str:
         """A rank with its host, for messages."""
@@ -49,7 +50,8 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
     homogeneous = len({len(members) for members in nodes}) == 1
     hosts = tuple(str(one["host"]) for one in told)
     placed = tuple(tuple(members) for members in nodes)
-    return Topology(rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts, placed)
+    is_full = all(told[one]["cores"] <= told[one]["threads"] * len(members) for members in nodes for one in members)
+    return Topology(rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts, placed, is_full)
 
 
 def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.gradient_planned import overlapping
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.ops_allreduce import allreduce_async_, grouped_allreduce_async_
 from hvdkit.torch.ops_sparse import sparse_allreduce_async
 from hvdkit.torch.ops_sync import synchronize
 
-# An operation in flight: what waits for its result, and what puts the result into place.
-Pending = tuple[Callable[[], Any], Callable[[Any], None]]
+# Parameters, and their gradients as all ranks have them.
+Results = list[tuple[torch.Tensor, torch.Tensor]]
+# An operation in flight: what waits for its result, and what makes gradients of that.
+Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
 
 
 def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
@@ -65,8 +68,10 @@ class NamedGradients:
         for parameter in self.parameters:
             if id(parameter) not in self._submitted:
                 self._submit(self._group_of.get(id(parameter), (parameter,)))
+        results: Results = []
         for wait, adopt in self._take_pending():
-            adopt(wait())
+            results += adopt(wait())
+        _give_back([(parameter, result) for parameter, result in results if parameter.requires_grad])
 
     def abandon(self) -> None:
         """Wait out what was submitted in this step, and forget it."""
@@ -96,15 +101,15 @@ class NamedGradients:
         elif gradient.is_sparse:
             gradient = gradient.to_dense()
         compressed, context = self._settings.compressor.compress(gradient)
-        return compressed.detach().contiguous(), context
+        compressed = compressed.detach().contiguous()
+        # What is summed in place must be nobody else's, and the gradient may be.
+        return compressed.clone() if compressed.data_ptr() == gradient.data_ptr() else compressed, context
 
-    def _adopt(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> None:
-        gradient = self._settings.compressor.decompress(reduced, context)
-        if not parameter.requires_grad:
-            return
+    def _decompressed(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> torch.Tensor:
+        gradient: torch.Tensor = self._settings.compressor.decompress(reduced, context)
         gradient = gradient.to(dtype=parameter.dtype, device=parameter.device).view(parameter.shape)
         sparse_dim = self._sparse_dims.get(id(parameter))
-        parameter.grad = gradient if sparse_dim is None else gradient.to_sparse(sparse_dim)
+        return gradient if sparse_dim is None else gradient.to_sparse(sparse_dim)
 
     def _submit_dense(self, parameter: torch.Tensor) -> Pending:
         compressed, context = self._compressed(parameter)
@@ -117,7 +122,9 @@ class NamedGradients:
             postscale_factor=postscale,
             process_set=self._settings.process_set,
         )
-        return lambda: synchronize(handle), lambda reduced: self._adopt(parameter, reduced, context)
+        return lambda: synchronize(handle), lambda reduced: [
+            (parameter, self._decompressed(parameter, reduced, context))
+        ]
 
     def _submit_group(self, group: Sequence[torch.Tensor]) -> Pending:
         compressed, contexts = zip(*(self._compressed(member) for member in group), strict=True)
@@ -131,9 +138,11 @@ class NamedGradients:
             process_set=self._settings.process_set,
         )
 
-        def adopt(reduced: Sequence[torch.Tensor]) -> None:
-            for member, gradient, context in zip(group, reduced, contexts, strict=True):
-                self._adopt(member, gradient, context)
+        def adopt(reduced: Sequence[torch.Tensor]) -> Results:
+            return [
+                (member, self._decompressed(member, gradient, context))
+                for member, gradient, context in zip(group, reduced, contexts, strict=True)
+            ]
 
         return lambda: synchronize(handle), adopt
 
@@ -147,8 +156,28 @@ class NamedGradients:
             gradient, name=self._names[id(parameter)], op=self._settings.op, process_set=self._settings.process_set
         )
 
-        def adopt(reduced: torch.Tensor) -> None:
-            if parameter.requires_grad:
-                parameter.grad = reduced.to(parameter.device)
+        return wait, lambda reduced: [(parameter, reduced.to(parameter.device))]
 
-        return wait, adopt
+
+def _give_back(results: Results) -> None:
+    """The tensors that gradients are hold the results; new ones where they cannot, or have memory in common."""
+    able = [
+        (gradient, place)
+        for place, (parameter, result) in enumerate(results)
+        for gradient in _holder(parameter, result)
+    ]
+    shared = set(overlapping([gradient for gradient, _ in able], [False] * len(able)))
+    into = {place: gradient for number, (gradient, place) in enumerate(able) if number not in shared}
+    for place, (parameter, result) in enumerate(results):
+        if place in into:
+            into[place].copy_(result)
+        else:
+            parameter.grad = result
+
+
+def _holder(parameter: torch.Tensor, result: torch.Tensor) -> list[torch.Tensor]:
+    """The gradient, if it can be given its result: a dense tensor without overlaps in itself."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or result.layout is not torch.strided:
+        return []
+    return [] if torch._debug_has_internal_overlap(gradient) == 1 else [gradient]

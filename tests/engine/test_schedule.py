@@ -13,7 +13,17 @@ from hvdkit.compression import CASTS, Int8, PowerSGD
 from hvdkit.engine.arrangement import load
 from hvdkit.engine.driver import spin_seconds
 from hvdkit.engine.plan import Slot, first_order, lay_out, small_offsets
-from hvdkit.engine.schedule import LARGEST_BUCKET, SMALLEST_BUCKET, Network, Piece, choose_sizes, cut, send_order
+from hvdkit.engine.schedule import (
+    BUCKET_AT_THE_END,
+    LARGEST_BUCKET,
+    SMALLEST_BUCKET,
+    Network,
+    Piece,
+    choose_sizes,
+    cut,
+    send_order,
+    without_overlap,
+)
 from hvdkit.engine.topology import nodes_that_share, topology_of
 from tests.collectives.loopback import LoopbackTransport
 
@@ -47,6 +57,16 @@ def test_a_bucket_is_not_smaller_than_what_the_transport_finds_worthwhile():
     assert "worth 16 MiB" in sizes.reason
     assert choose_sizes(GIGABIT, None, None, 0).bucket == choose_sizes(GIGABIT, None, None).bucket
     assert choose_sizes(GIGABIT, 12345, None, 16 << 20).bucket == 12345
+
+
+def test_what_is_summed_at_the_end_goes_in_few_large_buckets():
+    usual = choose_sizes(TEN_GIGABITS, None, None)
+    sizes = without_overlap(usual)
+    assert sizes.bucket == sizes.first_bucket == BUCKET_AT_THE_END > usual.bucket
+    assert sizes.in_flight >= sizes.bucket
+    assert sizes.encoded_bucket == usual.encoded_bucket
+    larger = choose_sizes(TEN_GIGABITS, None, None, 256 << 20)
+    assert without_overlap(larger).bucket == larger.bucket
 
 
 def test_a_network_that_moves_more_in_the_time_of_a_trip_gets_larger_buckets():
@@ -145,7 +165,13 @@ def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():
 
 def test_ranks_that_share_cores_do_not_watch_but_sleep():
     told = [
-        {"host": "a", "local_rank": None, "local_size": None, "cross_rank": None, "cross_size": None} for _ in range(4)
+        {
+            **dict.fromkeys(["local_rank", "local_size", "cross_rank", "cross_size"]),
+            "host": "a",
+            "cores": 4,
+            "threads": 1,
+        }
+        for _ in range(4)
     ]
     topology, transport = topology_of(0, told), LoopbackTransport(0, 4, {})
     assert spin_seconds(1e-4, transport, topology, 4) == 1e-4

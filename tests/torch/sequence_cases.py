@@ -1,0 +1,48 @@
+"""Programs that hypothesis makes of what users do with gradients: see sequences.py.
+
+All ranks make the same programs, and fail together, so they shrink them together too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.torch.sequences import Program, programs, programs_to_try, run
+
+
+def try_all(check: Callable[[Program], None], compiled: bool, examples: int) -> None:
+    """Every program that is made passes ``check``; else the smallest that does not is told."""
+    torch.set_num_threads(1)  # OpenMP's threads do not come along into a child
+    warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
+    settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )(given(program=programs(compiled))(check))()
+
+
+def case_any_sequence_gives_what_one_process_gives_on_the_joined_batch(hvd: Any) -> None:
+    def check(program: Program) -> None:
+        run(hvd, program)
+
+    try_all(check, compiled=False, examples=programs_to_try())
+
+
+def case_any_sequence_of_a_compiled_model_gives_that_too(hvd: Any) -> None:
+    torch._functorch.config.donated_buffer = False  # which may be given back once: graphs are retained here
+
+    def check(program: Program) -> None:
+        torch._dynamo.reset()
+        run(hvd, program)
+
+    try_all(check, compiled=True, examples=3)

@@ -1,0 +1,407 @@
+"""What users do with gradients, in any order: on N ranks, and in one process alone on the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.torch.ownership_cases import in_fork
+
+WIDTH, CHANNELS = 160, 16  # matrices of 25,600 elements are large enough for the arena, in float32 too
+ROWS = 3  # of each rank's batch
+LOSS_SCALE = 1024.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a user does in one step: names of ZEROS, BEFORE, WAYS and AFTER."""
+
+    zero: str
+    before: tuple[str, ...]
+    way: str
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training: what is trained, and its steps."""
+
+    tied: bool
+    checkpointed: bool
+    scaled: bool
+    models: int
+    passes: int
+    steps: tuple[Step, ...]
+    compiled: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """GradScaler is for float32."""
+        return torch.float32 if self.scaled else torch.float64
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference, as a part of the largest value."""
+        return 1e-4 if self.scaled else 1e-10
+
+
+class Net(nn.Module):
+    """A convolution, a dense layer that a tied model has twice, and a head: large matrices and small biases."""
+
+    def __init__(self, program: Program, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tied, self.checkpointed = program.tied, program.checkpointed
+        self.conv = nn.Conv2d(CHANNELS, WIDTH, 3, padding=1)
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if program.tied:
+            self.head.weight = self.dense.weight
+        self.to(program.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.conv(x).mean((2, 3)))
+        x = checkpoint(self._middle, x, use_reentrant=False) if self.checkpointed else self._middle(x)
+        return self.head(x)
+
+    def _middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dense(x))
+
+
+class Side:
+    """The models of a program, and what is done with them: on a rank, or alone on the batches of ``ranks``."""
+
+    def __init__(self, program: Program, ranks: list[int], hvd: Any = None) -> None:
+        self.program, self.ranks, self.hvd = program, ranks, hvd
+        self.nets = [Net(program, seed) for seed in range(program.models)]
+        self.calls: list[Callable[..., torch.Tensor]] = list(self.nets)
+        if program.compiled:
+            self.calls = [torch.compile(net, backend="aot_eager") for net in self.nets]
+        self.optimizers: list[Any] = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in self.nets]
+        if hvd is not None:
+            self.optimizers = [
+                hvd.DistributedOptimizer(
+                    optimizer, named_parameters=net.named_parameters(), backward_passes_per_step=program.passes
+                )
+                for net, optimizer in zip(self.nets, self.optimizers, strict=True)
+            ]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, enabled=program.scaled)
+        self.kept: list[list[torch.Tensor | None]] = []
+        self.hooks: list[Any] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all models, each once."""
+        return [parameter for net in self.nets for parameter in net.parameters()]
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The very tensors, in the order of ``parameters``."""
+        return [parameter.grad for parameter in self.parameters]
+
+    def batch(self, step: int, turn: int) -> torch.Tensor:
+        """Inputs, equally many of each rank."""
+        seeds = [1000 * step + 100 * turn + rank for rank in self.ranks]
+        shape = (ROWS, CHANNELS, 4, 4)
+        parts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return torch.cat(parts).to(self.program.dtype)
+
+    def loss(self, step: int, turn: int, power: int = 2) -> torch.Tensor:
+        """A mean over the batch, so that the joined batch's gradient is the mean of the ranks' gradients."""
+        inputs = self.batch(step, turn)
+        losses = [((call(inputs) - inputs.mean((1, 2, 3))[:, None]).abs() ** power).mean() for call in self.calls]
+        return self.scaler.scale(torch.stack(losses).sum())
+
+    def complete(self) -> None:
+        """The gradients are those of the step."""
+        for optimizer in self.optimizers:
+            if self.hvd is not None:
+                optimizer.synchronize()
+            if self.program.scaled:
+                self.scaler.unscale_(optimizer)
+
+    def update(self) -> None:
+        """The parameters move."""
+        for optimizer in self.optimizers:
+            if self.hvd is None:
+                self.scaler.step(optimizer)
+            else:
+                with optimizer.skip_synchronize():
+                    self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def zero(self, set_to_none: bool) -> None:
+        """The gradients of all models."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+
+# -- how gradients come about -----------------------------------------------------------------------------------------
+
+
+def _by_hand(side: Side, step: int, turn: int) -> None:
+    trained = [parameter for parameter in side.parameters if parameter.requires_grad]
+    for parameter, gradient in zip(trained, torch.autograd.grad(side.loss(step, turn), trained), strict=True):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _in_a_thread(side: Side, step: int, turn: int) -> None:
+    thread = threading.Thread(target=lambda: side.loss(step, turn).backward())
+    thread.start()
+    thread.join()
+
+
+def _with_a_penalty(side: Side, step: int, turn: int) -> None:
+    """Double backward: the gradient of a loss that has a gradient in it."""
+    inputs = side.batch(step, turn).requires_grad_()
+    total = torch.stack([net(inputs).square().sum() for net in side.nets]).sum()
+    (slopes,) = torch.autograd.grad(total, inputs, create_graph=True)
+    side.scaler.scale(slopes.square().mean()).backward()
+
+
+def _retained(side: Side, step: int) -> None:
+    """Two backward passes through one graph: of two steps, or of one that has two."""
+    loss = side.loss(step, 0)
+    loss.backward(retain_graph=True)
+    if side.program.scaled:
+        return  # GradScaler unscales once before an update
+    if side.program.passes == 1:
+        side.complete()
+        side.zero(set_to_none=True)
+    loss.backward()
+
+
+WAYS: dict[str, Callable[[Side, int, int], None]] = {
+    "backward": lambda side, step, turn: side.loss(step, turn).backward(),
+    "autograd.grad": _by_hand,
+    "in a thread": _in_a_thread,
+    "double backward": _with_a_penalty,
+}
+RETAINED = "retained graph"
+
+
+def _compute(side: Side, step: int, way: str) -> None:
+    if way == RETAINED:
+        _retained(side, step)
+        return
+    for turn in range(side.program.passes):
+        WAYS[way](side, step, turn)
+
+
+# -- what is done before, and with what came out ----------------------------------------------------------------------
+
+
+def _freeze(side: Side) -> None:
+    for net in side.nets:
+        net.conv.weight.requires_grad_(False)
+
+
+def _thaw(side: Side) -> None:
+    for net in side.nets:
+        net.conv.weight.requires_grad_(True)
+
+
+def _share_models(side: Side) -> None:
+    for net in side.nets:
+        net.share_memory()
+
+
+def _to_channels_last(side: Side) -> None:
+    for net in side.nets:
+        net.to(memory_format=torch.channels_last)
+
+
+def _hook(side: Side) -> None:
+    """The user's own hooks, once."""
+    if not side.hooks:
+        side.hooks = [net.dense.weight.register_hook(lambda gradient: 2 * gradient) for net in side.nets]
+
+
+BEFORE: dict[str, Callable[[Side], None]] = {
+    "freeze": _freeze,
+    "thaw": _thaw,
+    "share_memory of the model": _share_models,
+    "channels_last": _to_channels_last,
+    "hook": _hook,
+}
+
+
+def _keep(side: Side, step: int) -> None:
+    side.kept.append(side.gradients)
+
+
+def _add(side: Side, step: int) -> None:
+    for gradient, kept in zip(side.gradients, side.kept[-1] if side.kept else [], strict=False):
+        if gradient is not None and kept is not None:
+            gradient.add_(kept, alpha=0.5)
+
+
+def _clip(side: Side, step: int) -> None:
+    nn.utils.clip_grad_norm_(side.parameters, 0.05)
+
+
+def _replace(side: Side, step: int) -> None:
+    for parameter in side.parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 1.5
+
+
+def _data(side: Side, step: int) -> None:
+    for gradient in side.gradients:
+        if gradient is not None:
+            gradient.data.mul_(0.5)
+
+
+def _set(side: Side, step: int) -> None:
+    for gradient in side.gradients:
+        if gradient is not None:
+            gradient.set_(gradient.clone())
+
+
+def _share(side: Side, step: int) -> None:
+    for gradient in side.gradients:
+        if gradient is not None:
+            gradient.share_memory_()
+
+
+def _fork(side: Side, step: int) -> None:
+    """A child that clears the gradients of its copy of the models, and computes others."""
+
+    def work() -> None:
+        side.zero(set_to_none=False)
+        inputs = side.batch(step, 7)
+        for net in side.nets:
+            functional.mse_loss(net(inputs), inputs.mean((1, 2, 3))[:, None].expand(-1, WIDTH)).backward()
+
+    private = [gradient is not None and not gradient.is_shared() for gradient in side.gradients]
+    if all(private):  # what was moved to shared memory by hand is the child's too, as it is meant
+        in_fork(work)
+
+
+def _copy(side: Side, step: int) -> None:
+    """A copy of the models trains on, alone, and is kept to be compared."""
+    for net in side.nets:
+        own = copy.deepcopy(net)
+        for parameter in own.parameters():
+            assert parameter.grad is None or all(parameter.grad is not other for other in side.gradients)
+            parameter.grad = None
+        inputs = torch.randn(ROWS, CHANNELS, 4, 4, generator=torch.Generator().manual_seed(step))
+        own(inputs.to(side.program.dtype)).square().mean().backward()
+        side.kept.append([parameter.grad for parameter in own.parameters()])
+
+
+def _surgery(side: Side, step: int) -> None:
+    """A second loss, whose gradients are computed while those of the first one are kept."""
+    if side.program.scaled:
+        return  # GradScaler unscales once before an update
+    first = side.gradients
+    side.zero(set_to_none=True)
+    side.loss(step, 5, power=3).backward()
+    side.complete()
+    for parameter, earlier in zip(side.parameters, first, strict=True):
+        if parameter.grad is not None and earlier is not None:
+            parameter.grad = parameter.grad - 0.5 * earlier
+
+
+AFTER: dict[str, Callable[[Side, int], None]] = {
+    "keep": _keep,
+    "add what was kept": _add,
+    "clip": _clip,
+    "replace": _replace,
+    ".data": _data,
+    "set_": _set,
+    "share_memory_": _share,
+    "fork": _fork,
+    "deepcopy": _copy,
+    "second loss": _surgery,
+}
+ZEROS = {"to None": True, "to zeros": False, "not at all": None}
+
+steps = st.builds(
+    Step,
+    zero=st.sampled_from(list(ZEROS)),
+    before=st.lists(st.sampled_from(list(BEFORE)), max_size=2).map(tuple),
+    way=st.sampled_from([*WAYS, RETAINED]),
+    after=st.lists(st.sampled_from(list(AFTER)), max_size=4).map(tuple),
+)
+
+
+def programs(compiled: bool = False) -> st.SearchStrategy[Program]:
+    """Trainings of two to five steps."""
+    return st.builds(
+        Program,
+        tied=st.booleans(),
+        checkpointed=st.booleans(),
+        scaled=st.booleans(),
+        models=st.integers(1, 2),
+        passes=st.integers(1, 2),
+        steps=st.lists(steps, min_size=2, max_size=5).map(tuple),
+        compiled=st.just(compiled),
+    )
+
+
+# -- running them -----------------------------------------------------------------------------------------------------
+
+
+def run(hvd: Any, program: Program) -> None:
+    """Raises AssertionError, on all ranks alike, where a rank has something else than one process alone."""
+    ours, alone = Side(program, [hvd.rank()], hvd), Side(program, list(range(hvd.size())))
+    problems: list[str] = []
+    for number, step in enumerate(program.steps):
+        for side in (ours, alone):
+            for name in step.before:
+                BEFORE[name](side)
+            set_to_none = ZEROS[step.zero]
+            if set_to_none is not None:
+                side.zero(set_to_none)
+            _compute(side, number, step.way)
+            taken = side.gradients
+            side.complete()
+            if any(now is not then for now, then in zip(side.gradients, taken, strict=True)):
+                problems.append(f"step {number}: synchronize() put other tensors in the place of gradients")
+            for name in step.after:
+                AFTER[name](side, number)
+            side.update()
+        problems += [f"step {number}: {problem}" for problem in _differences(ours, alone)]
+    everyones = hvd.allgather_object((problems, [parameter.tolist() for parameter in ours.parameters]))
+    for rank, (theirs, weights) in enumerate(everyones):
+        assert not theirs, f"rank {rank}, {program}:\n" + "\n".join(theirs[:6])
+        assert weights == everyones[0][1], f"ranks 0 and {rank} hold different bits: {program}"
+
+
+def _differences(ours: Side, alone: Side) -> list[str]:
+    pairs = list(zip(ours.parameters, alone.parameters, strict=True))
+    found = _compare("parameter", [(one.detach(), other.detach()) for one, other in pairs], ours.program.tolerance)
+    found += _compare("gradient", [(one.grad, other.grad) for one, other in pairs], ours.program.tolerance)
+    for number, (one, other) in enumerate(zip(ours.kept, alone.kept, strict=True)):
+        found += _compare(f"kept gradient, {number},", list(zip(one, other, strict=True)), ours.program.tolerance)
+    return found
+
+
+def _compare(what: str, pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]], tolerance: float) -> list[str]:
+    found = []
+    for number, (one, other) in enumerate(pairs):
+        if one is None or other is None:
+            if one is not other:
+                found.append(f"{what} {number} is {'None' if one is None else 'a tensor'} and should not be")
+            continue
+        scale = other.abs().max().item() or 1.0
+        difference = (one - other).abs().max().item() / scale
+        if not difference <= tolerance:
+            found.append(f"{what} {number} of shape {tuple(one.shape)} is off by {difference:.3g} of its largest value")
+    return found
+
+
+def programs_to_try() -> int:
+    """How many; SEQUENCES is for a longer search."""
+    return int(os.environ.get("SEQUENCES", "20"))

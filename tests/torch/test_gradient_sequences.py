@@ -1,0 +1,27 @@
+"""What users do with gradients, in sequences that hypothesis makes: as in one process, wherever gradients lie."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import RankedCases
+
+CASES = "tests.torch.sequence_cases"
+ARENA = RankedCases(CASES)
+ELSEWHERE = {
+    "no arena": RankedCases(CASES, HVDKIT_ARENA="0"),
+    "no shared memory": RankedCases(CASES, HVDKIT_NODE_MEMORY="0"),
+    "two nodes": RankedCases(CASES, per_node=2),
+}
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (3, "torch")])
+@pytest.mark.parametrize("case", ARENA.names)
+def test_sequences(case: str, ranks: int, transport: str) -> None:
+    ARENA.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("no arena", 2), ("no shared memory", 2), ("two nodes", 3)])
+@pytest.mark.parametrize("case", ARENA.names)
+def test_sequences_without(case: str, where: str, ranks: int) -> None:
+    ELSEWHERE[where].check(case, ranks, "torch")
