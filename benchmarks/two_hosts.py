@@ -139,7 +139,7 @@ def contestants(parts: list[str], names: list[str] | None, codecs: list[str]) ->
     mpi4py = [Peer(name, name, "mpi", ("--inplace",)) for name in names_of_mpi]
     found = {
         "allreduce": [*jobs.horovods("", "--inplace"), Peer("Gloo", "gloo", "plain"), *mpi4py],
-        "step": training.contestants(codecs),
+        "step": [peer for peer in training.contestants(codecs) if not {"--staged", "--barrier"} & set(peer.flags)],
     }
     common.chosen([peer for part in parts for peer in found[part]], names)  # says which are unknown
     for peer in found["allreduce"]:
@@ -247,7 +247,8 @@ def show(args: argparse.Namespace, gigabits: float, result: dict[str, Any]) -> N
             print(common.table([f"{args.megabytes:g} MB", "ms", "quartiles", "share of the wire"], rows))
         else:
             rows = [[*training.row(one), common.show_ratio(one["time_ratio_to_bound"])] for one in measured["summary"]]
-            rows += [[name, f"{value:.0f}", "", "", "", ""] for name, value in measured["bounds_ms"].items()]
+            empty = [""] * (len(training.HEADERS) - 1)
+            rows += [[name, f"{value:.0f}", *empty] for name, value in measured["bounds_ms"].items()]
             print(common.table([*training.HEADERS, "time / bound"], rows))
 
 

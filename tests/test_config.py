@@ -48,6 +48,7 @@ CASES = {
     "verify": Case("HVDKIT_VERIFY", 1000, ("0", 0), ("1", 1), ("-1", "1.5", "often")),
     "cache_capacity": Case("HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY", 1024, ("0", 0), ("9", 9), ("-1", "x")),
     "stall_check_disable": Case("HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE", **SWITCH),
+    "compute_threads": Case("OMP_NUM_THREADS", 1, ("4", 4), ("2,1", 2), ()),
     "stall_check_seconds": Case(
         "HVDKIT_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, ("0", 0.0), ("5", 5.0), ("-1", "x")
     ),

@@ -39,7 +39,7 @@ class Buckets(ABC):
     on_device: bool
     is_written_late: bool  # libraries write into gradients themselves, and may do so after a failure
     told: str  # how and why, for the timeline
-    in_one_pass = False  # over memory of one node's ranks, with nothing to wait for but each other
+    takes_turns = False  # with the computation, which has every core: nothing is reduced before a step is finished
     layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
     memories: Memories  # what codecs keep
     pieces: Sequence[Piece] = ()  # how the lane cuts its buckets

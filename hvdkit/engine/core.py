@@ -73,7 +73,7 @@ class Engine(NamedOperations):
             network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
         )
         self.statistics = Statistics()
-        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology, usable_cores())
+        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology, len(usable_cores()))
         choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)
         self.groups = Groups(transport, static_process_sets, choice, min(spin, PASS_SPIN_SECONDS))
         self.timeline: Timeline | None = None

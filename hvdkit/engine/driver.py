@@ -22,9 +22,9 @@ EVENT_PAUSE, EVENT_IDLE_PAUSE = 0.05, 0.5
 ROUND_SECONDS = 30.0
 
 
-def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def spin_seconds(asked: float, transport: Transport, topology: Topology, cores: int) -> float:

@@ -82,6 +82,7 @@ class HostBuckets(Buckets):
         layout: Layout | None,
         slots: Sequence[Slot],
         node: NodePass | None = None,
+        takes_turns: bool = False,
     ) -> None:
         self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
         self._slots = list(slots)
@@ -93,7 +94,7 @@ class HostBuckets(Buckets):
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self._pinned: list[int] = []
         self.is_written_late = node is None
-        self.in_one_pass = node is not None and layout is not None and len(layout.nodes) == 1
+        self.takes_turns = takes_turns
         self._number = 0  # of the next operation, the same on all ranks
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
         self.told = _told(layout, node)

@@ -43,7 +43,7 @@ def introduce(
         "local_size": world.local_size,
         "cross_rank": world.cross_rank,
         "cross_size": world.cross_size,
-        "cores": usable_cores(),
+        "cores": usable_cores(),  # by number: ranks may be bound to different ones
         "threads": settings.compute_threads,
         "process_sets": [list(ranks) for ranks in process_sets],
         **{name: getattr(settings, name) for name in SHARED_SETTINGS},

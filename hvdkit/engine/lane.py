@@ -74,8 +74,7 @@ class Lane:
         self.home = home
         self._running: dict[int, Operation] = {}  # by sequence
         self._engine = engine
-        in_turn = home.in_one_pass and engine.topology.is_full and engine.settings.fusion_threshold is None
-        self._sizes = without_overlap(engine.sizes) if in_turn else engine.sizes
+        self._sizes = without_overlap(engine.sizes) if home.takes_turns else engine.sizes
         self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
         self._records = LaneRecords(engine, name, self.slots, home, self._sizes.reason)
@@ -121,7 +120,8 @@ class Lane:
             complete = self._left[bucket] == 0
         if complete:
             self._records.waits(bucket)
-            self._engine.wake()
+            if not self.home.takes_turns:
+                self._engine.wake()
 
     def copied(self, slot: int, started: float) -> None:
         """For the timeline: the gradient was copied into its slot between ``started`` (perf_counter) and now."""
@@ -198,7 +198,7 @@ class Lane:
             return self._may_start()
 
     def _may_start(self) -> bool:
-        if self.error is not None or not self._room():
+        if self.error is not None or not self._room() or (self.home.takes_turns and not self._finishing):
             return False
         if self._started < len(self._pieces):
             return bool(self._left[self._pieces[self._started].bucket] == 0)

@@ -86,25 +86,29 @@ def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
         return HostBuckets(group, plan.reduction, None, plan.slots)
     node, problem = node_pass(group, lane_id, plan.slots)
     everyone = engine.transport.size
-    short = np.array([engine.topology.rank if problem else everyone])  # the first rank that is short of memory
+    # The first rank that is short of memory, and whether all compute where they sum.
+    told = np.array([engine.topology.rank if problem else everyone, plan.place in ("cpu", HOST)])
     engine.allreduce(
-        [short],
+        [told],
         name=f"{plan.name}.memory",
         op=ReduceOp.MIN,
         prescale=1.0,
         postscale=1.0,
         process_set_id=plan.process_set_id,
     ).wait()
-    if short[0] == engine.topology.rank:
+    short, all_on_host = int(told[0]), bool(told[1])
+    if short == engine.topology.rank:
         logger.warning(
             "%s: the gradients of '%s' are not in shared memory, which is slower: %s",
             engine.told(), plan.name, problem,
         )  # fmt: skip
-    if short[0] < everyone:
+    if short < everyone:
         if node is not None:
             node.discard()
         return HostBuckets(group, plan.reduction, None, plan.slots)
-    return HostBuckets(group, plan.reduction, group.layout, plan.slots, node)
+    wanted = engine.topology.is_full and engine.settings.fusion_threshold is None
+    takes_turns = wanted and all_on_host and node is not None and len(group.layout.nodes) == 1
+    return HostBuckets(group, plan.reduction, group.layout, plan.slots, node, takes_turns)
 
 
 def keep_closed(closed: dict[int, Lane], lane: Lane) -> None:

@@ -24,7 +24,7 @@ MOST_BUCKETS_IN_FLIGHT = 16
 # thresholds, blocks and residuals depend on what is encoded together, and the same run shall give the same bits.
 ENCODED_BUCKET = 8 * MEBIBYTE
 # Where the computation has every core, what is summed beside a backward pass takes from it all that it saves, and its
-# caches too: a few large buckets, summed at its end, cost less. Larger ones would keep the engine from all else.
+# caches too: a few large buckets, summed when it is over, cost less. Larger ones would keep the engine from all else.
 BUCKET_AT_THE_END = 128 * MEBIBYTE
 
 
@@ -82,8 +82,8 @@ def choose_sizes(
 def without_overlap(sizes: Sizes) -> Sizes:
     """The same for gradients that ranks sum in memory that they share, where their computation has every core."""
     bucket = max(sizes.bucket, BUCKET_AT_THE_END)
-    reason = f"the computation has every core, so {bucket / MEBIBYTE:.0f} MiB are summed at its end"
-    return replace(sizes, bucket=bucket, first_bucket=bucket, in_flight=max(sizes.in_flight, bucket), reason=reason)
+    reason = f"the computation has every core, so {bucket / MEBIBYTE:.0f} MiB are summed at once at its end"
+    return replace(sizes, bucket=bucket, first_bucket=bucket, reason=reason)
 
 
 @dataclass(frozen=True)

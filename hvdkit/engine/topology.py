@@ -50,8 +50,14 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
     homogeneous = len({len(members) for members in nodes}) == 1
     hosts = tuple(str(one["host"]) for one in told)
     placed = tuple(tuple(members) for members in nodes)
-    is_full = all(told[one]["cores"] <= told[one]["threads"] * len(members) for members in nodes for one in members)
+    is_full = all(_is_full([told[one] for one in members]) for members in nodes)
     return Topology(rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts, placed, is_full)
+
+
+def _is_full(ranks: Sequence[dict[str, Any]]) -> bool:
+    """Whether the threads of one node's ranks are as many as the cores that any of them may run on."""
+    cores, threads = {core for one in ranks for core in one["cores"]}, [int(one["threads"]) for one in ranks]
+    return len(cores) <= sum(threads)
 
 
 def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -68,10 +68,11 @@ class NamedGradients:
         for parameter in self.parameters:
             if id(parameter) not in self._submitted:
                 self._submit(self._group_of.get(id(parameter), (parameter,)))
-        results: Results = []
+        able = _able_to_hold(self.parameters)
         for wait, adopt in self._take_pending():
-            results += adopt(wait())
-        _give_back([(parameter, result) for parameter, result in results if parameter.requires_grad])
+            for parameter, result in adopt(wait()):
+                if parameter.requires_grad:
+                    _give_back(parameter, result, id(parameter) in able)
 
     def abandon(self) -> None:
         """Wait out what was submitted in this step, and forget it."""
@@ -103,7 +104,8 @@ class NamedGradients:
         compressed, context = self._settings.compressor.compress(gradient)
         compressed = compressed.detach().contiguous()
         # What is summed in place must be nobody else's, and the gradient may be.
-        return compressed.clone() if compressed.data_ptr() == gradient.data_ptr() else compressed, context
+        is_view = compressed.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+        return compressed.clone() if is_view else compressed, context
 
     def _decompressed(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> torch.Tensor:
         gradient: torch.Tensor = self._settings.compressor.decompress(reduced, context)
@@ -159,25 +161,24 @@ class NamedGradients:
         return wait, lambda reduced: [(parameter, reduced.to(parameter.device))]
 
 
-def _give_back(results: Results) -> None:
-    """The tensors that gradients are hold the results; new ones where they cannot, or have memory in common."""
-    able = [
-        (gradient, place)
-        for place, (parameter, result) in enumerate(results)
-        for gradient in _holder(parameter, result)
+def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of parameters whose dense gradients can be given results: no bytes in common with one before."""
+    dense = [
+        (parameter, parameter.grad)
+        for parameter in parameters
+        if parameter.grad is not None and parameter.grad.layout is torch.strided
     ]
-    shared = set(overlapping([gradient for gradient, _ in able], [False] * len(able)))
-    into = {place: gradient for number, (gradient, place) in enumerate(able) if number not in shared}
-    for place, (parameter, result) in enumerate(results):
-        if place in into:
-            into[place].copy_(result)
-        else:
-            parameter.grad = result
+    shared = set(overlapping([gradient for _, gradient in dense], [False] * len(dense)))
+    return {
+        id(parameter)
+        for place, (parameter, gradient) in enumerate(dense)
+        if place not in shared and torch._debug_has_internal_overlap(gradient) != 1
+    }
 
 
-def _holder(parameter: torch.Tensor, result: torch.Tensor) -> list[torch.Tensor]:
-    """The gradient, if it can be given its result: a dense tensor without overlaps in itself."""
-    gradient = parameter.grad
-    if gradient is None or gradient.layout is not torch.strided or result.layout is not torch.strided:
-        return []
-    return [] if torch._debug_has_internal_overlap(gradient) == 1 else [gradient]
+def _give_back(parameter: torch.Tensor, result: torch.Tensor, is_able: bool) -> None:
+    """The tensor that the gradient is holds the result; a new one where it cannot."""
+    if is_able and parameter.grad is not None and result.layout is torch.strided:
+        parameter.grad.copy_(result)
+    else:
+        parameter.grad = result

@@ -110,7 +110,9 @@ def test_who_did_not_look_blames_nobody_for_the_silence_meanwhile():
         assert liveness.check([1], 120.0)[1] == [SILENT_1]
 
 
-def told(host, local_rank=None, local_size=None, cross_rank=None, cross_size=None, cores=8, threads=1):
+def told(
+    host, local_rank=None, local_size=None, cross_rank=None, cross_size=None, cores=(0, 1, 2, 3, 4, 5, 6, 7), threads=1
+):
     return {
         "host": host, "local_rank": local_rank, "local_size": local_size,
         "cross_rank": cross_rank, "cross_size": cross_size, "cores": cores, "threads": threads,
@@ -120,12 +122,13 @@ def told(host, local_rank=None, local_size=None, cross_rank=None, cross_size=Non
 @pytest.mark.parametrize(
     ("ranks", "is_full"),
     [
-        ([told("a", cores=2), told("a", cores=2)], True),
-        ([told("a", cores=3), told("a", cores=3)], False),
-        ([told("a", cores=4, threads=2), told("a", cores=4, threads=2)], True),
-        ([told("a", cores=4, threads=2), told("a", cores=4)], False),
-        ([told("a", cores=2), told("a", cores=2), told("b", cores=2)], False),
-        ([told("a", cores=1), told("b", cores=1)], True),
+        ([told("a", cores=[0, 1]), told("a", cores=[0, 1])], True),
+        ([told("a", cores=[0, 1, 2]), told("a", cores=[0, 1, 2])], False),
+        ([told("a", cores=[0, 1]), told("a", cores=[2, 3])], False),  # bound to sockets
+        ([told("a", cores=[0, 1], threads=2), told("a", cores=[2, 3], threads=2)], True),
+        ([told("a", cores=[0, 1, 2, 3], threads=3), told("a", cores=[0, 1, 2, 3])], True),
+        ([told("a", cores=[0, 1]), told("a", cores=[0, 1]), told("b", cores=[0, 1])], False),
+        ([told("a", cores=[0]), told("b", cores=[0])], True),
     ],
 )
 def test_a_job_is_full_where_every_ranks_threads_have_all_cores_of_its_node(ranks, is_full):

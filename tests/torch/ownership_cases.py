@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +126,14 @@ def in_fork(work: Callable[[], None]) -> None:
             traceback.print_exc()
         finally:
             os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the forked child did not end")
+        time.sleep(0.002)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
 
 
 def case_what_a_forked_child_writes_never_reaches_its_parent(hvd: Any) -> None:

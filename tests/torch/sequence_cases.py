@@ -1,6 +1,7 @@
 """Programs that hypothesis makes of what users do with gradients: see sequences.py.
 
-All ranks make the same programs, and fail together, so they shrink them together too.
+All ranks make the same programs, and fail together, so they shrink them together too. SEQUENCES=300 tries so many, and
+shrinks what fails.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch._dynamo
 import torch._functorch.config
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.torch.sequences import Program, programs, programs_to_try, run
+from tests.torch.sequences import Program, is_longer_search, programs, programs_to_try, run
 
 
 def try_all(check: Callable[[Program], None], compiled: bool, examples: int) -> None:
@@ -26,7 +27,7 @@ def try_all(check: Callable[[Program], None], compiled: bool, examples: int) -> 
         derandomize=True,
         database=None,
         deadline=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate, *[Phase.shrink] * is_longer_search()],  # which may take minutes
         suppress_health_check=list(HealthCheck),
     )(given(program=programs(compiled))(check))()
 

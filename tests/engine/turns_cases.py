@@ -1,0 +1,38 @@
+"""When a lane's gradients are reduced: beside the backward pass, or when the step is finished."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdkit.engine import runtime
+
+LAYERS, WIDTH = 6, 600  # 1.4 MB a matrix
+
+
+def case_the_computation_and_the_sum_take_turns_where_there_is_no_core_for_both(hvd: Any) -> None:
+    """OMP_NUM_THREADS says that each rank's threads have all cores; a size of buckets that was asked for is used."""
+    takes_turns = "HVDKIT_FUSION_THRESHOLD" not in os.environ
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    alone = [parameter.detach().clone() for parameter in net.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    assert runtime.engine().topology.is_full
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.stack([(hvd.rank() + 1.0) * parameter.sum() for parameter in net.parameters()]).sum().backward()
+        if step > 0:
+            (lane,) = runtime.engine().lanes.values()
+            assert lane.home.takes_turns == takes_turns
+            assert len(lane._pieces) == (1 if takes_turns else LAYERS)
+            assert lane.in_flight
+            time.sleep(0.2)
+            assert lane._started == (0 if takes_turns else LAYERS)
+        optimizer.step()
+    mean = (hvd.size() + 1) / 2
+    for parameter, before in zip(net.parameters(), alone, strict=True):
+        torch.testing.assert_close(parameter.detach(), before - 3 * 0.1 * mean)
