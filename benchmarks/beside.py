@@ -149,32 +149,30 @@ def compare(args: argparse.Namespace) -> None:
     engines = [peer for peer in jobs.horovods() if peer.worker == "hvdkit"]
     engines.append(Peer(f"{engines[0].name} staged", "hvdkit", engines[0].launcher, ("--staged",)))
     peers = common.chosen(engines, args.peers)
-    results, errors = {}, {}
-    for model in args.models:
-        flags = [
-            word
-            for name in ("threads", "blocks", "block", "batch_size", "images", "pixels")
-            for word in (f"--{name.replace('_', '-')}", getattr(args, name))
-        ]
+    results = {model: measure(args, peers, model) for model in args.models}
+    common.save("beside", args, {"models": results}, draw(results))
+    common.finish({f"{name}, {model}": error for model in results for name, error in results[model]["errors"].items()})
 
-        def job(peer: Peer, flags: list[Any] = [*flags, "--model", model]) -> list[dict[str, list[float]]]:  # noqa: B006
-            return digest(jobs.run_job(__file__, peer, flags, args.ranks, args.threads, args.timeout))
 
-        rounds, failed = common.run_rounds(peers, args.rounds, job)
-        errors.update({f"{name}, {model}": error for name, error in failed.items()})
-        summaries = {}
-        for peer in peers:
-            if peer.name in failed:
-                continue
-            summary = summaries[peer.name] = summarise([turn for one in rounds for turn in one[peer.name]])
-            print(
-                f"\nstep of {training.MODELS[model]}, {args.ranks} ranks of {args.threads} thread(s), beside "
-                f"{peer.name}; median, [quartiles] of {args.rounds * args.blocks} turns"
-            )
-            print(common.table(HEADERS, [row(one) for one in summary]))
-        results[model] = {"summary": summaries, "rounds": rounds}
-    common.save("beside", args, {"models": results, "errors": errors}, draw(results))
-    common.finish(errors)
+def measure(args: argparse.Namespace, peers: list[Peer], model: str) -> dict[str, Any]:
+    """One model beside each engine."""
+    names = ("threads", "blocks", "block", "batch_size", "images", "pixels")
+    flags = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
+    flags += ["--model", model]
+
+    def job(peer: Peer) -> list[dict[str, list[float]]]:
+        return digest(jobs.run_job(__file__, peer, flags, args.ranks, args.threads, args.timeout))
+
+    rounds, errors = common.run_rounds(peers, args.rounds, job)
+    summaries = {}
+    for name in [peer.name for peer in peers if peer.name not in errors]:
+        summary = summaries[name] = summarise([turn for one in rounds for turn in one[name]])
+        print(
+            f"\nstep of {training.MODELS[model]}, {args.ranks} ranks of {args.threads} thread(s), beside {name}; "
+            f"median, [quartiles] of {args.rounds * args.blocks} turns"
+        )
+        print(common.table(HEADERS, [row(one) for one in summary]))
+    return {"summary": summaries, "rounds": rounds, "errors": errors}
 
 
 HEADERS = ["", "ms/step", "efficiency (alone / this)", "ms lost", "of DDP's loss avoided", "CPU ms over alone"]

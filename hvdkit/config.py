@@ -178,7 +178,8 @@ class Settings:
         "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
         "bytes, auto",
         "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone; "
-        "`auto` measures the network at init",
+        "`auto` measures the network at init; where the ranks' threads have every core of their one host, it is "
+        "128 MiB, and gradients are summed after the backward pass",
     )
     cycle_time_ms: float = _setting(
         1.0,
@@ -260,8 +261,7 @@ class Settings:
         _threads,
         "OMP_NUM_THREADS",
         "threads",
-        "OpenMP's own: where so many threads of each rank have every core of a host, gradients are summed after the "
-        "backward pass and not beside it",
+        "OpenMP's own: how many of the host's cores a rank computes on",
     )
     stall_check_disable: bool = _setting(
         False,

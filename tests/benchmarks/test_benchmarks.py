@@ -94,6 +94,21 @@ def test_the_convolutional_network_trains_too(tmp_path: Path) -> None:
     assert document["models"]["convolution"]["parameters"] > 20e6
 
 
+def test_contestants_take_turns_in_one_job(tmp_path: Path) -> None:
+    flags = ["--models", "words", "--batch-size", "1", "--blocks", "2", "--block", "1"]
+    document, printed = run("beside", [*flags, "--rounds", "1", "--peers", "hvdkit torch"], tmp_path)
+    (one,) = document["models"].values()
+    assert not one["errors"]
+    assert [entry["peer"] for entry in one["summary"]["hvdkit torch"]] == [
+        "alone",
+        "alone with a barrier",
+        "DDP",
+        "hvdkit",
+    ]
+    assert all(math.isfinite(number) and number for number in numbers(one["rounds"]))
+    assert "of DDP's loss avoided" in printed
+
+
 @pytest.mark.parametrize(("name", "path"), [("allreduce", ROOT), ("compression", None)])
 def test_a_checkout_without_native_kernels_is_told_at_the_start(name: str, path: Path | None, tmp_path: Path) -> None:
     """Beside an hvdkit that has them, for the scripts that start ranks, which import the checkout's."""

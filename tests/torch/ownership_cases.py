@@ -311,6 +311,42 @@ def case_one_tensor_as_the_gradient_of_two_parameters(hvd: Any) -> None:
                 step_with(optimizer)
 
 
+class Passing:
+    """A compression of the user's own that compresses nothing, so gradients are reduced by name."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        return tensor
+
+
+def case_gradients_that_go_by_name_are_the_tensors_that_are_reduced_too(hvd: Any) -> None:
+    net = nn.ParameterList([torch.ones(3, 4), torch.ones(40_000)])
+    optimizer = sgd(hvd, net, op=hvd.Sum, compression=Passing)
+    wanted = hvd.size() * (hvd.size() + 1) / 2
+    for step in range(3):
+        optimizer.zero_grad()
+        sum(((hvd.rank() + 1) * (step + 1) * one).sum() for one in net).backward()
+        taken, versions = gradients(net), [gradient._version for gradient in gradients(net)]
+        optimizer.synchronize()
+        assert all(now is then for now, then in zip(gradients(net), taken, strict=True))
+        # A graph that saved the gradient must not take the result for it.
+        assert all(one._version > version for one, version in zip(taken, versions, strict=True))
+        step_with(optimizer)
+        assert all(torch.equal(gradient, torch.full_like(gradient, wanted * (step + 1))) for gradient in taken)
+    # One tensor is the gradient of two parameters, another has some of its bytes: each gets its own result.
+    several = nn.ParameterList([torch.ones(6) for _ in range(3)])
+    optimizer = sgd(hvd, several, op=hvd.Sum, compression=Passing)
+    both = torch.arange(9.0) * (hvd.rank() + 1)
+    several[0].grad, several[1].grad, several[2].grad = both[:6], both[:6], both[3:]
+    optimizer.synchronize()
+    for place, first in enumerate((0, 0, 3)):
+        assert torch.equal(several[place].grad, torch.arange(first, first + 6.0) * wanted), place
+
+
 def case_a_gradient_in_flight_that_becomes_another_parameters_too(hvd: Any) -> None:
     """Its own value is gone where it is being reduced already: that is an error. Else both get the result."""
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda one: one, lambda one: one.detach()]
