@@ -317,12 +317,10 @@ class PlannedGradients:
     def abandon(self) -> None:
         """Forget what was handed over in this step."""
         self.lane.abandon()
-        if self.lane.error is not None:
-            self.move_out()
-        self._start_step()
+        self.move_out()
 
     def move_out(self) -> bool:
-        """After a failure: gradients that may be half summed are marked, and out of reach of a late message.
+        """Gradients that may be half summed are marked and, after a failure, out of reach of a late message.
 
         Returns whether there are any.
         """
@@ -330,7 +328,7 @@ class PlannedGradients:
         for address, i in self._in_place.items():
             gradient = self.parameters[i].grad
             if gradient is not None and gradient.data_ptr() == address:
-                if self.lane.home.is_written_late:
+                if self.lane.error is not None and self.lane.home.is_written_late:
                     self.parameters[i].grad = gradient = gradient.clone()
                 mark_half_summed(self.parameters[i], gradient)
                 is_marked = True

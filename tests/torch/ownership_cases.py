@@ -311,6 +311,27 @@ def case_one_tensor_as_the_gradient_of_two_parameters(hvd: Any) -> None:
                 step_with(optimizer)
 
 
+def case_gradients_of_a_step_that_was_given_up_are_not_stepped_on(hvd: Any) -> None:
+    net, alone = wide_net(), wide_net()
+    optimizer, plain = sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        wide_loss(net, wide_batch(hvd.rank(), 9)).backward()
+        if step > 0:  # the first step's gradients do not travel before it is completed
+            optimizer.load_state_dict(optimizer.state_dict())
+            if is_served():
+                with expect(ValueError, "that was given up", "zero_grad", "HINT"):
+                    optimizer.step()
+            optimizer.zero_grad()
+            wide_loss(net, wide_batch(hvd.rank(), step)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        joined_loss(alone, hvd.size(), step if step > 0 else 9).backward()
+        plain.step()
+        assert_equal_to(net, alone)
+    bits_on_all_ranks(hvd, list(net.parameters()))
+
+
 class Passing:
     """A compression of the user's own that compresses nothing, so gradients are reduced by name."""
 
