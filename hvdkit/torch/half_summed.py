@@ -9,8 +9,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 HALF_SUMMED = (
-    "The gradient of '{name}' is what a step that failed left, or that was given up: some of its elements may be summed "
-    "over ranks already, others are not.\n"
+    "The gradient of '{name}' is what a step that failed left, or that was given up: some of its elements may be "
+    "summed over ranks already, others are not.\n"
     "HINT: call optimizer.zero_grad() and run the forward and backward pass again."
 )
 # At the end of the error that a step fails with.
