@@ -17,7 +17,8 @@ pytestmark = [needs_native, needs_memory_files]
 
 BLOCKS = RankedCases(arena_cases.__name__)
 FORKS = RankedCases(fork_cases.__name__)
-LANES = RankedCases(lane_cases.__name__)
+# Reduced beside the backward pass, and not after it, also where the ranks' threads have every core.
+LANES = RankedCases(lane_cases.__name__, HVDKIT_FUSION_THRESHOLD="1048576")
 WITHOUT = [sys.executable, "-m", "tests.arena.without"]
 COMPLAINT = "are allocated where the ranks of this host do not share memory"
 
