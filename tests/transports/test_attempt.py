@@ -103,8 +103,10 @@ def test_a_rank_that_follows_a_dead_rank_0_goes_over_to_the_next_one(credentials
     dead = [start(store, rank, credentials, 0.3) for rank in (0, 1)]  # the third never came
     with pytest.raises(TransportUnavailableError, match=r"missing: \[2\]"):
         dead[0].result(SECONDS)
+    with pytest.raises(TransportUnavailableError):  # a moment later, and must not come into the next attempt till then
+        dead[1].result(SECONDS)
     early = [start(store, rank, credentials) for rank in (2, 1)]
-    until(lambda: keys_said(store) == {here(0), here(1), here(2)})  # all that the dead one waited for
+    until(lambda: keys_said(store) == {here(rank) for rank in range(SIZE)})  # all that the dead one waited for
     assert not place_of(store).check([ANSWER])
     assert_met(store, [start(store, 0, credentials), *early])
 
@@ -114,11 +116,13 @@ def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(creden
     store = HashStore()
     orphan = start(store, 0, credentials)
     until(lambda: store.check([LEADER]))
-    its_place = place_of(store)
+    its_place, its_word = place_of(store), store.get(LEADER)
     follower = start(store, 1, credentials)
     until(lambda: its_place.check([here(1)]))
     ranks = [start(store, 0, credentials), follower]
-    until(lambda: here(1) in keys_said(store) and not its_place.check([here(2)]))
+    until(lambda: store.get(LEADER) != its_word)  # till then the newest attempt is the orphan's
+    until(lambda: here(1) in keys_said(store))
+    assert not its_place.check([here(2)])
     its_place.set(here(2), Judge(2, credentials).say(here(2), b"2" * NONCE_BYTES))  # all are there, too late
     with pytest.raises(TransportUnavailableError, match=r"another process has come as rank 0.*\nHINT"):
         orphan.result(SECONDS)
