@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +11,7 @@ import torch.multiprocessing
 from torch import nn
 
 from hvdkit.arena import ARENA
+from tests.forking import in_child
 from tests.torch.optimizer_support import expect
 from tests.torch.ownership_support import (
     assert_born_in_arena,
@@ -114,28 +111,6 @@ def case_gradients_that_went_through_a_queue_are_still_reduced(hvd: Any) -> None
         queue.join_thread()
 
 
-def in_fork(work: Callable[[], None]) -> None:
-    """Do ``work`` in a forked child, which must end well."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + 60
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise AssertionError("the forked child did not end")
-        time.sleep(0.002)
-    assert os.waitstatus_to_exitcode(ended[1]) == 0
-
-
 def case_what_a_forked_child_writes_never_reaches_its_parent(hvd: Any) -> None:
     torch.set_num_threads(1)  # OpenMP's threads do not come along into a child
     net, alone = wide_net(), wide_net()
@@ -165,7 +140,7 @@ def case_what_a_forked_child_writes_never_reaches_its_parent(hvd: Any) -> None:
             assert_equal_to(net, alone)
 
         for work in (zero_and_compute, go_on):
-            in_fork(work)
+            in_child(work)
             for parents, as_it_was in zip(gradients(net), before, strict=True):
                 assert torch.equal(parents, as_it_was)
         hvd.barrier()
@@ -184,7 +159,7 @@ def case_a_child_that_is_forked_in_flight_leaves_the_step_alone(hvd: Any) -> Non
             for gradient in gradients(net):
                 gradient.fill_(12345.0)
 
-        in_fork(work)
+        in_child(work)
         optimizer.synchronize()
         alone.zero_grad()
         joined_loss(alone, hvd.size(), step).backward()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch.ownership_cases import in_fork
+from tests.forking import in_child
 
 WIDTH, CHANNELS = 160, 16  # matrices of 25,600 elements are large enough for the arena, in float32 too
 ROWS = 3  # of each rank's batch
@@ -286,7 +286,7 @@ def _fork(side: Side, step: int) -> None:
 
     private = [gradient is not None and not gradient.is_shared() for gradient in side.gradients]
     if all(private):  # what was moved to shared memory by hand is the child's too, as it is meant
-        in_fork(work)
+        in_child(work)
 
 
 def _copy(side: Side, step: int) -> None:
