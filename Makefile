@@ -3,13 +3,17 @@
 PYTHON ?= python3
 NP ?= 2
 ARGS ?=
+# Tests at a time: some compute, others wait for deadlines.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
 VENV := .venv
 BIN := $(VENV)/bin
 CSRC := $(wildcard hvdkit/kernels/csrc/* hvdkit/transports/csrc/* hvdkit/arena/csrc/*)
+# What one job of ranks serves stays together; what took longest when all tests were run last starts first.
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test cluster-test lint format clean
+.PHONY: help train test test-all test-defects coverage cluster-test lint format clean
 
 help: ## list what make can do
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -18,7 +22,16 @@ train: $(VENV)/.ready-train ## set up .venv and train the digits example on NP=2
 	$(BIN)/hvdkitrun -np $(NP) $(BIN)/python examples/pytorch_digits.py $(ARGS)
 
 test: $(VENV)/.ready-test ## set up .venv and run the tests (ARGS=... to pytest)
-	$(BIN)/python -m pytest -q --durations=25 $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.ready-test ## all tests there are, over hosts too, and 200 faults; writes tests/REPORT.md
+	tests/suite/all.sh $(abspath $(BIN))/python $(WORKERS)
+
+test-defects: $(VENV)/.ready-test ## put former defects back in, one at a time, and count which the tests find
+	$(BIN)/python -m tests.defects.run $(ARGS)
+
+coverage: $(VENV)/.ready-test ## what the tests cover, of Python and of C++ (ARGS="--all" for all tests)
+	tests/suite/coverage.sh $(abspath $(BIN))/python $(WORKERS) $(ARGS)
 
 cluster-test: $(VENV)/.ready-test ## build the image of docker/ and run the tests over hosts (needs Docker or root; ARGS=... to pytest)
 	docker/cluster-test.sh $(abspath $(BIN))/python $(ARGS)

@@ -17,6 +17,10 @@ CSRC = ("hvdkit/kernels/csrc", "hvdkit/transports/csrc", "hvdkit/arena/csrc")
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 if os.environ.get("HVDKIT_WERROR") == "1":
     FLAGS.append("-Werror")
+LINKED = []
+if os.environ.get("HVDKIT_COVERAGE") == "1":  # for gcov, whose counters several threads count in
+    FLAGS += ["-O1", "--coverage", "-fprofile-update=atomic", "-DHVDKIT_COVERAGE"]
+    LINKED.append("--coverage")
 
 
 def reason_not_to_build(compile_command: list[str]) -> str | None:
@@ -65,6 +69,7 @@ setup(
             depends=sorted(str(path) for folder in CSRC for path in Path(folder).glob("*.h")),
             cxx_std=17,
             extra_compile_args=FLAGS,
+            extra_link_args=LINKED,
         )
     ],
     cmdclass={"build_ext": OptionalBuildExt},

@@ -1,11 +1,12 @@
 #!/bin/bash
 # Build the image of the cluster and run tests/cluster, on two clusters of three workers side by side: make cluster-test.
 #
-#   docker/cluster-test.sh PYTHON [WORDS FOR PYTEST...]
+#   docker/cluster-test.sh PYTHON [WORDS FOR PYTEST...]     # --all: what is marked thorough, too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=$1
+python=$1 target=essential
 shift
+[[ " $* " != *" --all "* ]] || target=cluster
 
 SECONDS=0
 rm -f build/cluster-faults.md
@@ -29,7 +30,7 @@ if ! docker image inspect "$base" > /dev/null 2>&1 && ! docker pull --quiet "$ba
 fi
 wait "$fetching"
 fetching=
-echo "cluster-test: building the image hvdkit:cluster ($SECONDS s so far)"
+echo "cluster-test: building the image hvdkit:$target ($SECONDS s so far)"
 # BuildKit copies between stages in a fifth of the time. A newer docker without buildx lacks it, Debian's has its own.
 builder=(docker)
 for one in docker /usr/bin/docker; do
@@ -39,14 +40,14 @@ for one in docker /usr/bin/docker; do
     fi
 done
 log=$(mktemp)
-"${builder[@]}" build -f docker/Dockerfile --build-arg BASE_IMAGE="$base" --build-arg BUILD_IMAGE="$build" --target cluster \
-    -t hvdkit:cluster . > "$log" 2>&1 || { tail -n 40 "$log" >&2; exit 1; }
+"${builder[@]}" build -f docker/Dockerfile --build-arg BASE_IMAGE="$base" --build-arg BUILD_IMAGE="$build" --target "$target" \
+    -t "hvdkit:$target" . > "$log" 2>&1 || { tail -n 40 "$log" >&2; exit 1; }
 rm "$log"
-echo "cluster-test: the image is $(docker image inspect --format '{{.Size}}' hvdkit:cluster | numfmt --to=iec) ($SECONDS s so far)"
+echo "cluster-test: the image is $(docker image inspect --format '{{.Size}}' "hvdkit:$target" | numfmt --to=iec) ($SECONDS s so far)"
 
 status=0
 # The tests of a file stay together: those of faults share a report.
-"$python" -m pytest -q --numprocesses=2 --dist=loadfile --durations=10 tests/cluster --cluster hvdkit:cluster "$@" || status=$?
+"$python" -m pytest -q --numprocesses=2 --dist=loadfile --durations=10 tests/cluster --cluster "hvdkit:$target" "$@" || status=$?
 [ ! -e build/cluster-faults.md ] || cat build/cluster-faults.md
 echo "cluster-test: took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 exit "$status"

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
+from tests import measured
+
 HUNG = "hung"
 ENDS_WITHIN_SECONDS = 30  # a child that hangs does for ever
 
@@ -43,5 +45,5 @@ def in_child(check: Callable[[], None]) -> None:
             traceback.print_exc()
         finally:
             sys.stderr.flush()
-            os._exit(status)
+            measured.exited(status)
     assert status_of(child) == 0, "see what the child printed"

@@ -31,8 +31,9 @@ import pytest
 from tests.preloaded import preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB_TIMEOUT_SECONDS = 240
+JOB_TIMEOUT_SECONDS = 400  # a job of TensorFlow takes a minute and a half beside two others, on two cores
 SKIPPED = "skipped: "
+SEGMENTS = "TESTS_OPEN_MPI_SEGMENTS"  # a variable: the folder for the shared memory of Open MPI's ranks
 TORCH = ("torch", "torch._dynamo", "pytest")  # torch.optim loads the second, which takes as long as the first
 
 
@@ -56,6 +57,8 @@ def rank_environment(**extra: str) -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith(launcher_prefixes) and key not in launcher_names
     }
+    if segments := os.environ.get(SEGMENTS):
+        environment["OMPI_MCA_btl_sm_backing_directory"] = segments
     environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")
     environment.update(extra)
     return environment

@@ -20,11 +20,11 @@ HOROVOD_ITSELF = "raise RuntimeError('this is Horovod itself')\n"
     ("controller", "script", "arguments", "legacy"),
     [
         ("--mpi", "pytorch_digits.py", ["--fp16-allreduce"], "0"),
-        ("--gloo", "pytorch_digits.py", [], "0"),
-        ("--mpi", "tensorflow2_digits.py", [], "0"),
-        ("--mpi", "keras_digits.py", ["horovod.keras"], "0"),
-        ("--gloo", "keras_digits.py", ["horovod.tensorflow.keras"], "0"),
-        ("--mpi", "keras_digits.py", ["horovod.tensorflow.keras"], "1"),
+        pytest.param("--gloo", "pytorch_digits.py", [], "0", marks=pytest.mark.thorough),
+        pytest.param("--mpi", "tensorflow2_digits.py", [], "0", marks=pytest.mark.thorough),
+        pytest.param("--mpi", "keras_digits.py", ["horovod.keras"], "0", marks=pytest.mark.thorough),
+        pytest.param("--gloo", "keras_digits.py", ["horovod.tensorflow.keras"], "0", marks=pytest.mark.thorough),
+        pytest.param("--mpi", "keras_digits.py", ["horovod.tensorflow.keras"], "1", marks=pytest.mark.thorough),
     ],
 )
 def test_a_script_for_horovod_trains_as_it_is(controller, script, arguments, legacy, tmp_path):

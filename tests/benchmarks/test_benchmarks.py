@@ -72,7 +72,13 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+# One is enough for `make test`.
+ESSENTIAL = ("device_compression",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in ESSENTIAL else [pytest.mark.thorough]) for one in BENCHMARKS]
+)
 def test_a_benchmark_runs_and_tells_of_every_peer(name: str, tmp_path: Path) -> None:
     flags, peers = BENCHMARKS[name]
     chosen = ["--rounds", "1", "--peers", *peers] if peers else []
@@ -88,12 +94,14 @@ def test_a_benchmark_runs_and_tells_of_every_peer(name: str, tmp_path: Path) -> 
         assert re.search(rf"\| +{peer} +\|", printed), printed
 
 
+@pytest.mark.thorough
 def test_the_convolutional_network_trains_too(tmp_path: Path) -> None:
     flags = ["--model", "convolution", "--images", "2", "--pixels", "32", "--steps", "1", "--warmup-steps", "0"]
     document, _ = run("step", [*flags, "--rounds", "1", "--peers", "hvdkit torch"], tmp_path)
     assert document["models"]["convolution"]["parameters"] > 20e6
 
 
+@pytest.mark.thorough
 def test_contestants_take_turns_in_one_job(tmp_path: Path) -> None:
     flags = ["--models", "words", "--batch-size", "1", "--blocks", "2", "--block", "1"]
     document, printed = run("beside", [*flags, "--rounds", "1", "--peers", "hvdkit torch"], tmp_path)
@@ -109,7 +117,9 @@ def test_contestants_take_turns_in_one_job(tmp_path: Path) -> None:
     assert "of DDP's loss avoided" in printed
 
 
-@pytest.mark.parametrize(("name", "path"), [("allreduce", ROOT), ("compression", None)])
+@pytest.mark.parametrize(
+    ("name", "path"), [pytest.param("allreduce", ROOT, marks=pytest.mark.thorough), ("compression", None)]
+)
 def test_a_checkout_without_native_kernels_is_told_at_the_start(name: str, path: Path | None, tmp_path: Path) -> None:
     """Beside an hvdkit that has them, for the scripts that start ranks, which import the checkout's."""
     for part in ("benchmarks", "hvdkit"):
@@ -137,6 +147,7 @@ def test_all_scripts_look_for_native_kernels() -> None:
     assert jobs.without_native_kernels(rank_environment()) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 def test_two_hosts_are_made_measured_and_taken_down(tmp_path: Path) -> None:
     before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
@@ -150,6 +161,7 @@ def test_two_hosts_are_made_measured_and_taken_down(tmp_path: Path) -> None:
     assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout == before
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 def test_training_between_two_hosts_tells_when_each_contestant_reaches_a_loss(tmp_path: Path) -> None:
     size = [*SMALL_MODEL, "--context", "16", "--batch-size", "4", "--held-out", "32", "--max-bytes", "1000000"]

@@ -15,7 +15,7 @@ SMALL_TEXT = ["--steps", "4", "--report-every", "2", "--max-bytes", "500000", *S
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
-@pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
+@pytest.mark.parametrize("controller", ["--gloo", pytest.param("--mpi", marks=pytest.mark.thorough)])
 def test_digits_in_pytorch(cluster: Cluster, controller):
     command = ["python", "/examples/pytorch_digits.py", "--epochs", "10", "--checkpoint-dir", "/tmp/tmp.digits"]  # noqa: S108 (there)
     result = cluster.run(["hvdkitrun", controller, *HOSTS, *command])
@@ -24,6 +24,7 @@ def test_digits_in_pytorch(cluster: Cluster, controller):
     assert float(accuracy) >= 95
 
 
+@pytest.mark.thorough
 def test_digits_in_keras(cluster: Cluster):
     command = ["python", "/examples/keras_digits.py", "--epochs", "10", "--checkpoint-dir", "/tmp/tmp.keras"]  # noqa: S108 (there)
     result = cluster.run(["hvdkitrun", "--mpi", *HOSTS, *command], **QUIET)
@@ -32,6 +33,7 @@ def test_digits_in_keras(cluster: Cluster):
     assert float(accuracy) >= 95
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["pytorch_text.py", "keras_text.py"])
 def test_text_over_slow_links(cluster: Cluster, script):
     sent = {}
@@ -49,6 +51,7 @@ def test_text_over_slow_links(cluster: Cluster, script):
     assert sent["int8"] < 0.6 * sent["none"], sent  # a quarter, and what is not gradients
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("controller", "script"),
     [

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.cluster.cluster import Cluster
 
+pytestmark = pytest.mark.thorough
 # On the image's Python, as its user: tests/ is mounted there. What takes minutes is left to who has built Horovod.
 PYTEST = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "/work/pytest", "-k"]
 OWN = "test_horovods_engine and torch"

@@ -6,9 +6,12 @@ import json
 import re
 import time
 
+import pytest
+
 from tests.cluster.cluster import HOSTS, ROOT, WORKERS, Cluster
 from tests.cluster.test_launchers import INTRODUCE, check
 
+pytestmark = pytest.mark.thorough
 MANIFEST = (ROOT / "docker" / "kubernetes" / "mpijob.yaml").read_text()
 START_SECONDS = 10
 # As the operator mounts them: one key for all, of which the servers are too, that a group may read.

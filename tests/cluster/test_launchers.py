@@ -46,6 +46,7 @@ def test_hvdkitrun(cluster: Cluster, controller, transport):
         assert all(rank["mpi"].startswith("Open MPI v5") for rank in told)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
 def test_hvdkitrun_from_one_of_the_hosts_with_a_hostfile(cluster: Cluster, controller):
     cluster.shell("printf 'w1 slots=1\\nw2 slots=1\\nw3 slots=1\\n' > /work/hosts", "w1")
@@ -53,6 +54,7 @@ def test_hvdkitrun_from_one_of_the_hosts_with_a_hostfile(cluster: Cluster, contr
     check(result, 3, "torch" if controller == "--gloo" else "mpi")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
 def test_hvdkitrun_with_a_named_interface_and_port(cluster: Cluster, controller):
     flags = [controller, "-np", "3", "-H", EACH, "--network-interfaces", "eth0", "-p", "2222"]
@@ -63,6 +65,7 @@ def test_mpirun_of_the_wheel(cluster: Cluster):
     check(cluster.run(["mpirun", "-np", "3", "-H", EACH, *INTRODUCE]), 3, "mpi")
 
 
+@pytest.mark.thorough
 def test_mpirun_of_the_system(cluster: Cluster):
     command = ["mpirun", "-np", "3", "-H", EACH, "-x", "PATH", "-x", "MPI4PY_LIBMPI", *INTRODUCE]
     told = check(cluster.run(command, **SYSTEM_MPI), 3, "mpi")
@@ -82,12 +85,14 @@ def test_torchrun(cluster: Cluster):
     check(Result(max(job.returncode for job in jobs), "".join(ended)), 3, "torch")
 
 
+@pytest.mark.thorough
 def test_horovodrun_in_its_gloo_mode(cluster: Cluster):
     command = ["horovodrun", "--gloo", "-np", "3", "-H", EACH, *INTRODUCE]
     check(cluster.run(command), 3, "horovod")
     check(cluster.run(command, HVDKIT_TRANSPORT="torch"), 3, "torch")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("asked", "transport"), [("auto", "mpi"), ("horovod", "horovod")])
 def test_horovodrun_in_its_mpi_mode(cluster: Cluster, asked, transport):
     command = ["horovodrun", "--mpi", "-np", "3", "-H", EACH, *INTRODUCE]
@@ -95,6 +100,7 @@ def test_horovodrun_in_its_mpi_mode(cluster: Cluster, asked, transport):
     assert all(rank["mpi"].startswith("Open MPI v4.1") for rank in told)
 
 
+@pytest.mark.thorough
 def test_tensorflow_under_horovodrun_though_horovod_was_built_for_pytorch(cluster: Cluster):
     result = cluster.run(["horovodrun", "--gloo", "-np", "3", "-H", EACH, *INTRODUCE_TENSORFLOW])
     check(result, 3, "torch")
@@ -114,7 +120,7 @@ def test_ranks_of_a_host_share_memory_with_dockers_default_of_it(cluster: Cluste
     assert result.status == 0, result.output
 
 
-@pytest.mark.parametrize("transport", ["torch", "horovod"])
+@pytest.mark.parametrize("transport", ["torch", pytest.param("horovod", marks=pytest.mark.thorough)])
 def test_a_smaller_job_of_one_rank_of_each_host(cluster: Cluster, transport: str):
     # Two ranks, of which each host has two: they are on two hosts all the same.
     flags = ["-np", "4", "-H", "w1:2,w2:2"]

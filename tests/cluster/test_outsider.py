@@ -15,7 +15,7 @@ FOLDER = "/tmp/tmp.steady"  # noqa: S108 (there)
 START_SECONDS = 60
 
 
-@pytest.mark.parametrize("transport", ["torch", "horovod"])
+@pytest.mark.parametrize("transport", ["torch", pytest.param("horovod", marks=pytest.mark.thorough)])
 def test_an_outsider_of_the_network_changes_nothing(cluster: Cluster, transport):
     for host in MEMBERS:
         cluster.shell(f"mkdir {FOLDER}", host)

@@ -215,11 +215,12 @@ def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, 
         return message
 
     wires: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
-    transports = [DamagingTransport(0, 2, wires), LoopbackTransport(1, 2, wires)]
+    members = [2, 5]  # of six ranks, whose places in the group are others
+    transports = [DamagingTransport(2, 6, wires), LoopbackTransport(5, 6, wires)]
     transports[0].damage = flip  # type: ignore[attr-defined]
     buffers = [one.copy() for one in inputs]
     running = [
-        allreduce_encoded(Group(transport, [0, 1]), buffers[rank], ReduceOp.SUM, ONE, codec, 0, memories[rank])
+        allreduce_encoded(Group(transport, members), buffers[rank], ReduceOp.SUM, ONE, codec, 0, memories[rank])
         for rank, transport in enumerate(transports)
     ]
     failure: Exception | None = None
@@ -236,8 +237,8 @@ def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, 
     except (PayloadError, AssertionError) as error:
         failure = error
     if isinstance(failure, PayloadError):
-        assert failure.rank == 0
-        assert "payload of rank 0 is damaged" in str(failure)
+        assert failure.rank == 2
+        assert "payload of rank 2 is damaged" in str(failure)
     if isinstance(failure, AssertionError):
         # A length that was changed is not that of what comes, which this network in memory, as any other, notices.
         assert flipped == [8]

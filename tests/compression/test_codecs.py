@@ -159,6 +159,31 @@ def test_stochastic_rounding_draws_other_numbers_at_each_turn_and_the_same_in_ea
     assert payloads[0] == payloads[2] != payloads[1]
 
 
+def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase() -> None:
+    payloads = set()
+    for salt in range(4):
+        memory = Memory(4096)
+        memory.salt = salt
+        codec = Int8(stochastic=True, feedback=False)
+        payloads.add(encoded(codec, values_of("normal", 4096), memory).tobytes())
+    assert len(payloads) == 4
+
+
+def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_finite() -> None:
+    codec = RandomK(0.1)
+    memory = memory_for(codec, 100, seed=1)
+    owed = memory.arrays["residual"].copy()
+    values = np.zeros(100, np.float32)
+    values[37] = np.inf
+    result = decoded(codec, encoded(codec, values, memory), 100)
+    sent = np.flatnonzero(result)
+    assert np.isnan(result[sent[3]])
+    others = np.delete(sent, 3)
+    np.testing.assert_array_equal(result[others], owed[others])
+    owed[others] = 0.0
+    np.testing.assert_array_equal(memory.arrays["residual"], owed)
+
+
 def test_dgc_is_momentum_that_waits_until_it_is_sent() -> None:
     """Against the algorithm of Lin et al., 2018, written down plainly."""
     codec = DGC(0.02, momentum=0.9, clip=1.5)

@@ -25,7 +25,7 @@ programs = st.lists(st.lists(step, min_size=1, max_size=25), min_size=10, max_si
 
 
 # Each example is a job of its own with many programs in it; shrinking would start hundreds of jobs.
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 @given(programs=programs)
 @settings(max_examples=2, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_operations_in_any_order_give_what_numpy_gives(programs, ranks, transport):

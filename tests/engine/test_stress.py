@@ -9,6 +9,7 @@ import pytest
 from tests.ranks import TORCH, run_ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("per_node", "operations"), [(4, 2000), (2, 1000)])
 def test_random_operations_with_a_late_rank_give_the_right_results(per_node, operations, transport):
     command = [sys.executable, "-m", "tests.engine.stress", "7", str(operations)]

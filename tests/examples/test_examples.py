@@ -74,6 +74,7 @@ def test_digits_leave_one_whole_checkpoint(trained_digits: tuple[Path, str, str]
     assert [path.name for path in folder.iterdir()] == ["digits.pt"]
 
 
+@pytest.mark.thorough
 def test_digits_resume_and_train_on(trained_digits: tuple[Path, str, str]) -> None:
     folder, _, _ = trained_digits
     output, _ = run_example("pytorch_digits.py", "--checkpoint-dir", folder, "--resume", "--epochs", 21)
@@ -95,12 +96,13 @@ def test_digits_without_resume_start_afresh(tmp_path: Path) -> None:
     assert path.read_bytes() != b"not a checkpoint"
 
 
+@pytest.mark.thorough
 def test_digits_reach_97_percent_alone(tmp_path: Path) -> None:
     output, _ = run_example("pytorch_digits.py", "--checkpoint-dir", tmp_path, size=1)
     assert digits_accuracy(output) >= 97
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("compression", ["none", pytest.param("fp16", marks=pytest.mark.thorough)])
 def test_text_reports_speed_loss_and_bytes(compression: str) -> None:
     flags = ["--steps", 3, "--report-every", 1, "--layers", 1, "--width", 64, "--context", 32, "--batch-size", 2]
     output, _ = run_example("pytorch_text.py", *flags, "--max-bytes", 500_000, "--compression", compression)
@@ -114,6 +116,7 @@ def test_text_reports_speed_loss_and_bytes(compression: str) -> None:
     assert_only_one_rank_prints(output)
 
 
+@pytest.mark.thorough
 def test_text_sends_half_the_bytes_with_fp16() -> None:
     flags = ["--steps", 2, "--report-every", 1, "--layers", 1, "--width", 256, "--context", 32, "--batch-size", 1]
     sent = {}
@@ -125,6 +128,7 @@ def test_text_sends_half_the_bytes_with_fp16() -> None:
     assert sent["fp16"] == pytest.approx(sent["none"] / 2, rel=0.1), sent
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flag", [None, "--fp16-allreduce", "--use-adasum"])
 def test_synthetic_benchmark_reports_as_horovods(flag: str | None) -> None:
     flags = ["--model", "resnet18", "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1]
@@ -146,6 +150,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}", "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
 
 
+@pytest.mark.thorough
 def test_tensorflow_digits_reach_97_percent_and_resume_without_pytorch(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
@@ -163,6 +168,7 @@ def test_tensorflow_digits_reach_97_percent_and_resume_without_pytorch(
     assert_only_one_rank_prints(output)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_keras_digits_reach_97_percent_and_resume(backend: str, tmp_path: Path, without_torch: dict[str, str]) -> None:
     environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
@@ -179,7 +185,11 @@ def test_keras_digits_reach_97_percent_and_resume(backend: str, tmp_path: Path, 
     assert_only_one_rank_prints(output)
 
 
-@pytest.mark.parametrize(("backend", "compression"), [("tensorflow", "none"), ("torch", "fp16")])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("backend", "compression"),
+    [("tensorflow", "none"), ("torch", "fp16")],
+)
 def test_keras_text_reports_speed_loss_and_bytes(backend: str, compression: str, without_torch: dict[str, str]) -> None:
     environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
     flags = ["--steps", 3, "--report-every", 2, "--layers", 1, "--width", 64, "--context", 32, "--batch-size", 2]
@@ -195,6 +205,7 @@ def test_keras_text_reports_speed_loss_and_bytes(backend: str, compression: str,
     assert_only_one_rank_prints(output)
 
 
+@pytest.mark.thorough
 def test_tensorflow_synthetic_benchmark_reports_as_horovods(without_torch: dict[str, str]) -> None:
     flags = ["--model", "MobileNet", "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1]
     flags += ["--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 2, "--fp16-allreduce"]
@@ -206,6 +217,7 @@ def test_tensorflow_synthetic_benchmark_reports_as_horovods(without_torch: dict[
     assert output.count("Total img/sec") == 1, output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_explain_their_options(name: str) -> None:
     output, _ = run_example(name, "--help", size=1)

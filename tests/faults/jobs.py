@@ -16,20 +16,26 @@ import psutil
 
 from tests.faults.injection import Fault, Outcome
 from tests.preloaded import preloaded
-from tests.ranks import ROOT, TORCH, rank_environment
+from tests.ranks import ROOT, SEGMENTS, TORCH, rank_environment
 
 TIMEOUT_SECONDS = 3  # HVDKIT_TIMEOUT_SECONDS
 START_TIMEOUT_SECONDS = 8  # which a slow rank must not exceed
 # A job of this kind takes three seconds; whatever waits for a deadline a few more.
 PATIENCE_SECONDS = 45
 SETTLE_SECONDS = 5
+# In /dev/shm, of other tests' jobs: what Open MPI and tests/conftest.py make there.
+OF_OTHERS = ("sm_segment.", "hvdkit-tests-")
 
 
 def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
     """Run one job to its end."""
-    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="fault-") as folder,
+        tempfile.TemporaryDirectory(prefix="fault-", dir=os.environ.get(SEGMENTS)) as segments,
+    ):
         before = set(os.listdir("/dev/shm"))  # noqa: S108 (a look)
         environment = rank_environment(
+            OMPI_MCA_btl_sm_backing_directory=segments,
             HVDKIT_TIMEOUT_SECONDS=str(TIMEOUT_SECONDS),
             HVDKIT_START_TIMEOUT_SECONDS=str(START_TIMEOUT_SECONDS),
             HOROVOD_STALL_CHECK_TIME_SECONDS="0.5",
@@ -51,7 +57,7 @@ def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
             stderr=subprocess.STDOUT,
         )
         status, output, ended = watch(job, fault)
-        left = left_behind(folder, before)
+        left = left_behind(folder, before, segments)
     return Outcome(status, output, ended, left)
 
 
@@ -90,10 +96,10 @@ def watch(job: subprocess.Popen[str], fault: Fault) -> tuple[int | None, str, fl
     return None if hangs else status, "".join(said), ended
 
 
-def left_behind(mark: str, shared_before: set[str]) -> list[str]:
+def left_behind(mark: str, shared_before: set[str], segments: str | None = None) -> list[str]:
     """What is there of a job that has ended: processes with an argument of its, ranks that were forked, shared memory.
 
-    ``shared_before``: the files in /dev/shm when it was started.
+    ``shared_before``: the files in /dev/shm when it was started. ``segments``: its own folder for those of Open MPI.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -105,7 +111,8 @@ def left_behind(mark: str, shared_before: set[str]) -> list[str]:
             if "tests.preloaded" in server.cmdline():
                 left += [f"{rank.pid} of {server.pid}" for rank in server.children()]
         new = set(os.listdir("/dev/shm")) - shared_before  # noqa: S108
-        left += [f"/dev/shm/{name}" for name in new if not is_mapped(name)]  # noqa: S108
+        left += [f"/dev/shm/{name}" for name in new if not (name.startswith(OF_OTHERS) or is_mapped(name))]  # noqa: S108
+        left += [f"{segments}/{name}" for name in (os.listdir(segments) if segments else ())]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.02)

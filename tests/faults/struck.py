@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import hvdkit.torch as hvd
+from tests import measured
 from tests.faults.injection import SLOW_SECONDS, Fault
 
 STEPS = 6
@@ -59,7 +60,9 @@ class Striker:
 
     def _signal(self, kind: str) -> None:
         tell("STRIKES", time.monotonic())
-        os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+        if kind == "killed":
+            measured.killed()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def tell(*words: object) -> None:
@@ -71,7 +74,7 @@ def tell(*words: object) -> None:
 def check(is_right: bool, what: str) -> None:
     if not is_right:
         tell("WRONG", what)
-        os._exit(99)
+        measured.exited(99)
 
 
 def work(fault: Fault, folder: Path) -> None:

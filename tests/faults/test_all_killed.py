@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.ranks import start_ranks
-from tests.transports.shared import needs_memory_files, needs_native, shared_files
+from tests.transports.shared import gone_within, needs_memory_files, needs_native, shared_files
 
 pytestmark = [needs_native, needs_memory_files]
 
@@ -68,10 +68,6 @@ def test_nothing_is_left_when_all_ranks_are_killed(transport, tmp_path):
             if starter.poll() is None:
                 starter.terminate()  # mpirun then ends its ranks
                 starter.communicate()
-    deadline = time.monotonic() + SETTLE_SECONDS
-    # Other programs may have files and sockets of their own for a moment.
-    while (holders(memory) or shared_files() - files or sockets() - listening) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert holders(memory) == []
-    assert shared_files() <= files
-    assert sockets() <= listening
+    assert gone_within(SETTLE_SECONDS, lambda: set(map(str, holders(memory)))), holders(memory)
+    assert gone_within(SETTLE_SECONDS, lambda: shared_files() - files), shared_files() - files
+    assert gone_within(SETTLE_SECONDS, lambda: sockets() - listening), sockets() - listening

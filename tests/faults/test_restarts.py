@@ -49,7 +49,7 @@ def run_job(folder: Path, agents: int, per_agent: int, dying: str, moments: tupl
     return outputs
 
 
-@pytest.mark.parametrize("dying", ["a0", "a1"])
+@pytest.mark.parametrize("dying", ["a0", pytest.param("a1", marks=pytest.mark.thorough)])
 def test_ranks_of_one_agent_meet_again_after_each_restart(tmp_path, dying):
     (output,) = run_job(tmp_path, 1, 2, dying, MOMENTS)
     assert output.count("ENDED WELL") == 2, output

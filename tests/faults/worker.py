@@ -13,6 +13,7 @@ import torch
 import hvdkit.torch as hvd
 from hvdkit.engine.ending import ENDING
 from hvdkit.engine.node_pass import NodePass
+from tests import measured
 
 
 def misbehave(scenario: str) -> None:
@@ -25,7 +26,7 @@ def misbehave(scenario: str) -> None:
         ENDING.abort_with(lambda code: time.sleep(30))  # somebody else has to end the job
         sys.exit(3)
     if scenario == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+        measured.killed()
     if scenario.startswith("stopped"):
         print(f"stopping {os.getpid()}", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)

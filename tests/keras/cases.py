@@ -526,6 +526,15 @@ def case_a_velocity_follows_the_learning_rate(hvd: Any) -> None:
         np.testing.assert_allclose(value, 0.25 * other)
 
 
+def case_each_metric_gets_its_own_average(hvd: Any) -> None:
+    callback = hvd.callbacks.MetricAverageCallback()
+    logs = {"val_loss": float(hvd.rank()), "loss": 10.0 + hvd.rank(), "lr": 0.5}
+    callback.on_epoch_end(0, logs)
+    mean = (hvd.size() - 1) / 2
+    assert list(logs) == ["val_loss", "loss", "lr"]
+    np.testing.assert_allclose(list(logs.values()), [mean, 10 + mean, 0.5])
+
+
 def case_ranks_with_other_metrics_are_told(hvd: Any) -> None:
     only_with_others(hvd)
     ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))

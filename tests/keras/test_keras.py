@@ -34,17 +34,25 @@ KERAS_2 = RankedCases(
     TF_USE_LEGACY_KERAS="1",
 )
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
+ESSENTIAL = {"tensorflow": 2, "torch": 2}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("backend", list(RESULTS))
+def jobs(*ranks: int) -> pytest.MarkDecorator:
+    """Each backend on these numbers of ranks; `make test` has one of each."""
+    found = [(backend, number) for number in ranks for backend in TRANSPORTS]
+    thorough = [[] if number == ESSENTIAL[backend] else [pytest.mark.thorough] for backend, number in found]
+    values = [pytest.param(*one, marks=marks) for one, marks in zip(found, thorough, strict=True)]
+    return pytest.mark.parametrize(("backend", "ranks"), values)
+
+
+@jobs(1, 2, 3)
 @pytest.mark.parametrize("case", RESULTS["torch"].names)
 def test_keras(case: str, backend: str, ranks: int) -> None:
     RESULTS[backend].check(case, ranks, TRANSPORTS[backend])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("backend", list(VERIFIED))
+@pytest.mark.essential(backend="tensorflow")
+@jobs(2, 3)
 @pytest.mark.parametrize("case", VERIFIED["torch"].names)
 def test_verification(case: str, backend: str, ranks: int) -> None:
     VERIFIED[backend].check(case, ranks, TRANSPORTS[backend])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def compile_one(command: list[str], source: Path) -> None:
     """Run the compiler; fails with what it printed."""
     done = run([*command, str(source)])
     assert done.returncode == 0, f"{source}:\n{done.stderr}"
+
+
+def compile_all(command: list[str], sources: list[Path], folder: Path) -> list[Path]:
+    """Compile each source in ``folder``, as many at a time as there are cores. Returns the objects."""
+    objects = [folder / f"{number}.o" for number in range(len(sources))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source, into: compile_one([*command, "-c", "-o", str(into)], source), sources, objects))
+    return objects
 
 
 def some_compiler() -> str:

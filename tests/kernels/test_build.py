@@ -52,6 +52,7 @@ def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(t
     assert used.stdout.split() == [str(tree / "hvdkit/kernels/__init__.py"), "numpy"], used.stderr
 
 
+@pytest.mark.thorough
 def test_an_error_in_our_own_code_fails_the_build(tree: Path) -> None:
     compiler = some_compiler()
     for source in tree.glob("hvdkit/*/csrc/*.cpp"):

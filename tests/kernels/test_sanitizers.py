@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,14 @@ from tests.kernels.compiling import (
     KERNELS,
     MEANING,
     TRANSPORTS,
-    compile_one,
+    compile_all,
     run,
     some_compiler,
     sources_without_python,
 )
 from tests.ranks import ROOT
 
+pytestmark = pytest.mark.thorough
 SANITIZERS = {"addresses": "address,undefined", "threads": "thread"}
 DRIVER = ROOT / "tests/kernels/sanitizers"
 FLAGS = [*MEANING, "-O1", "-g"]
@@ -58,13 +58,11 @@ int main(int count, char** arguments) {
 FAULTS_SEEN = {"addresses": ["overflow", "overrun"], "threads": ["race"]}
 
 
-def compile_all(compiler: str, sanitizer: str, sources: list[Path], folder: Path) -> Path:
+def compile_program(compiler: str, sanitizer: str, sources: list[Path], folder: Path) -> Path:
     """Compile and link into a new folder; fails on a warning."""
     folder.mkdir()
     flags = [compiler, *FLAGS, f"-fsanitize={SANITIZERS[sanitizer]}"]
-    objects = [folder / f"{number}.o" for number in range(len(sources))]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda source, into: compile_one([*flags, "-c", "-o", str(into)], source), sources, objects))
+    objects = compile_all(flags, sources, folder)
     program = folder / "program"
     linked = run([*flags, *map(str, objects), "-o", str(program)])
     assert linked.returncode == 0, linked.stderr
@@ -79,7 +77,7 @@ class Sanitized:
         source = folder / "faults.cpp"
         source.write_text(FAULTS)
         try:
-            self.faults = compile_all(compiler, sanitizer, [source], folder / "faults")
+            self.faults = compile_program(compiler, sanitizer, [source], folder / "faults")
         except AssertionError as error:
             pytest.skip(f"{compiler} cannot link with -fsanitize={SANITIZERS[sanitizer]}: {str(error)[-300:]}")
         # Where addresses are more random than an old runtime knows, it starts only without that.
@@ -88,7 +86,7 @@ class Sanitized:
         if self._start is None:
             pytest.skip(f"the runtime of -fsanitize={SANITIZERS[sanitizer]} does not start here")
         sources = [*sources_without_python(KERNELS, TRANSPORTS, ARENA), *sorted(DRIVER.glob("*.cpp"))]
-        self.driver = compile_all(compiler, sanitizer, sources, folder / "driver")
+        self.driver = compile_program(compiler, sanitizer, sources, folder / "driver")
 
     def run(self, program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
         assert self._start is not None

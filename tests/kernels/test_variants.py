@@ -22,6 +22,7 @@ from tests.kernels.compiling import (
     MEANING,
     NEEDS_PYTHON,
     TRANSPORTS,
+    compile_all,
     compile_one,
     run,
     some_compiler,
@@ -29,6 +30,7 @@ from tests.kernels.compiling import (
 )
 from tests.ranks import ROOT
 
+pytestmark = pytest.mark.thorough
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 TESTS = ["tests/kernels/test_native_agrees_with_numpy.py", "tests/kernels/test_codecs_agree_with_numpy.py"]
 
@@ -84,10 +86,7 @@ def bindings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     command, folder = position_independent(some_compiler()), tmp_path_factory.mktemp("bindings")
     sources = [place / name for place in (KERNELS, TRANSPORTS, ARENA) for name in sorted(NEEDS_PYTHON)]
     sources = [source for source in sources if source.exists()] + sources_without_python(TRANSPORTS, ARENA)
-    objects = [folder / f"{number}.o" for number in range(len(sources))]
-    for source, into in zip(sources, objects, strict=True):
-        compile_one([*command, "-O0", "-c", "-o", str(into)], source)
-    return objects
+    return compile_all([*command, "-O0"], sources, folder)
 
 
 @needs_native  # where setup.py could build nothing, neither can we
@@ -99,10 +98,7 @@ def test_a_version_for_older_processors_agrees_with_numpy(
     if missing:
         pytest.skip(f"this processor has no {' and no '.join(sorted(missing))}")
     command = [*position_independent(some_compiler()), "-O3", *variant.definitions]
-    sources = sources_without_python(KERNELS)
-    objects = [tmp_path / f"{source.stem}.o" for source in sources]
-    for source, into in zip(sources, objects, strict=True):
-        compile_one([*command, "-c", "-o", str(into)], source)
+    objects = compile_all(command, sources_without_python(KERNELS), tmp_path)
     module = tmp_path / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     linked = run([*command, "-shared", "-o", str(module), *map(str, [*bindings, *objects])])
     assert linked.returncode == 0, linked.stderr

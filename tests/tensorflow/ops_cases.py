@@ -526,6 +526,9 @@ def case_process_sets(hvd: Any) -> None:
     if firsts.included():
         for run in ways(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, process_set=firsts)):
             np.testing.assert_array_equal(run(tf.ones(2)), [2.0, 2.0])
+        slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([hvd.rank()]), tf.constant([2, 2]))
+        average = hvd.allreduce(slices, process_set=firsts)  # of the set's two ranks
+        np.testing.assert_array_equal(tf.convert_to_tensor(average), np.full((2, 2), 0.5))
     hvd.remove_process_set(firsts)
 
 

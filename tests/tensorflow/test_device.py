@@ -61,17 +61,19 @@ assert not end.query(), "it waited for what another rank may never end"
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("case", CASES.names)
 def test_device(case: str, ranks: int) -> None:
     CASES.check(case, ranks, "torch")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", OPERATIONS.names)
 def test_operations_give_the_same_on_a_device(case: str) -> None:
     OPERATIONS.check(case, 2, "torch")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", GRADIENTS.names)
 def test_gradients_are_the_same_on_a_device(case: str) -> None:
     GRADIENTS.check(case, 2, "torch")

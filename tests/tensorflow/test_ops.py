@@ -19,22 +19,24 @@ GRADIENTS = RankedCases(
 )
 VERIFIED = RankedCases("tests.tensorflow.verification_cases", runner=RUNNER, preload=PRELOAD, HVDKIT_VERIFY="1")
 
-jobs = pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), (3, "mpi"), (2, "torch")])
+jobs = pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), (3, "mpi"), (2, "torch"), (3, "torch")])
 
 
+@pytest.mark.essential(transport="torch")
 @jobs
 @pytest.mark.parametrize("case", OPERATIONS.names)
 def test_operations(case: str, ranks: int, transport: str) -> None:
     OPERATIONS.check(case, ranks, transport)
 
 
+@pytest.mark.essential(transport="mpi")
 @jobs
 @pytest.mark.parametrize("case", GRADIENTS.names)
 def test_gradients(case: str, ranks: int, transport: str) -> None:
     GRADIENTS.check(case, ranks, transport)
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.thorough)])
 def test_forked_children_end_as_python_ends(transport: str) -> None:
     status, output = run_ranks([sys.executable, "-m", "tests.tensorflow.forked_endings"], 2, transport, timeout=200)
     assert status == 0, output
@@ -49,7 +51,7 @@ def test_a_lost_rank_is_an_unknown_error_of_tensorflow(how: str, transport: str,
     assert sorted(re.findall(r"RANK (\d) CAUGHT PeerLostError", output)) == ["0", "2"], output
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "torch"), (3, "mpi")])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (2, "torch"), (3, "mpi")])
 @pytest.mark.parametrize("case", VERIFIED.names)
 def test_verification(case: str, ranks: int, transport: str) -> None:
     VERIFIED.check(case, ranks, transport)

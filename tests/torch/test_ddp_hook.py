@@ -28,7 +28,9 @@ RESULTS = RankedCases(MODULE, runner=MODULE)
 PATIENCE_SECONDS = 240
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3]
+)
 @pytest.mark.parametrize("case", RESULTS.names)
 def test_on_ranks(case: str, ranks: int) -> None:
     RESULTS.check(case, ranks, "torch")

@@ -23,6 +23,7 @@ def test_sequences(case: str, ranks: int, transport: str) -> None:
     (BESIDE if ranks == 2 else ARENA).check(case, ranks, transport)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("where", "ranks"), [("no arena", 2), ("no shared memory", 2), ("two nodes", 3)])
 @pytest.mark.parametrize("case", ARENA.names)
 def test_sequences_without(case: str, where: str, ranks: int) -> None:

@@ -7,13 +7,13 @@ import re
 import sys
 from pathlib import Path
 
-from tests.ranks import run_ranks
+from tests.ranks import TORCH, run_ranks
 from tests.torch import train
 
 
 def trained(ranks: int, transport: str, **environment: str) -> str:
     """The digest of the parameters that a job ended with."""
-    status, output = run_ranks([sys.executable, "-m", train.__name__], ranks, transport, **environment)
+    status, output = run_ranks([sys.executable, "-m", train.__name__], ranks, transport, preload=TORCH, **environment)
     assert status == 0, output
     found = re.findall(r"digest (\w+)", output)
     assert len(found) == 1, output

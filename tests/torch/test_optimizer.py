@@ -16,6 +16,7 @@ LIFECYCLE = RankedCases("tests.torch.optimizer_lifecycle_cases")
 INTEGRATION = RankedCases("tests.torch.optimizer_integration_cases")
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("case", BASICS.names)
 def test_basics(case: str, size: int, transport: str) -> None:
     BASICS.check(case, size, transport)

@@ -9,6 +9,7 @@ from tests.ranks import RankedCases
 RESULTS = RankedCases("tests.torch.process_sets_cases", HOROVOD_DYNAMIC_PROCESS_SETS="1")
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", RESULTS.names)
 def test_process_sets(case: str, ranks: int, transport: str) -> None:

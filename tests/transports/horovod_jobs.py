@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 
 import torch
 
 import hvdkit.torch as hvd
+from tests import measured
 
 
 def lost() -> None:
@@ -17,7 +16,7 @@ def lost() -> None:
     hvd.init()
     hvd.allreduce(torch.ones(3))
     if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        measured.killed()
     started = time.monotonic()
     try:
         while True:

@@ -7,7 +7,8 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,16 @@ def open_descriptors() -> dict[int, str]:
         except OSError:  # the one that listed the folder
             continue
     return found
+
+
+def gone_within(seconds: float, left: Callable[[], set[str]]) -> bool:
+    """Whether nothing is left at one moment; other programs of the machine have files and sockets that come and go."""
+    deadline = time.monotonic() + seconds
+    while left():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def shared_files() -> set[str]:

@@ -16,7 +16,7 @@ OPTIMIZER = RankedCases("tests.torch.optimizer_cases", runner=RUNNER)
 COMPRESSION = RankedCases("tests.torch.compression_cases", runner=RUNNER)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("case", CASES.names)
 def test_device(case, ranks):
     CASES.check(case, ranks, "torch")
@@ -32,7 +32,7 @@ def test_optimizers_do_the_same_on_a_device(case):
     OPTIMIZER.check(case, 2, "torch")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("case", COMPRESSION.names)
 def test_nothing_is_lost_that_is_encoded_on_a_device(case, ranks):
     COMPRESSION.check(case, ranks, "torch")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks
-from tests.transports.shared import needs_memory_files, needs_native, shared_files
+from tests.transports.shared import gone_within, needs_memory_files, needs_native, shared_files
 
 pytestmark = [needs_native, needs_memory_files]
 
 ROUNDS = 200
+SETTLE_SECONDS = 10.0
 
 
 def held_by_ranks(kind: str, transport: str) -> list[dict[str, Any]]:
@@ -28,6 +28,7 @@ def held_by_ranks(kind: str, transport: str) -> list[dict[str, Any]]:
     return held
 
 
+@pytest.mark.essential(transport="torch", kind="used")
 @pytest.mark.parametrize("kind", ["empty", "used"])
 def test_init_and_shutdown_leave_nothing_behind(kind, transport):
     files = shared_files()
@@ -39,7 +40,4 @@ def test_init_and_shutdown_leave_nothing_behind(kind, transport):
         assert any("memfd:hvdkit" in target for target in inside["descriptors"])
         assert after == before
         assert after["mapped"] == 0
-    deadline = time.monotonic() + 10.0
-    while not shared_files() <= files and time.monotonic() < deadline:
-        time.sleep(0.1)  # another program's
-    assert shared_files() <= files
+    assert gone_within(SETTLE_SECONDS, lambda: shared_files() - files), shared_files() - files

@@ -9,6 +9,7 @@ from tests.ranks import RankedCases
 CASES = RankedCases("tests.transports.transport_cases")
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES.names)
 def test_transports(case, ranks, transport):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hvdkit.engine import runtime
+from tests import measured
 
 
 def good_allreduce(hvd) -> None:
@@ -184,7 +185,7 @@ def case_different_static_process_sets_are_an_error_on_every_rank(hvd):
 def case_an_engine_of_the_parent_is_not_used_by_a_fork(hvd):
     child = os.fork()
     if child == 0:
-        os._exit(0 if not _usable(hvd) else 1)
+        measured.exited(0 if not _usable(hvd) else 1)
     assert os.waitpid(child, 0)[1] == 0
     good_allreduce(hvd)
 
@@ -197,7 +198,7 @@ def case_a_fork_cannot_wait_for_what_its_parent_began(hvd):
         handle = hvd.allreduce_async(torch.ones(3), name="begun", op=hvd.Sum)
         child = os.fork()
         if child == 0:
-            os._exit(0 if _refused(hvd, handle) else 1)
+            measured.exited(0 if _refused(hvd, handle) else 1)
         assert os.waitpid(child, 0)[1] == 0
     hvd.barrier()
     if hvd.rank() != 0:

@@ -11,6 +11,10 @@
 
 namespace py = pybind11;
 
+#ifdef HVDKIT_COVERAGE
+extern "C" void __gcov_dump();
+#endif
+
 namespace hvdkit {
 namespace {
 
@@ -73,6 +77,9 @@ class DefaultFloatsOfThread {
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "The kernels in C++, which their numpy twins explain, the memory that ranks share, and the arena.";
+#ifdef HVDKIT_COVERAGE
+    module.def("write_coverage", &__gcov_dump);  // for processes that end without the C library's clean-up
+#endif
     module.def("reduce_into", &hvdkit::reduce_into, py::arg("destination"), py::arg("sources"), py::arg("op"),
                py::arg("scale") = 1.0);
     module.def("scale_into", &hvdkit::scale_into, py::arg("destination"), py::arg("source"), py::arg("factor"));

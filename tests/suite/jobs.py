@@ -1,0 +1,72 @@
+"""What runs together: the tests that one job of ranks serves, and files of tests that take no time.
+
+Pure functions of node ids and the seconds that jobs took when all tests were run last.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+DURATIONS = Path(__file__).with_name("durations.json")
+SECONDS_OF_THE_UNKNOWN = 1.0
+ALONE_FROM_SECONDS = 1.0
+# What shares a fixture that takes long.
+TOGETHER = (
+    r"tests/examples/test_examples\.py::(test_digits)_(?!.*alone|without)",
+    r"tests/kernels/test_sanitizers\.py::.*\[(addresses|threads)",
+    r"tests/kernels/test_variants\.py::(test_a_version)",
+)
+START_SECONDS = 6.0  # until workers have collected the tests
+
+
+def job_of(nodeid: str, seconds: Mapping[str, float]) -> str:
+    """The name of what a test runs together with: its job of ranks, itself if it takes long, else its file."""
+    file, _, function = nodeid.partition("::")
+    for pattern in TOGETHER:
+        if found := re.match(pattern, nodeid):
+            return f"{file}::{found[1]}"
+    name, _, parameters = function.partition("[")
+    parts = parameters.removesuffix("]").split("-")
+    others = [part for part in parts if not part.startswith("case_")]
+    if len(others) < len(parts):
+        return f"{file}::{name}[{'-'.join(others)}]"
+    return nodeid if seconds.get(nodeid, 0.0) >= ALONE_FROM_SECONDS else file
+
+
+def told_of(nodeids: Mapping[str, str], seconds: Mapping[str, float]) -> dict[str, float]:
+    """By job, the seconds of its tests: ``nodeids`` by job's name of each test, ``seconds`` by test."""
+    told: dict[str, float] = {}
+    for nodeid, job in nodeids.items():
+        own = seconds.get(nodeid, 0.0)
+        name = nodeid if job == nodeid.partition("::")[0] and own >= ALONE_FROM_SECONDS else job
+        told[name] = told.get(name, 0.0) + own
+    return told
+
+
+def longest_first(jobs: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
+    """Jobs in the order in which they start, so that no long one is left when all others are done."""
+    return sorted(jobs, key=lambda job: (-seconds.get(job, SECONDS_OF_THE_UNKNOWN), job))
+
+
+def expected_seconds(jobs: Iterable[str], seconds: Mapping[str, float], workers: int) -> float:
+    """How long jobs take side by side: who is free takes the longest that is left."""
+    ends = [0.0] * max(1, workers)
+    for job in longest_first(jobs, seconds):
+        heapq.heapreplace(ends, ends[0] + seconds.get(job, SECONDS_OF_THE_UNKNOWN))
+    return max(ends) + START_SECONDS
+
+
+@functools.cache
+def read_durations() -> dict[str, float]:
+    """By job, the seconds that it took when they were written."""
+    return dict(json.loads(DURATIONS.read_text())) if DURATIONS.exists() else {}
+
+
+def write_durations(seconds: Mapping[str, float]) -> None:
+    """Keep what jobs took, for the next runs."""
+    DURATIONS.write_text(json.dumps({job: round(seconds[job], 1) for job in sorted(seconds)}, indent=0) + "\n")
