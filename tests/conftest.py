@@ -29,7 +29,7 @@ def mpi_sessions() -> Iterator[None]:
     """
     with (
         tempfile.TemporaryDirectory(prefix="hvdkit-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryDirectory(prefix="hvdkit-tests-", dir=SHARED_MEMORY, ignore_cleanup_errors=True) as segments,
+        tempfile.TemporaryDirectory(prefix="tests-mpi-", dir=SHARED_MEMORY, ignore_cleanup_errors=True) as segments,
     ):
         os.environ.update({"PRTE_MCA_prte_tmpdir_base": folder, SEGMENTS: segments})
         yield

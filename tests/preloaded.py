@@ -23,45 +23,115 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import types
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 CLIENT = Path(__file__).with_name("preloaded_client.py")
 HASH_SEEDS = ("1", "2")
 READ_BY_IMPORTS = ("KERAS_BACKEND", "TF_USE_LEGACY_KERAS")  # variables that servers need too
 ENDED_WITHIN_SECONDS = 30
+ASKED = "TESTS_PRELOADED"  # a variable: where who started this run of tests is asked for its servers
 
 
 def preloaded(command: list[str], modules: tuple[str, ...], environment: dict[str, str]) -> list[str]:
-    """The command that runs ``python -m module arguments`` where ``modules`` are imported, in this environment."""
+    """The command that runs ``python -m module`` or ``python -c program`` where ``modules`` are imported already."""
     python, option, *rest = command
-    assert (python, option) == (sys.executable, "-m"), f"not a module of this Python: {command}"
+    assert python == sys.executable, f"another Python: {command}"
+    assert option in RUN, f"neither a module nor a program: {command}"
     read = tuple((name, environment[name]) for name in READ_BY_IMPORTS if name in environment)
-    return [python, "-I", "-S", str(CLIENT), *_servers(modules, read), *rest]
+    return [python, "-I", "-S", str(CLIENT), *_addresses(modules, read), rank_name(), option, *rest]
+
+
+def rank_name() -> str:
+    """What the system calls ranks of jobs that this process starts; the server that forks them serves others, too."""
+    return f"rank of {os.getpid()}"  # of at most 15 characters
 
 
 @functools.cache
-def _servers(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> list[str]:
-    """Start the processes that load ``modules``; where they listen."""
-    from tests.ranks import ROOT, rank_environment
+def _addresses(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> list[str]:
+    """Where servers listen that have loaded ``modules``: those of the run of tests, or else this process's own."""
+    if (asked := os.environ.get(ASKED)) is None:
+        return _own().started(modules, environment)
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rw") as stream:
+        connection.connect(asked)
+        stream.write(json.dumps([modules, environment]) + "\n")
+        stream.flush()
+        return list(json.loads(stream.readline()))
 
-    folder = tempfile.TemporaryDirectory(prefix="preloaded-")
-    atexit.register(folder.cleanup)
-    addresses = []
-    for seed in HASH_SEEDS:
-        addresses.append(os.path.join(folder.name, seed))
-        others = {"PYTHONHASHSEED": seed, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
-        # It ends when its standard input does, which this process holds open.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.preloaded", addresses[-1], *modules],
-            env=rank_environment(**others, **dict(environment)),
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        atexit.register(process.wait, ENDED_WITHIN_SECONDS)
-        assert process.stdin is not None
-        atexit.register(process.stdin.close)
-    return addresses
+
+@functools.cache
+def _own() -> Servers:
+    servers = Servers()
+    atexit.register(servers.close)
+    return servers
+
+
+class Servers:
+    """The servers of one run of tests, whose workers share them; they end with the process that starts them."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
+        self._started: dict[str, list[str]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._errors = tempfile.TemporaryFile("w+")  # TensorFlow says much there while it is imported
+        self._listener: socket.socket | None = None
+
+    def listen(self) -> str:
+        """Be asked for servers by other processes, too. Returns where."""
+        address = os.path.join(self._folder.name, "asked")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen()
+        threading.Thread(target=self._answer, args=(self._listener,), daemon=True).start()
+        return address
+
+    def _answer(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with connection, connection.makefile("rw") as stream:
+                if line := stream.readline():  # else it has ended
+                    modules, environment = json.loads(line)
+                    stream.write(json.dumps(self.started(modules, environment)) + "\n")
+
+    def started(self, modules: Sequence[str], environment: Iterable[tuple[str, str]]) -> list[str]:
+        """Start the processes that load ``modules``, unless they have been; where they listen."""
+        from tests.ranks import ROOT, rank_environment
+
+        key = json.dumps([modules, environment])
+        if key not in self._started:
+            addresses = [os.path.join(self._folder.name, f"{len(self._started)}-{seed}") for seed in HASH_SEEDS]
+            for seed, address in zip(HASH_SEEDS, addresses, strict=True):
+                others = {"PYTHONHASHSEED": seed, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+                # It ends when its standard input does, which this process holds open.
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.preloaded", address, *modules],
+                    env=rank_environment(**others, **dict(environment)),
+                    cwd=ROOT,
+                    stdin=subprocess.PIPE,
+                    stderr=self._errors,
+                    start_new_session=True,
+                )
+                self._processes.append(process)
+            self._started[key] = addresses
+        return self._started[key]
+
+    def close(self) -> None:
+        """End all of them."""
+        if self._listener is not None:
+            self._listener.close()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        if any([process.wait(ENDED_WITHIN_SECONDS) for process in self._processes]):
+            self._errors.seek(0)
+            sys.stderr.write(f"a process that forks ranks has failed:\n{self._errors.read()}")
+        self._errors.close()
+        self._folder.cleanup()
 
 
 class Server:
@@ -117,6 +187,7 @@ class Server:
         for target, stream in enumerate(streams[:3]):
             os.dup2(stream, target)
             os.close(stream)
+        Path("/proc/self/comm").write_text(place["name"])
         os.chdir(place["folder"])
         os.environ.clear()
         os.environ.update(place["environment"])
@@ -154,6 +225,20 @@ def main(address: str, modules: list[str]) -> list[str]:
     return Server(address).serve()
 
 
-if __name__ == "__main__":
-    sys.argv[1:] = main(sys.argv[1], sys.argv[2:])
+def run_module() -> None:
+    """As ``python -m module`` does."""
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+
+
+def run_program() -> None:
+    """As ``python -c program`` does."""
+    program, sys.argv[:2] = sys.argv[1], ["-c"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))  # noqa: S102 (a test's own)
+
+
+RUN = {"-m": run_module, "-c": run_program}
+
+if __name__ == "__main__":
+    option, *sys.argv[1:] = main(sys.argv[1], sys.argv[2:])
+    RUN[option]()

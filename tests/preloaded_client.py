@@ -10,7 +10,7 @@ import time
 
 STARTED_WITHIN_SECONDS = 120  # what the server imports takes seconds, on a slow machine many
 
-addresses, arguments = sys.argv[1:3], sys.argv[3:]
+addresses, name, arguments = sys.argv[1:3], sys.argv[3], sys.argv[4:]
 rank = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 server = socket.socket(socket.AF_UNIX)
 deadline = time.monotonic() + STARTED_WITHIN_SECONDS
@@ -22,7 +22,8 @@ while True:
         if time.monotonic() > deadline:
             raise
         time.sleep(0.05)
-request = json.dumps({"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}).encode() + b"\0"
+place = {"arguments": arguments, "name": name, "folder": os.getcwd(), "environment": dict(os.environ)}
+request = json.dumps(place).encode() + b"\0"
 # hvdkitrun hands rank 0 a socket that listens already.
 listener = os.environ.get("HVDKIT_RENDEZVOUS_FD")
 sent = socket.send_fds(server, [request], [0, 1, 2, *([int(listener)] if listener else [])])

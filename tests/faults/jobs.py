@@ -15,7 +15,7 @@ import time
 import psutil
 
 from tests.faults.injection import Fault, Outcome
-from tests.preloaded import preloaded
+from tests.preloaded import preloaded, rank_name
 from tests.ranks import ROOT, SEGMENTS, TORCH, rank_environment
 
 TIMEOUT_SECONDS = 3  # HVDKIT_TIMEOUT_SECONDS
@@ -24,7 +24,7 @@ START_TIMEOUT_SECONDS = 8  # which a slow rank must not exceed
 PATIENCE_SECONDS = 45
 SETTLE_SECONDS = 5
 # In /dev/shm, of other tests' jobs: what Open MPI and tests/conftest.py make there.
-OF_OTHERS = ("sm_segment.", "hvdkit-tests-")
+OF_OTHERS = ("sm_segment.", "tests-mpi-")
 
 
 def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
@@ -97,19 +97,18 @@ def watch(job: subprocess.Popen[str], fault: Fault) -> tuple[int | None, str, fl
 
 
 def left_behind(mark: str, shared_before: set[str], segments: str | None = None) -> list[str]:
-    """What is there of a job that has ended: processes with an argument of its, ranks that were forked, shared memory.
+    """What is there of a job that has ended: processes with an argument of its, ranks of this process, shared memory.
 
     ``shared_before``: the files in /dev/shm when it was started. ``segments``: its own folder for those of Open MPI.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         left = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and mark in (process.info["cmdline"] or []):
-                left.append(f"{process.pid} {' '.join(process.info['cmdline'])[:100]}")
-        for server in psutil.Process().children():
-            if "tests.preloaded" in server.cmdline():
-                left += [f"{rank.pid} of {server.pid}" for rank in server.children()]
+        for process in psutil.process_iter(["cmdline", "name", "status"]):
+            line = process.info["cmdline"] or []
+            is_its = mark in line or process.info["name"] == rank_name()
+            if process.info["status"] != psutil.STATUS_ZOMBIE and is_its:
+                left.append(f"{process.pid} {process.info['name']} {' '.join(line)[:100]}")
         new = set(os.listdir("/dev/shm")) - shared_before  # noqa: S108
         left += [f"/dev/shm/{name}" for name in new if not (name.startswith(OF_OTHERS) or is_mapped(name))]  # noqa: S108
         left += [f"{segments}/{name}" for name in (os.listdir(segments) if segments else ())]

@@ -49,17 +49,15 @@ class Port:
 
 
 def open_ports(*pids: int) -> list[Port]:
-    """All TCP ports at which these processes, and all below them, listen."""
+    """All TCP ports at which these processes listen."""
     found = set()
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    ask = getattr(one, "net_connections", None) or one.connections  # its name before psutil 6
-                    for connection in ask(kind="tcp"):
-                        if connection.status == psutil.CONN_LISTEN:
-                            found.add(Port(connection.laddr.ip, connection.laddr.port, one.name()))
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            one = psutil.Process(pid)
+            ask = getattr(one, "net_connections", None) or one.connections  # its name before psutil 6
+            for connection in ask(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(Port(connection.laddr.ip, connection.laddr.port, one.name()))
     return sorted(found)
 
 

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.ranks import start_ranks
+from tests.ranks import TORCH, start_ranks
 from tests.transports.shared import gone_within, needs_memory_files, needs_native, shared_files
 
 pytestmark = [needs_native, needs_memory_files]
@@ -51,7 +51,7 @@ def sockets() -> set[str]:
 
 def test_nothing_is_left_when_all_ranks_are_killed(transport, tmp_path):
     files, listening = shared_files(), sockets()
-    starters = start_ranks([sys.executable, "-m", "tests.faults.endless", str(tmp_path)], 2, transport)
+    starters = start_ranks([sys.executable, "-m", "tests.faults.endless", str(tmp_path)], 2, transport, preload=TORCH)
     try:
         ranks = processes_of_ranks(tmp_path, 2)
         memory = set.union(*(memory_of(rank) for rank in ranks))

@@ -186,9 +186,8 @@ INIT_WITHOUT_RANK_1 = (
 
 
 def test_init_names_the_ranks_that_did_not_come(transport):
-    status, output = run_ranks(
-        [sys.executable, "-c", INIT_WITHOUT_RANK_1], 3, transport, timeout=90, HVDKIT_START_TIMEOUT_SECONDS="8"
-    )
+    command = [sys.executable, "-c", INIT_WITHOUT_RANK_1]
+    status, output = run_ranks(command, 3, transport, timeout=90, preload=TORCH, HVDKIT_START_TIMEOUT_SECONDS="8")
     assert status != 0
     assert "missing: [1]" in output, output
 
@@ -230,7 +229,7 @@ LEAVES_LATE = (
 @pytest.mark.essential(transport="torch")
 def test_a_rank_that_leaves_late_has_the_time_it_needs(transport):
     command = [sys.executable, "-c", LEAVES_LATE]
-    status, output = run_ranks(command, 3, transport, timeout=90, HVDKIT_TIMEOUT_SECONDS="3")
+    status, output = run_ranks(command, 3, transport, timeout=90, preload=TORCH, HVDKIT_TIMEOUT_SECONDS="3")
     assert status == 0, output
     assert "SAVED" in output
     assert output.count("LEFT") == 3, output
@@ -241,7 +240,7 @@ STOPS_WHILE_THE_OTHERS_LEAVE = LEAVES_LATE.replace("time.sleep(12)", "time.sleep
 
 def test_a_rank_that_is_stopped_while_the_others_leave_is_lost():
     command = [sys.executable, "-c", f"import os; {STOPS_WHILE_THE_OTHERS_LEAVE}"]
-    processes = start_ranks(command, 3, "torch", HVDKIT_TIMEOUT_SECONDS="3")
+    processes = start_ranks(command, 3, "torch", preload=TORCH, HVDKIT_TIMEOUT_SECONDS="3")
     try:
         outputs = [processes[rank].communicate(timeout=60)[0] for rank in (0, 2)]
     finally:
@@ -259,6 +258,6 @@ KEEPS_THE_GIL_WHILE_THE_OTHERS_LEAVE = LEAVES_LATE.replace("time.sleep(12)", "ct
 @needs_native
 def test_a_rank_that_keeps_the_gil_while_the_others_leave_has_the_time_it_needs(transport):
     command = [sys.executable, "-c", f"import ctypes; {KEEPS_THE_GIL_WHILE_THE_OTHERS_LEAVE}"]
-    status, output = run_ranks(command, 3, transport, timeout=90, HVDKIT_TIMEOUT_SECONDS="2")
+    status, output = run_ranks(command, 3, transport, timeout=90, preload=TORCH, HVDKIT_TIMEOUT_SECONDS="2")
     assert status == 0, output
     assert output.count("LEFT") == 3, output

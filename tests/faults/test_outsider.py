@@ -18,23 +18,32 @@ from torch._C._distributed_c10d import TCPStore
 from hvdkit.environments.network import is_loopback, own_address
 from hvdkit.transports.credentials import NONCE_BYTES
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
-from tests.ranks import ROOT, free_port, rank_environment
+from tests.preloaded import preloaded, rank_name
+from tests.ranks import ROOT, TORCH, free_port, rank_environment
+from tests.transports.shared import gone_within
 
 START_SECONDS = 90
 END_SECONDS = 60
 RANKS = 2
 RANK = [sys.executable, "-m", "tests.faults.steady"]
+BY_HAND: list[list[str]] = [[]] * RANKS  # nothing starts them but the test
+SETTLE_SECONDS = 10
 
 
 class Job:
     """Processes that sum until they are told to end."""
 
-    def __init__(self, folder: Path, commands: list[list[str]], environments: list[dict[str, str]]) -> None:
+    def __init__(
+        self, folder: Path, launchers: list[list[str]], environments: list[dict[str, str]], *, preload: bool = True
+    ) -> None:
         self.folder = folder
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+        rank = [*RANK, str(folder)]
         self.processes = [
-            subprocess.Popen([*command, str(folder)], env=environment, **pipes)
-            for command, environment in zip(commands, environments, strict=True)
+            subprocess.Popen(
+                [*launcher, *(preloaded(rank, TORCH, environment) if preload else rank)], env=environment, **pipes
+            )
+            for launcher, environment in zip(launchers, environments, strict=True)
         ]
 
     def wait_for(self, what: str, seconds: float) -> None:
@@ -45,7 +54,8 @@ class Job:
             time.sleep(0.05)
 
     def ports(self) -> list[Port]:
-        return open_ports(*(process.pid for process in self.processes))
+        """Where a process listens that this one has started, or a rank that was forked for it."""
+        return open_ports(*processes_of_tests())
 
     def end(self) -> None:
         """Tell the ranks to end, which they do well only if every sum was right."""
@@ -64,21 +74,33 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(folder: Path, *commands: list[str], environments: list[dict[str, str]] | None = None) -> Iterator[Job]:
+def job(
+    folder: Path, *launchers: list[str], environments: list[dict[str, str]] | None = None, preload: bool = True
+) -> Iterator[Job]:
     """A job that has summed a few times; at its end nothing of it is left."""
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    started = Job(folder, list(commands), environments or [rank_environment()] * len(commands))
+    before = processes_of_tests()
+    started = Job(folder, list(launchers), environments or [rank_environment()] * len(launchers), preload=preload)
     try:
         started.wait_for("started", START_SECONDS)
         yield started
     finally:
         started.stop()
-    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    assert left == []
+    assert gone_within(SETTLE_SECONDS, lambda: processes_of_tests() - before), processes_of_tests() - before
+
+
+def processes_of_tests() -> set[int]:
+    """All that this process has started, and the ranks that were forked for it."""
+    forked = {one.pid for one in psutil.process_iter(["name"]) if one.info["name"] == rank_name()}
+    started = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "tests.preloaded" not in process.cmdline():  # who forks stays for the next test
+                started.add(process.pid)
+    return forked | started
 
 
 def hvdkitrun(flag: str) -> list[str]:
-    return [sys.executable, "-m", "hvdkit.launch", flag, "-np", str(RANKS), *RANK]
+    return [sys.executable, "-m", "hvdkit.launch", flag, "-np", str(RANKS)]
 
 
 def by_hand(address: str, *ports: int) -> list[dict[str, str]]:
@@ -112,7 +134,7 @@ def test_an_outsider_who_replays_what_ranks_said_changes_nothing(tmp_path):
     port = free_port()
     recorder = Recorder(("127.0.0.1", port))
     try:
-        with job(tmp_path, RANK, RANK, environments=by_hand("127.0.0.1", port, recorder.port)) as running:
+        with job(tmp_path, *BY_HAND, environments=by_hand("127.0.0.1", port, recorder.port)) as running:
             ports = running.ports()
             assert port in {one.number for one in ports}
             assert all(is_loopback(one.address) for one in ports), ports
@@ -127,7 +149,7 @@ def test_a_job_that_meets_on_a_network_listens_there_only(tmp_path):
     if is_loopback(address):
         pytest.skip("this host has no network")
     port = free_port()
-    with job(tmp_path, RANK, RANK, environments=by_hand(address, port, port)) as running:
+    with job(tmp_path, *BY_HAND, environments=by_hand(address, port, port)) as running:
         assert {one.address for one in running.ports()} == {address}
         assert_stands_it(running)
 
@@ -159,7 +181,7 @@ def secret_file(path: Path, text: str) -> Path:
 
 def errors_of(folder: Path, environments: list[dict[str, str]]) -> list[str]:
     """What ranks say that must not come to sum, when all of them have ended."""
-    ranks = Job(folder, [RANK] * len(environments), environments)
+    ranks = Job(folder, [[]] * len(environments), environments)
     try:
         outputs = [process.communicate(timeout=END_SECONDS)[0] for process in ranks.processes]
     finally:
@@ -182,7 +204,7 @@ def test_an_outsider_who_replays_what_ranks_with_a_secret_said_changes_nothing(t
     environments = by_hand("127.0.0.1", port, recorder.port)
     try:
         with job(
-            tmp_path, RANK, RANK, environments=[{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in environments]
+            tmp_path, *BY_HAND, environments=[{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in environments]
         ) as running:
             assert_stands_it(running, bytes(recorder.heard))
     finally:
@@ -220,7 +242,7 @@ def saying(port: int, message: bytes) -> Iterator[None]:
 def test_an_outsider_who_rewrites_the_store_of_a_running_job_changes_nothing(tmp_path, secret):
     port = free_port()
     environments = [{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in by_hand("127.0.0.1", port, port)]
-    with job(tmp_path, RANK, RANK, environments=environments) as running:
+    with job(tmp_path, *BY_HAND, environments=environments) as running:
         # PyTorch's store asks nobody who he is, as SECURITY.md says.
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         keys = [key for key in store.list_keys() if "hvdkit/" in key]
@@ -234,7 +256,7 @@ def test_an_outsider_who_rewrites_the_store_of_a_running_job_changes_nothing(tmp
 def test_an_outsider_who_is_in_the_store_before_a_rank_is_refused(tmp_path, secret):
     port = free_port()
     rank_0 = {**by_hand("127.0.0.1", port)[0], **START, "HVDKIT_SECRET_FILE": str(secret)}
-    ranks = Job(tmp_path, [RANK], [rank_0])
+    ranks = Job(tmp_path, [[]], [rank_0])
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # tries until rank 0 is there
         attempt = store.get("hvdkit/0/1/rank 0")[:NONCE_BYTES].hex()  # waits until rank 0 has said it
@@ -263,7 +285,7 @@ def test_who_does_not_know_the_secret_does_not_become_a_rank(tmp_path, secret, o
 
 
 def test_the_secret_of_hvdkitrun_is_in_no_command_line_and_no_environment(tmp_path):
-    with job(tmp_path, hvdkitrun("--gloo")) as running:
+    with job(tmp_path, hvdkitrun("--gloo"), preload=False) as running:
         processes = psutil.Process(running.processes[0].pid).children(recursive=True)
         paths = {process.environ().get("HVDKIT_SECRET_FILE") for process in processes} - {None}
         secrets = {Path(path).read_text() for path in paths}

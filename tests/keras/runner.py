@@ -23,11 +23,12 @@ def main(module: str, folder: str) -> None:
         import hvdkit.tensorflow.keras as hvd
     else:
         import hvdkit.keras as hvd
-    from tests.ranks import run_cases
+    from tests.ranks import leave, run_cases
 
     hvd.init(process_sets="dynamic")
     run_cases(module, Path(folder, f"{hvd.rank()}.json"), hvd)
     hvd.shutdown()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import TORCH, RankedCases
 
-PRELOADS = {"tensorflow": ("tensorflow", "keras", "pytest"), "torch": (*TORCH, "keras")}
+PRELOADS = {"tensorflow": ("tensorflow", "keras", "pytest", "hvdkit.keras"), "torch": (*TORCH, "keras", "hvdkit.keras")}
 RESULTS = {
     backend: RankedCases(
         "tests.keras.cases",
@@ -29,7 +29,7 @@ VERIFIED = {
 KERAS_2 = RankedCases(
     "tests.keras.keras2_cases",
     runner="tests.keras.runner",
-    preload=("tensorflow", "pytest"),
+    preload=("tensorflow", "pytest", "hvdkit.tensorflow.keras"),
     KERAS_BACKEND="tensorflow",
     TF_USE_LEGACY_KERAS="1",
 )

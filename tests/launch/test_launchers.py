@@ -21,19 +21,24 @@ from hvdkit.transports.credentials import Credentials
 from hvdkit.transports.horovod_library import find_native_part
 from hvdkit.transports.rendezvous import PLACE, _meet_through_http
 from tests.launch.launching import PATIENCE_SECONDS, environment
-from tests.ranks import ROOT, free_port, mpirun
+from tests.preloaded import preloaded
+from tests.ranks import ROOT, TORCH, free_port, mpirun
 
 MODULE = "tests.launch.introduce"
 RANK = [sys.executable, "-m", MODULE]
+BY_HAND: list[list[str]] = [[], []]  # two ranks that nothing starts but this test
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 UNDER_HOROVODRUN = "torch" if find_native_part() is None else "horovod"
 
 
-def run(commands: list[list[str]], environments: list[dict[str, str]]) -> dict[int, dict[str, object]]:
-    """What the ranks say about themselves, by rank, when all of these commands have ended well."""
+def run(
+    launchers: list[list[str]], environments: list[dict[str, str]], rank: list[str] | None = None
+) -> dict[int, dict[str, object]]:
+    """What the ranks say about themselves, by rank, when all of these launchers of ranks have ended well."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     processes = [
-        subprocess.Popen(command, env=environ, **pipes) for command, environ in zip(commands, environments, strict=True)
+        subprocess.Popen([*launcher, *(rank or preloaded(RANK, TORCH, environ))], env=environ, **pipes)
+        for launcher, environ in zip(launchers, environments, strict=True)
     ]
     try:
         ended = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
@@ -66,8 +71,11 @@ def two_ranks(transport: str, one_host: bool = True) -> dict[int, dict[str, obje
 @pytest.mark.skipif(not TORCHRUN.exists(), reason="torchrun is not beside this Python")
 @pytest.mark.parametrize("kind", ["static", "standalone"])
 def test_torchrun(kind):
-    where = ["--standalone"] if kind == "standalone" else ["--master-port", str(free_port())]
-    told = run([[str(TORCHRUN), "--nproc-per-node", "2", *where, "-m", MODULE]], [environment()])
+    launcher = [str(TORCHRUN), "--nproc-per-node", "2"]
+    if kind == "standalone":
+        told = run([[*launcher, "--standalone", "--no-python"]], [environment()])
+    else:
+        told = run([[*launcher, "--master-port", str(free_port())]], [environment()], ["-m", MODULE])
     assert told == two_ranks("torch")
 
 
@@ -78,7 +86,7 @@ def test_torchrun(kind):
 def test_plain_mpirun(asked, transport):
     pytest.importorskip("mpi4py")
     # Without a GPU: on CUDA nobody's wish is torch.
-    told = run([[*mpirun(2), *RANK]], [environment(CUDA_VISIBLE_DEVICES="", **asked)])
+    told = run([mpirun(2)], [environment(CUDA_VISIBLE_DEVICES="", **asked)])
     assert told == two_ranks(transport)
 
 
@@ -94,8 +102,8 @@ def test_plain_mpirun(asked, transport):
 )
 def test_hvdkitrun(flags, asked, transport):
     pytest.importorskip("mpi4py")
-    command = [sys.executable, "-m", "hvdkit.launch", *flags, "-np", "2", *RANK]
-    assert run([command], [environment(CUDA_VISIBLE_DEVICES="", **asked)]) == two_ranks(transport)
+    launcher = [sys.executable, "-m", "hvdkit.launch", *flags, "-np", "2"]
+    assert run([launcher], [environment(CUDA_VISIBLE_DEVICES="", **asked)]) == two_ranks(transport)
 
 
 class _KeyValueHandler(BaseHTTPRequestHandler):
@@ -163,14 +171,14 @@ def horovodrun_environment(server: ThreadingHTTPServer, rank: int, one_host: boo
 @pytest.mark.parametrize("one_host", [True, False], ids=["one host", "two hosts"])
 def test_horovodruns_gloo_mode(one_host):
     with key_value_server() as server:
-        told = run([RANK, RANK], [horovodrun_environment(server, rank, one_host) for rank in (0, 1)])
+        told = run(BY_HAND, [horovodrun_environment(server, rank, one_host) for rank in (0, 1)])
         assert len(server.values) == 1  # rank 0 said where its store is
     assert told == two_ranks(UNDER_HOROVODRUN, one_host)
 
 
 def test_under_horovodrun_a_rank_that_is_early_asks_until_rank_0_is_there():
     with key_value_server(hold_back=True) as server:
-        told = run([RANK, RANK], [horovodrun_environment(server, rank, one_host=True) for rank in (0, 1)])
+        told = run(BY_HAND, [horovodrun_environment(server, rank, one_host=True) for rank in (0, 1)])
         assert server.asked_in_vain.is_set()
     assert told == two_ranks(UNDER_HOROVODRUN)
 
@@ -189,7 +197,7 @@ def test_under_horovodrun_ranks_with_a_secret_say_where_they_are_to_each_other(s
             {**horovodrun_environment(server, rank, one_host=True), "HVDKIT_SECRET_FILE": str(secret)}
             for rank in (0, 1)
         ]
-        assert run([RANK, RANK], environments) == two_ranks(UNDER_HOROVODRUN)
+        assert run(BY_HAND, environments) == two_ranks(UNDER_HOROVODRUN)
 
 
 @pytest.mark.parametrize("said", [b"127.0.0.1 1", b"", b"x" * 5000, Credentials(b"k" * 16, "0", 2).seal(PLACE, b"a 1")])
@@ -241,4 +249,4 @@ def test_srun(one_host):
     else:
         nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
         environments = [srun_environment(rank, job, SLURM_NODEID=str(rank), **nodes) for rank in (0, 1)]
-    assert run([RANK, RANK], environments) == two_ranks("torch", one_host)
+    assert run(BY_HAND, environments) == two_ranks("torch", one_host)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import preloaded
 from tests.suite import jobs, report, sizes
 from tests.suite.progress import Progress
 
@@ -27,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(Shown(config), "hvdkit-shown")
+    if config.getoption("numprocesses", None):
+        servers = preloaded.Servers()
+        config.add_cleanup(servers.close)
+        os.environ[preloaded.ASKED] = servers.listen()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,11 +29,12 @@ def main(modules: str, folder: str) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)  # so that what blocks it shows
     tf.config.threading.set_intra_op_parallelism_threads(1)
     import hvdkit.tensorflow as hvd
-    from tests.ranks import run_cases
+    from tests.ranks import leave, run_cases
 
     hvd.init(process_sets="dynamic")
     run_cases(modules, Path(folder, f"{hvd.rank()}.json"), hvd)
     hvd.shutdown()
+    leave()
 
 
 if __name__ == "__main__":

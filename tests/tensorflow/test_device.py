@@ -11,7 +11,7 @@ import torch
 from tests.ranks import RankedCases
 
 RUNNER = "tests.tensorflow.pretend_device"
-PRELOAD = ("tensorflow", "pytest")
+PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")
 CASES = RankedCases("tests.tensorflow.device_cases", runner=RUNNER, preload=PRELOAD)
 OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER, preload=PRELOAD)
 GRADIENTS = RankedCases("tests.tensorflow.gradient_cases", runner=RUNNER, preload=PRELOAD)

@@ -12,7 +12,7 @@ import pytest
 from tests.ranks import RankedCases, run_ranks
 
 RUNNER = "tests.tensorflow.runner"
-PRELOAD = ("tensorflow", "pytest")
+PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")
 OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER, preload=PRELOAD)
 GRADIENTS = RankedCases(
     "tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases", runner=RUNNER, preload=PRELOAD
@@ -38,13 +38,23 @@ def test_gradients(case: str, ranks: int, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.thorough)])
 def test_forked_children_end_as_python_ends(transport: str) -> None:
-    status, output = run_ranks([sys.executable, "-m", "tests.tensorflow.forked_endings"], 2, transport, timeout=200)
+    command = [sys.executable, "-m", "tests.tensorflow.forked_endings"]
+    status, output = run_ranks(command, 2, transport, timeout=200, preload=PRELOAD)
     assert status == 0, output
     assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-@pytest.mark.parametrize(("how", "transport"), [("left", "mpi"), ("left", "torch"), ("killed", "torch")])
+@pytest.mark.parametrize(
+    ("how", "transport", "way"),
+    [
+        ("left", "mpi", "graph"),
+        ("left", "torch", "eager"),
+        ("killed", "torch", "graph"),
+        pytest.param("left", "mpi", "eager", marks=pytest.mark.thorough),
+        pytest.param("left", "torch", "graph", marks=pytest.mark.thorough),
+        pytest.param("killed", "torch", "eager", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_lost_rank_is_an_unknown_error_of_tensorflow(how: str, transport: str, way: str) -> None:
     command = [sys.executable, "-m", "tests.tensorflow.lost_rank", how, way]
     _, output = run_ranks(command, 3, transport, timeout=120, preload=PRELOAD)

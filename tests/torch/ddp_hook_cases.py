@@ -720,11 +720,12 @@ def case_a_model_on_nccl(hvd: Any) -> None:
 def main(module: str, folder: str) -> None:
     """What a rank runs."""
     import hvdkit.torch as hvd
-    from tests.ranks import run_cases
+    from tests.ranks import leave, run_cases
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     run_cases(module, Path(folder, f"{dist.get_rank()}.json"), hvd)
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 
@@ -41,7 +42,7 @@ def main(mode: str) -> None:
         optimizer.step()
         steps += 1
         if steps == STEPS:
-            print("under way", flush=True)
+            print("under way as", os.getpid(), flush=True)
 
 
 if __name__ == "__main__":

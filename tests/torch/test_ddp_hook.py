@@ -7,8 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch import nn
 import hvdkit.torch as hvd
 from hvdkit.compression import CASTS
 from hvdkit.torch.ddp_buckets import Describer
-from tests.ranks import RankedCases, start_ranks
+from tests.ranks import TORCH, RankedCases, start_ranks
 from tests.torch.ddp_hook_loop import TIMEOUT_SECONDS
 from tests.torch.optimizer_support import expect
 
@@ -36,14 +36,16 @@ def test_on_ranks(case: str, ranks: int) -> None:
     RESULTS.check(case, ranks, "torch")
 
 
-def loop(mode: str, ranks: int) -> list[subprocess.Popen[str]]:
-    """Ranks that are under way."""
-    processes = start_ranks([sys.executable, "-m", "tests.torch.ddp_hook_loop", mode], ranks, "torch")
+def loop(mode: str, ranks: int, pids: list[int] | None = None) -> list[subprocess.Popen[str]]:
+    """Ranks that are under way; ``pids`` is given theirs."""
+    processes = start_ranks([sys.executable, "-m", "tests.torch.ddp_hook_loop", mode], ranks, "torch", preload=TORCH)
     try:
         for process in processes:
             assert process.stdout is not None
-            while (line := process.stdout.readline()).strip() != "under way":
+            while not (line := process.stdout.readline()).startswith("under way as "):
                 assert line, "a rank ended before it was under way"
+            if pids is not None:
+                pids.append(int(line.rpartition(" ")[2]))
     except BaseException:
         end(processes)
         raise
@@ -58,11 +60,14 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """The exit statuses and what was printed; all ranks end by themselves."""
-    deadline = monotonic() + PATIENCE_SECONDS
+    last = threading.Timer(PATIENCE_SECONDS, lambda: [process.kill() for process in processes])
+    last.start()
     try:
-        outputs = [process.communicate(timeout=max(1.0, deadline - monotonic()))[0] for process in processes]
-        return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+        # Not communicate(), which misses what readline() has read ahead.
+        outputs = [process.stdout.read() for process in processes if process.stdout is not None]
+        return [(process.wait(), output) for process, output in zip(processes, outputs, strict=True)]
     finally:
+        last.cancel()
         end([process for process in processes if process.poll() is None])
 
 
@@ -81,8 +86,9 @@ def test_a_killed_rank_is_an_error_on_all_others(ranks: int) -> None:
 
 
 def test_a_stopped_rank_is_an_error_within_the_time_limit() -> None:
-    processes = loop("endless", 3)
-    os.kill(processes[2].pid, signal.SIGSTOP)
+    pids: list[int] = []
+    processes = loop("endless", 3, pids)
+    os.kill(pids[2], signal.SIGSTOP)
     try:
         told = ""
         for status, output in ended(processes[:2]):

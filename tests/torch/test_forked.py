@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.ranks import RankedCases, run_ranks
+from tests.ranks import TORCH, RankedCases, run_ranks
 
 ENDINGS = "tests.torch.forked_endings"
 WAYS = ("returns", "exits", "exits with 3", "caught", "raises", "leaves")
@@ -30,7 +30,7 @@ def test_forked(case: str, ranks: int, transport: str) -> None:
 )
 def test_children_end_however_they_like(transport: str, arguments: list[str], variables: dict[str, str]) -> None:
     command = [sys.executable, "-m", ENDINGS, *arguments]
-    status, output = run_ranks(command, 2, transport, timeout=200, **variables)
+    status, output = run_ranks(command, 2, transport, timeout=200, preload=TORCH, **variables)
     assert status == 0, output
     assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
     for way in WAYS:

@@ -140,7 +140,7 @@ def open_descriptors() -> dict[int, str]:
     return found
 
 
-def gone_within(seconds: float, left: Callable[[], set[str]]) -> bool:
+def gone_within(seconds: float, left: Callable[[], set[Any]]) -> bool:
     """Whether nothing is left at one moment; other programs of the machine have files and sockets that come and go."""
     deadline = time.monotonic() + seconds
     while left():

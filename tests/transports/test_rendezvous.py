@@ -13,7 +13,7 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.credentials import Credentials
 from hvdkit.transports.horovod_meeting import Meeting
 from hvdkit.transports.rendezvous import _meet_through_http
-from tests.ranks import run_ranks
+from tests.ranks import TORCH, run_ranks
 
 SECRET = Credentials(b"a secret of this job", "job", 1)
 
@@ -79,9 +79,8 @@ if os.environ["OMPI_COMM_WORLD_RANK"] != "0":
 
 
 def test_mpi_tells_some_of_its_ranks_where_they_meet_and_rank_0_need_not_be_one():
-    status, output = run_ranks(
-        [sys.executable, "-c", f"import mpi4py.MPI{PART_OF_MPIS_RANKS}"], 3, "mpi", 60, HVDKIT_TRANSPORT="torch"
-    )
+    command = [sys.executable, "-c", f"import mpi4py.MPI{PART_OF_MPIS_RANKS}"]
+    status, output = run_ranks(command, 3, "mpi", 60, preload=TORCH, HVDKIT_TRANSPORT="torch")
     assert status == 0, output
     assert (
         sorted(line for line in output.splitlines() if line.startswith("sum"))
