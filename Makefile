@@ -3,8 +3,8 @@
 PYTHON ?= python3
 NP ?= 2
 ARGS ?=
-# Tests at a time: some compute, others wait for deadlines.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+# Tests at a time: some compute, others start ranks and wait for deadlines.
+WORKERS ?= $(shell echo $$(($$(nproc) + 2)))
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -75,7 +75,7 @@ class Servers:
         self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
         self._started: dict[str, list[str]] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._errors = tempfile.TemporaryFile("w+")  # TensorFlow says much there while it is imported
+        self._errors = Path(self._folder.name, "errors")  # TensorFlow says much there while it is imported
         self._listener: socket.socket | None = None
 
     def listen(self) -> str:
@@ -108,14 +108,15 @@ class Servers:
             for seed, address in zip(HASH_SEEDS, addresses, strict=True):
                 others = {"PYTHONHASHSEED": seed, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
                 # It ends when its standard input does, which this process holds open.
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.preloaded", address, *modules],
-                    env=rank_environment(**others, **dict(environment)),
-                    cwd=ROOT,
-                    stdin=subprocess.PIPE,
-                    stderr=self._errors,
-                    start_new_session=True,
-                )
+                with self._errors.open("a") as errors:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "tests.preloaded", address, *modules],
+                        env=rank_environment(**others, **dict(environment)),
+                        cwd=ROOT,
+                        stdin=subprocess.PIPE,
+                        stderr=errors,
+                        start_new_session=True,
+                    )
                 self._processes.append(process)
             self._started[key] = addresses
         return self._started[key]
@@ -127,10 +128,9 @@ class Servers:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
-        if any([process.wait(ENDED_WITHIN_SECONDS) for process in self._processes]):
-            self._errors.seek(0)
-            sys.stderr.write(f"a process that forks ranks has failed:\n{self._errors.read()}")
-        self._errors.close()
+        statuses = [process.wait(ENDED_WITHIN_SECONDS) for process in self._processes]
+        if any(statuses):
+            sys.stderr.write(f"a process that forks ranks has failed:\n{self._errors.read_text()}")
         self._folder.cleanup()
 
 

@@ -76,15 +76,17 @@ def main(scenario: str, channel: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    if channel != "joined":
-        wait_for_rank_1(channel, optimizer, model)  # a good round first
-    else:
-        hvd.barrier()  # the others may still be in init()
-    optimizer.zero_grad()
-    if hvd.rank() == 1:
-        misbehave(scenario)
     started = time.monotonic()
     try:
+        # A good round first, which a slow rank may still be in when rank 1 is through and gone.
+        if channel != "joined":
+            wait_for_rank_1(channel, optimizer, model)
+        else:
+            hvd.barrier()
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            misbehave(scenario)
+        started = time.monotonic()
         try:
             wait_for_rank_1(channel, optimizer, model)
         except KeyboardInterrupt:
