@@ -12,6 +12,7 @@ from tqdm import tqdm
 from tests.suite import jobs
 
 LINE_EVERY_SECONDS = 60.0
+LEAST_SECONDS = 0.01  # also of jobs whose tests were skipped when all tests were run last
 
 
 class Progress:
@@ -34,7 +35,7 @@ class Progress:
             self._bar = tqdm(total=self._work, bar_format=shown, file=sys.stdout, dynamic_ncols=True)
 
     def _weight(self, job: str) -> float:
-        return self._seconds.get(job, jobs.SECONDS_OF_THE_UNKNOWN)
+        return max(self._seconds.get(job, jobs.SECONDS_OF_THE_UNKNOWN), LEAST_SECONDS)
 
     def ended(self, nodeid: str, outcome: str) -> None:
         """One test has ended."""

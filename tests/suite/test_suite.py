@@ -87,6 +87,17 @@ def test_progress_is_by_time_and_in_lines_where_nobody_looks(
     progress.close()
 
 
+def test_progress_of_tests_that_were_all_skipped_when_they_were_run_last(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "read_durations", lambda: {"tests/a.py": 0.0})
+    monkeypatch.setattr("tests.suite.progress.LINE_EVERY_SECONDS", 0.0)
+    progress = Progress(["tests/a.py::one"], 1)
+    progress.ended("tests/a.py::one", "passed")
+    assert "100% after 0:00" in capsys.readouterr().out
+    progress.close()
+
+
 def test_the_report_tells_counts_skips_and_durations() -> None:
     tests = {
         "tests/a/test_x.py::one": {"outcome": "passed", "seconds": 61.0, "reason": "", "job": "tests/a/test_x.py"},
