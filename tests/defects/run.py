@@ -80,9 +80,9 @@ class Tree:
         if built.returncode:
             raise SystemExit(f"a defect does not compile:\n{built.stdout}\n{built.stderr}")
 
-    def run(self, tests: Sequence[str]) -> tuple[int | None, str]:
+    def run(self, tests: Sequence[str], options: Sequence[str] = ()) -> tuple[int | None, str]:
         """The exit status of pytest, None if it ran past its time limit, and what it printed."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests]
         environment = {**os.environ, "PYTHONPATH": str(self.folder)}
         with tempfile.TemporaryFile("w+") as printed:
             process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=printed, stderr=printed)
@@ -110,7 +110,9 @@ def judge(defect: Defect, status: int | None, printed: str) -> Verdict:
     return Verdict(defect.name, True, failed[1])
 
 
-def run(defects: Sequence[Defect], revision: str, side_by_side: int, known_to_pass: bool) -> Iterator[Verdict]:
+def run(
+    defects: Sequence[Defect], revision: str, side_by_side: int, known_to_pass: bool, options: Sequence[str] = ()
+) -> Iterator[Verdict]:
     """Put in each defect, after the tests were seen to pass without."""
     with (
         tempfile.TemporaryDirectory(prefix="hvdkit-defects-") as folder,
@@ -123,7 +125,7 @@ def run(defects: Sequence[Defect], revision: str, side_by_side: int, known_to_pa
 
         def without(tests: tuple[str, ...]) -> None:
             tree = trees.get()
-            status, printed = tree.run(tests)
+            status, printed = tree.run(tests, options)
             trees.put(tree)
             if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 raise SystemExit(f"pytest {' '.join(tests)} fails without any defect:\n{printed[-4000:]}")
@@ -132,7 +134,7 @@ def run(defects: Sequence[Defect], revision: str, side_by_side: int, known_to_pa
         def put_in(defect: Defect) -> Verdict:
             tree = trees.get()
             tree.put_in(defect)
-            verdict = judge(defect, *tree.run(defect.tests))
+            verdict = judge(defect, *tree.run(defect.tests, options))
             tree.take_out(defect)
             trees.put(tree)
             bar.update()
@@ -182,10 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--suite", default="today", help="what this run is called in the score")
     parser.add_argument("--known-to-pass", action="store_true", help="the tests were run without any defect already")
     parser.add_argument("--side-by-side", type=int, default=2, help="how many defects at a time")
+    parser.add_argument("--all", action="store_true", help="also tests that make test leaves out")
     args = parser.parse_args(argv)
     defects = [one for one in all_defects() if not args.names or one.name.startswith(tuple(args.names))]
     verdicts = []
-    for verdict in run(defects, args.revision, args.side_by_side, args.known_to_pass):
+    for verdict in run(defects, args.revision, args.side_by_side, args.known_to_pass, ["--all"] * args.all):
         verdicts.append(verdict)
         keep(args.suite, verdict)
     print(f"{sum(one.found for one in verdicts)} of {len(verdicts)} found; wrote {SCORE}")

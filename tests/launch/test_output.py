@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +111,11 @@ def test_nothing_is_lost_where_signals_interrupt_a_write():
         [sys.executable, "-c", WRITES_WHILE_SIGNALS_COME], stdout=subprocess.PIPE, cwd=ROOT
     ) as writer:
         assert writer.stdout is not None
-        lines = writer.stdout.read().splitlines()
+        said = []
+        for _ in range(200):  # of a slow reader, whose pipe is full when a signal comes
+            said.append(os.read(writer.stdout.fileno(), 1 << 13))
+            time.sleep(0.001)
+        lines = b"".join([*said, writer.stdout.read()]).splitlines()
     assert writer.returncode == 0
     assert set(lines) == {b"[0]<stdout>: " + b"x" * 100_000}
     assert len(lines) == 100
