@@ -6,7 +6,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$1 target=essential
 shift
-[[ " $* " != *" --all "* ]] || target=cluster
+# Tests that are named may be any.
+[[ " $* " != *" --all "* && "$*" != *::* ]] || target=cluster
+[[ "$*" == *tests/cluster* ]] || set -- tests/cluster "$@"
 
 SECONDS=0
 rm -f build/cluster-faults.md
@@ -47,7 +49,7 @@ echo "cluster-test: the image is $(docker image inspect --format '{{.Size}}' "hv
 
 status=0
 # The tests of a file stay together: those of faults share a report.
-"$python" -m pytest -q --numprocesses=2 --dist=loadfile --durations=10 tests/cluster --cluster "hvdkit:$target" "$@" || status=$?
+"$python" -m pytest -q --numprocesses=2 --dist=loadfile --durations=10 --cluster "hvdkit:$target" "$@" || status=$?
 [ ! -e build/cluster-faults.md ] || cat build/cluster-faults.md
 echo "cluster-test: took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 exit "$status"

@@ -31,7 +31,9 @@ from pathlib import Path
 CLIENT = Path(__file__).with_name("preloaded_client.py")
 HASH_SEEDS = ("1", "2")
 READ_BY_IMPORTS = ("KERAS_BACKEND", "TF_USE_LEGACY_KERAS")  # variables that servers need too
-ENDED_WITHIN_SECONDS = 30
+ENDED_WITHIN_SECONDS = 60  # one that is asked to while it imports ends after that
+ANSWERED_WITHIN_SECONDS = 60
+ASKS_WITHIN_SECONDS = 5  # who has connected has all that it asks; others wait meanwhile
 ASKED = "TESTS_PRELOADED"  # a variable: where who started this run of tests is asked for its servers
 
 
@@ -55,6 +57,7 @@ def _addresses(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...
     if (asked := os.environ.get(ASKED)) is None:
         return _own().started(modules, environment)
     with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rw") as stream:
+        connection.settimeout(ANSWERED_WITHIN_SECONDS)
         connection.connect(asked)
         stream.write(json.dumps([modules, environment]) + "\n")
         stream.flush()
@@ -93,8 +96,9 @@ class Servers:
                 connection, _ = listener.accept()
             except OSError:  # closed
                 return
-            with connection, connection.makefile("rw") as stream:
-                if line := stream.readline():  # else it has ended
+            # Who asked may have ended.
+            with connection, contextlib.suppress(ConnectionError), connection.makefile("rw") as stream:
+                if line := stream.readline():
                     modules, environment = json.loads(line)
                     stream.write(json.dumps(self.started(modules, environment)) + "\n")
 
@@ -128,10 +132,15 @@ class Servers:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
-        statuses = [process.wait(ENDED_WITHIN_SECONDS) for process in self._processes]
-        if any(statuses):
-            sys.stderr.write(f"a process that forks ranks has failed:\n{self._errors.read_text()}")
-        self._folder.cleanup()
+        try:
+            statuses = [process.wait(ENDED_WITHIN_SECONDS) for process in self._processes]
+            if any(statuses):
+                raise RuntimeError(f"a process that forks ranks has failed:\n{self._errors.read_text()}")
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.wait()
+            self._folder.cleanup()
 
 
 class Server:
@@ -163,15 +172,20 @@ class Server:
     def _start(self) -> list[str] | None:
         """Fork a rank. Returns its arguments in the rank, None in the server."""
         client, _ = self.listener.accept()
-        request, streams, _, _ = socket.recv_fds(client, 1 << 20, 4)
-        while not request.endswith(b"\0"):
-            received = client.recv(1 << 20)
-            if not received:  # it was killed before it could ask
-                for stream in streams:
-                    os.close(stream)
-                client.close()
-                return None
-            request += received
+        client.settimeout(ASKS_WITHIN_SECONDS)
+        request, streams = b"", []
+        try:
+            request, streams, _, _ = socket.recv_fds(client, 1 << 20, 4)
+            while not request.endswith(b"\0"):
+                if not (received := client.recv(1 << 20)):
+                    raise ConnectionError
+                request += received
+        except (ConnectionError, TimeoutError):  # it was killed before it could ask, or stopped
+            for stream in streams:
+                os.close(stream)
+            client.close()
+            return None
+        client.settimeout(None)
         place = json.loads(request[:-1])
         child = os.fork()
         if child:

@@ -37,7 +37,7 @@ SOMEWHERE = [
     ("launcher killed", "allreduce", "torch"),
     ("launcher killed", "broadcast", "mpi"),
 ]
-# Which of them `make test` and continuous integration wait for.
+# Which of them `make cluster-test` and continuous integration wait for.
 ESSENTIAL = [("killed", "allreduce", "torch"), ("killed", "first step", "mpi"), ("cut", "allreduce", "torch")]
 FAULTS = [
     (transport, Fault(kind, moment, CHANCE.randrange(3), CHANCE.uniform(0, LONGEST_DELAY_SECONDS)))

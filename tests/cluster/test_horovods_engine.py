@@ -10,7 +10,7 @@ from tests.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.thorough
 # On the image's Python, as its user: tests/ is mounted there. What takes minutes is left to who has built Horovod.
-PYTEST = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "/work/pytest", "-k"]
+PYTEST = ["python", "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider", "--basetemp", "/work/pytest", "-k"]
 OWN = "test_horovods_engine and torch"
 
 

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +32,9 @@ from tests.defects.patches import FOLDER, Defect, all_defects
 ROOT = FOLDER.parents[1]
 SCORE = FOLDER / "SCORE.md"
 KEPT = FOLDER / "score.json"
+SUITE = "make test"
 LIMIT_SECONDS = 900
+ENDING_SECONDS = 60
 NATIVE = "hvdkit/kernels"
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
@@ -85,15 +88,28 @@ class Tree:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests]
         environment = {**os.environ, "PYTHONPATH": str(self.folder)}
         with tempfile.TemporaryFile("w+") as printed:
-            process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=printed, stderr=printed)
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=printed, stderr=printed, start_new_session=True
+            )
+            status = None
             try:
-                status = process.wait(LIMIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait()
-                status = None
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(LIMIT_SECONDS)
+            finally:
+                end(process)
             printed.seek(0)
             return status, printed.read()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a session that may still run, in such a way that it can clean up."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def judge(defect: Defect, status: int | None, printed: str) -> Verdict:
@@ -123,20 +139,28 @@ def run(
         for number in range(side_by_side):
             trees.put(Tree(Path(folder, str(number)), revision))
 
-        def without(tests: tuple[str, ...]) -> None:
+        @contextmanager
+        def a_tree() -> Iterator[Tree]:
             tree = trees.get()
-            status, printed = tree.run(tests, options)
-            trees.put(tree)
+            try:
+                yield tree
+            finally:
+                trees.put(tree)
+
+        def without(tests: tuple[str, ...]) -> None:
+            with a_tree() as tree:
+                status, printed = tree.run(tests, options)
             if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 raise SystemExit(f"pytest {' '.join(tests)} fails without any defect:\n{printed[-4000:]}")
             bar.update()
 
         def put_in(defect: Defect) -> Verdict:
-            tree = trees.get()
-            tree.put_in(defect)
-            verdict = judge(defect, *tree.run(defect.tests, options))
-            tree.take_out(defect)
-            trees.put(tree)
+            with a_tree() as tree:
+                try:
+                    tree.put_in(defect)
+                    verdict = judge(defect, *tree.run(defect.tests, options))
+                finally:
+                    tree.take_out(defect)
             bar.update()
             if not verdict.found:
                 tqdm.write(f"not found: {defect.name}: {defect.what}")
@@ -172,7 +196,7 @@ def keep(suite: str, verdict: Verdict) -> None:
     """Add to the score, at once: what comes later may take an hour."""
     known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     entries = {one["name"]: one for one in known.get(suite, [])} | {verdict.name: asdict(verdict)}
-    known[suite] = [entries[name] for name in sorted(entries)]
+    known[suite] = [entries[one.name] for one in all_defects() if one.name in entries]
     KEPT.write_text(json.dumps(known, indent=1) + "\n")
     SCORE.write_text(table(all_defects(), {name: [Verdict(**one) for one in told] for name, told in known.items()}))
 
@@ -181,18 +205,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="beginnings of names; all, if there are none")
     parser.add_argument("--revision", default="HEAD", help="whose tests and code are used")
-    parser.add_argument("--suite", default="today", help="what this run is called in the score")
+    parser.add_argument("--suite", default=SUITE, help="what this run is called in the score")
     parser.add_argument("--known-to-pass", action="store_true", help="the tests were run without any defect already")
     parser.add_argument("--side-by-side", type=int, default=2, help="how many defects at a time")
     parser.add_argument("--all", action="store_true", help="also tests that make test leaves out")
     args = parser.parse_args(argv)
     defects = [one for one in all_defects() if not args.names or one.name.startswith(tuple(args.names))]
+    found = {one["name"] for one in json.loads(KEPT.read_text()).get(args.suite, []) if one["found"]}
     verdicts = []
     for verdict in run(defects, args.revision, args.side_by_side, args.known_to_pass, ["--all"] * args.all):
         verdicts.append(verdict)
         keep(args.suite, verdict)
     print(f"{sum(one.found for one in verdicts)} of {len(verdicts)} found; wrote {SCORE}")
-    return 0
+    lost = [one.name for one in verdicts if one.name in found and not one.found]
+    if lost:
+        print(f"no longer found: {', '.join(lost)}")
+    return int(bool(lost))
 
 
 if __name__ == "__main__":

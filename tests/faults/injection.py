@@ -16,13 +16,14 @@ KINDS = ("killed", "stopped", "raises", "slow", "full disk", "launcher killed")
 LONGEST_DELAY_SECONDS = 0.05
 SLOW_SECONDS = 2.0
 RIGHT_STATUS = 0
-# From a kill until all know it; and what a deadline may be exceeded by: those who wait look every so often.
-KILL_SECONDS = 5.0
-SLACK_SECONDS = 3.0
+# From a kill until all know it; and what a deadline may be exceeded by: those who wait look every so often, and their
+# machine may have other things to do.
+KILL_SECONDS = 10.0
+SLACK_SECONDS = 8.0
 # From then on until nothing of the job runs: what cannot end itself is ended after ten of them.
 END_SECONDS = 20.0
 # Between the last operation, which needs all ranks, and the word of a rank that it leaves.
-SAME_MOMENT_SECONDS = 0.5
+SAME_MOMENT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,20 @@ import psutil
 
 from tests.faults.injection import Fault, Outcome
 from tests.preloaded import preloaded, rank_name
-from tests.ranks import ROOT, SEGMENTS, TORCH, rank_environment
+from tests.ranks import OF_OPEN_MPI, ROOT, SEGMENTS, TORCH, rank_environment
 
 TIMEOUT_SECONDS = 3  # HVDKIT_TIMEOUT_SECONDS
 START_TIMEOUT_SECONDS = 8  # which a slow rank must not exceed
 # A job of this kind takes three seconds; whatever waits for a deadline a few more.
 PATIENCE_SECONDS = 45
 SETTLE_SECONDS = 5
-# In /dev/shm, of other tests' jobs: what Open MPI and tests/conftest.py make there.
-OF_OTHERS = ("sm_segment.", "tests-mpi-")
 
 
 def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
     """Run one job to its end."""
     with (
         tempfile.TemporaryDirectory(prefix="fault-") as folder,
-        tempfile.TemporaryDirectory(prefix="fault-", dir=os.environ.get(SEGMENTS)) as segments,
+        tempfile.TemporaryDirectory(prefix="tests-mpi-", dir=os.environ.get(SEGMENTS)) as segments,
     ):
         before = set(os.listdir("/dev/shm"))  # noqa: S108 (a look)
         environment = rank_environment(
@@ -110,7 +108,7 @@ def left_behind(mark: str, shared_before: set[str], segments: str | None = None)
             if process.info["status"] != psutil.STATUS_ZOMBIE and is_its:
                 left.append(f"{process.pid} {process.info['name']} {' '.join(line)[:100]}")
         new = set(os.listdir("/dev/shm")) - shared_before  # noqa: S108
-        left += [f"/dev/shm/{name}" for name in new if not (name.startswith(OF_OTHERS) or is_mapped(name))]  # noqa: S108
+        left += [f"/dev/shm/{name}" for name in new if not (name.startswith(OF_OPEN_MPI) or is_mapped(name))]  # noqa: S108
         left += [f"{segments}/{name}" for name in (os.listdir(segments) if segments else ())]
         if not left or time.monotonic() > deadline:
             return left

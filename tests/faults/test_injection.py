@@ -47,7 +47,7 @@ def test_a_launcher_that_ends_the_job_and_names_the_rank_is_right():
     [
         (Outcome(None, KILLED_OUTPUT, 101.0), "did not end"),
         (Outcome(0, KILLED_OUTPUT, 101.0), "all was well"),
-        (Outcome(137, KILLED_OUTPUT, 126.0), "ended 26.0 s after"),
+        (Outcome(137, KILLED_OUTPUT, 131.0), "ended 31.0 s after"),
         (Outcome(137, f"{KILLED_OUTPUT}\nWRONG step 2", 101.0), "a sum was wrong"),
         (Outcome(137, KILLED_OUTPUT, 101.0, ["123 python"]), "left behind: 123 python"),
         (Outcome(137, "STRIKES 100.0\nit is gone", 101.0), "nobody named rank 1"),
@@ -72,12 +72,12 @@ def test_what_is_wrong_after_a_kill_is_said(outcome, problem):
 @pytest.mark.parametrize(
     ("kind", "moment", "limit"),
     [
-        ("killed", "init", 5),
-        ("raises", "allreduce", 5),
-        ("stopped", "allreduce", 6),
-        ("cut", "shutdown", 6),
-        ("stopped", "init", 11),
-        ("launcher killed", "broadcast", 5),
+        ("killed", "init", 10),
+        ("raises", "allreduce", 10),
+        ("stopped", "allreduce", 11),
+        ("cut", "shutdown", 11),
+        ("stopped", "init", 16),
+        ("launcher killed", "broadcast", 10),
     ],
 )
 def test_what_is_noticed_too_late_is_said(kind, moment, limit):

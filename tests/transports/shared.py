@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.arrays import Array, native, needs_native
-from tests.ranks import ROOT, rank_environment
+from tests.ranks import OF_OPEN_MPI, ROOT, rank_environment
 
 __all__ = ["native", "needs_native"]
 
@@ -28,8 +28,6 @@ except ImportError:
 
 LINE = 64
 FILE_BYTES = 1 << 62  # sparse, as in node_memory.py
-
-OF_MPI = ("sm_segment.", "open_mpi.", "vader_segment.")  # in /dev/shm; of this job or another one on this machine
 
 needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this Python has no memfd_create")
 
@@ -152,4 +150,4 @@ def gone_within(seconds: float, left: Callable[[], set[Any]]) -> bool:
 
 def shared_files() -> set[str]:
     """What lies in /dev/shm, except for what is Open MPI's own."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(OF_MPI)}  # noqa: S108
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OF_OPEN_MPI)}  # noqa: S108

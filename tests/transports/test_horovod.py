@@ -50,7 +50,7 @@ def test_operations(case, ranks, connected):
     OPERATIONS.check(case, ranks, connected)
 
 
-@pytest.mark.parametrize(("ranks", "connected"), [(3, "mpi"), (2, "torch")])
+@pytest.mark.parametrize(("ranks", "connected"), [(2, "mpi"), (3, "torch")])
 @pytest.mark.parametrize("case", [name for name in OPTIMIZER.names if name not in HOST_ONLY])
 def test_optimizers(case, ranks, connected):
     OPTIMIZER.check(case, ranks, connected)
