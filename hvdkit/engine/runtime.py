@@ -107,10 +107,14 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     logger.setLevel(settings.log_level.upper())
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     sets = [] if process_sets is None or dynamic else list(process_sets)
-    world, transport = _connect(comm, settings, cuda, for_torch)
+    world, members = _place(comm)
+    # Told before ranks meet: one that is quick to raise it would leave the others in the midst of that.
+    static = _static_ranks(
+        sets, world.size if members is None else len(members), comm if _is_communicator(comm) else None
+    )
+    world, transport = _connect(comm, world, members, settings, cuda, for_torch)
     heartbeat = None
     try:
-        static = _static_ranks(sets, transport.size, comm if _is_communicator(comm) else None)
         topology, settings = introduce(transport, world, settings, static)
         connected = transport
 
@@ -178,12 +182,12 @@ def _is_communicator(comm: Any) -> bool:
     return hasattr(comm, "Get_rank")
 
 
-def _connect(comm: Any, settings: config.Settings, cuda: bool, for_torch: bool) -> tuple[World, Transport]:
+def _place(comm: Any) -> tuple[World, list[int] | None]:
+    """Who this process is, and which ranks of that world take part, if not all do."""
     if _is_communicator(comm):
         ENDING.watch(shutdown)
         ENDING.abort_with(abort_mpi)
-        transport = open_mpi_communicator(comm, settings.start_timeout_seconds)
-        return World("mpi4py", transport.rank, transport.size, mpi=True), transport
+        return World("mpi4py", comm.Get_rank(), comm.Get_size(), mpi=True), None
     world = environments.detect()
     members = None if comm is None or len(comm) == 0 else sorted(comm)
     if members is not None:
@@ -200,10 +204,19 @@ def _connect(comm: Any, settings: config.Settings, cuda: bool, for_torch: bool) 
         ENDING.watch(shutdown)  # before anything can fail that others wait for
         if world.mpi:
             ENDING.abort_with(abort_mpi)
-    job = tuple(members or ())
-    _generations[job] += 1
+    _generations[tuple(members or ())] += 1
+    return world, members
+
+
+def _connect(
+    comm: Any, world: World, members: list[int] | None, settings: config.Settings, cuda: bool, for_torch: bool
+) -> tuple[World, Transport]:
+    """The world of those who take part, and what connects them."""
+    if _is_communicator(comm):
+        return world, open_mpi_communicator(comm, settings.start_timeout_seconds)
+    generation = _generations[tuple(members or ())]
     transport = open_transport(
-        world, settings.transport, cuda, for_torch, _generations[job], settings.start_timeout_seconds, members
+        world, settings.transport, cuda, for_torch, generation, settings.start_timeout_seconds, members
     )
     if members is not None:
         world = World(world.launcher, members.index(world.rank), len(members), mpi=world.mpi)
