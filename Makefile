@@ -9,8 +9,6 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 2)))
 VENV := .venv
 BIN := $(VENV)/bin
 CSRC := $(wildcard hvdkit/kernels/csrc/* hvdkit/transports/csrc/* hvdkit/arena/csrc/*)
-# What one job of ranks serves stays together; what took longest when all tests were run last starts first.
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: help train test test-all test-defects coverage cluster-test lint format clean
@@ -22,7 +20,7 @@ train: $(VENV)/.ready-train ## set up .venv and train the digits example on NP=2
 	$(BIN)/hvdkitrun -np $(NP) $(BIN)/python examples/pytorch_digits.py $(ARGS)
 
 test: $(VENV)/.ready-test ## set up .venv and run the tests (ARGS=... to pytest)
-	$(PYTEST) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.ready-test ## all tests there are, over hosts too, and 200 faults; writes tests/REPORT.md
 	tests/suite/all.sh $(abspath $(BIN))/python $(WORKERS)

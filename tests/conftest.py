@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import SEGMENTS
+from tests.ranks import FOR_OPEN_MPI, SEGMENTS
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108 (Open MPI's own choice)
 
@@ -29,7 +29,7 @@ def mpi_sessions() -> Iterator[None]:
     """
     with (
         tempfile.TemporaryDirectory(prefix="hvdkit-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryDirectory(prefix="tests-mpi-", dir=SHARED_MEMORY, ignore_cleanup_errors=True) as segments,
+        tempfile.TemporaryDirectory(prefix=FOR_OPEN_MPI, dir=SHARED_MEMORY, ignore_cleanup_errors=True) as segments,
     ):
         os.environ.update({"PRTE_MCA_prte_tmpdir_base": folder, SEGMENTS: segments})
         yield

@@ -36,8 +36,9 @@ from tests.preloaded import preloaded
 ROOT = Path(__file__).resolve().parent.parent
 JOB_TIMEOUT_SECONDS = 400  # a job of TensorFlow takes a minute and a half beside two others, on two cores
 SKIPPED = "skipped: "
+FOR_OPEN_MPI = "tests-mpi-"  # a beginning of names
 # In /dev/shm, of any job: what Open MPI makes there, and tests make for it.
-OF_OPEN_MPI = ("sm_segment.", "open_mpi.", "vader_segment.", "tests-mpi-")
+OF_OPEN_MPI = ("sm_segment.", "open_mpi.", "vader_segment.", FOR_OPEN_MPI)
 SEGMENTS = "TESTS_OPEN_MPI_SEGMENTS"  # a variable: the folder for the shared memory of Open MPI's ranks
 TORCH = ("torch", "torch._dynamo", "pytest")  # torch.optim loads the second, which takes as long as the first
 CASES = (*TORCH, "hvdkit.torch")

@@ -16,7 +16,7 @@ import psutil
 
 from tests.faults.injection import Fault, Outcome
 from tests.preloaded import preloaded, rank_name
-from tests.ranks import OF_OPEN_MPI, ROOT, SEGMENTS, TORCH, rank_environment
+from tests.ranks import FOR_OPEN_MPI, OF_OPEN_MPI, ROOT, SEGMENTS, TORCH, rank_environment
 
 TIMEOUT_SECONDS = 3  # HVDKIT_TIMEOUT_SECONDS
 START_TIMEOUT_SECONDS = 8  # which a slow rank must not exceed
@@ -29,7 +29,7 @@ def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
     """Run one job to its end."""
     with (
         tempfile.TemporaryDirectory(prefix="fault-") as folder,
-        tempfile.TemporaryDirectory(prefix="tests-mpi-", dir=os.environ.get(SEGMENTS)) as segments,
+        tempfile.TemporaryDirectory(prefix=FOR_OPEN_MPI, dir=os.environ.get(SEGMENTS)) as segments,
     ):
         before = set(os.listdir("/dev/shm"))  # noqa: S108 (a look)
         environment = rank_environment(

@@ -16,7 +16,7 @@ HVDKIT_COVERAGE=1 "$python" setup.py --quiet build_ext --inplace > build.log 2>&
 export PYTHONPATH=$tree COVERAGE_FILE=$tree/data/.coverage
 mkdir data
 status=0
-"$python" -m coverage run -m pytest -q -n "$workers" --dist loadscope --no-loadscope-reorder "$@" || status=$?
+"$python" -m coverage run -m pytest -q -n "$workers" "$@" || status=$?
 "$python" -m coverage combine --quiet data
 {
     echo "Python: $("$python" -m coverage report --format=total --precision=1)% of lines and branches"

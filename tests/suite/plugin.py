@@ -54,10 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With ``--dist loadscope``, what is kept together are jobs."""
+    """With ``-n`` and no other wish, a worker gets all tests of one job, and what takes longest starts first."""
     from tests.suite.scheduling import ByJob  # where pytest-xdist is, which calls this
 
-    return ByJob(config, log) if config.getoption("dist") == "loadscope" else None
+    if config.getoption("dist") != "load":
+        return None
+    config.option.loadscopereorder = False  # by numbers of tests
+    return ByJob(config, log)
 
 
 def _place(item: pytest.Item) -> tuple[int | None, str | None]:
