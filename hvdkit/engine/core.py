@@ -335,12 +335,19 @@ class Engine(NamedOperations):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
-        """Raise HorovodInternalError where this engine cannot communicate any more."""
-        if self.error is not None:
-            raise HorovodInternalError(
-                f"hvdkit cannot communicate any more: {self.error}\n"
-                "HINT: call hvd.shutdown() and hvd.init() on all ranks that are left, or restart the job."
-            ) from self.error
+        """Raise HorovodInternalError where this engine cannot communicate any more.
+
+        A lost rank is a PeerLostError here too: it may have been noticed between two operations.
+        """
+        if self.error is None:
+            return
+        text = (
+            f"hvdkit cannot communicate any more: {self.error}\n"
+            "HINT: call hvd.shutdown() and hvd.init() on all ranks that are left, or restart the job."
+        )
+        if isinstance(self.error, PeerLostError):
+            raise PeerLostError(text, self.error.rank) from self.error
+        raise HorovodInternalError(text) from self.error
 
     def _submit(
         self,
