@@ -14,6 +14,7 @@ from hvdkit.arena import ARENA
 from tests.forking import in_child
 from tests.torch.optimizer_support import expect
 from tests.torch.ownership_support import (
+    Passing,
     assert_born_in_arena,
     assert_equal_to,
     bits_on_all_ranks,
@@ -305,18 +306,6 @@ def case_gradients_of_a_step_that_was_given_up_are_not_stepped_on(hvd: Any) -> N
         plain.step()
         assert_equal_to(net, alone)
     bits_on_all_ranks(hvd, list(net.parameters()))
-
-
-class Passing:
-    """A compression of the user's own that compresses nothing, so gradients are reduced by name."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        return tensor
 
 
 def case_gradients_that_go_by_name_are_the_tensors_that_are_reduced_too(hvd: Any) -> None:

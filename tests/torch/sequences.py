@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.forking import in_child
+from tests.torch.ownership_support import Passing
 
 WIDTH, CHANNELS = 160, 16  # matrices of 25,600 elements are large enough for the arena, in float32 too
 ROWS = 3  # of each rank's batch
@@ -40,6 +41,7 @@ class Program:
     scaled: bool
     models: int
     passes: int
+    reduced: str
     steps: tuple[Step, ...]
     compiled: bool = False
 
@@ -52,6 +54,15 @@ class Program:
     def tolerance(self) -> float:
         """The largest difference, as a part of the largest value."""
         return 1e-4 if self.scaled else 1e-10
+
+
+# Arguments of DistributedOptimizer.
+REDUCED: dict[str, dict[str, Any]] = {
+    "planned": {},
+    "planned, in groups": {"groups": 2},
+    "by name": {"compression": Passing},
+    "by name, in groups": {"compression": Passing, "groups": 2},
+}
 
 
 class Net(nn.Module):
@@ -90,7 +101,10 @@ class Side:
         if hvd is not None:
             self.optimizers = [
                 hvd.DistributedOptimizer(
-                    optimizer, named_parameters=net.named_parameters(), backward_passes_per_step=program.passes
+                    optimizer,
+                    named_parameters=net.named_parameters(),
+                    backward_passes_per_step=program.passes,
+                    **REDUCED[program.reduced],
                 )
                 for net, optimizer in zip(self.nets, self.optimizers, strict=True)
             ]
@@ -346,6 +360,7 @@ def programs(compiled: bool = False) -> st.SearchStrategy[Program]:
         scaled=st.booleans(),
         models=st.integers(1, 2),
         passes=st.integers(1, 2),
+        reduced=st.sampled_from(list(REDUCED)),
         steps=st.lists(steps, min_size=2, max_size=5).map(tuple),
         compiled=st.just(compiled),
     )
