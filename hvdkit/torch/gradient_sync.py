@@ -196,7 +196,7 @@ class GradientSynchronizer:
     def _check_cleared(self) -> None:
         for parameter in self._trainable().values() if some_are_half_summed() else ():
             if is_half_summed(parameter.grad):
-                self._start_step()  # what was added to it is of no use either, and may be cleared
+                self.abandon()  # what was added to it is of no use either, and may be cleared
                 raise ValueError(HALF_SUMMED.format(name=self.name_of(parameter)))
 
     def _finish_step(self) -> None:

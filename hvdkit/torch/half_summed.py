@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -16,35 +17,23 @@ HALF_SUMMED = (
 # At the end of the error that a step fails with.
 STEP_FAILED = "The gradients of this step may be half summed: call optimizer.zero_grad() before you go on."
 
-# By gradient: its version when it was marked, or when a backward pass last added to it.
+# Gradients that may be: until they are replaced, or all zeros when somebody looks.
 _MARKED: Any = WeakIdKeyDictionary()
 
 
 def mark_half_summed(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """No optimizer steps on this gradient of a parameter until it was cleared."""
+    """No optimizer steps on this gradient of a parameter until it was cleared, whatever is done to it or added."""
     is_new = gradient not in _MARKED
-    _MARKED[gradient] = gradient._version
+    _MARKED[gradient] = True
+    marked = weakref.ref(parameter)
 
-    def look(hooked: torch.Tensor) -> None:
-        if not _added_to(hooked.grad):
+    def look(_: torch.Tensor) -> None:  # before a backward pass adds to what may have been cleared
+        held = marked()
+        if held is None or not is_half_summed(held.grad):
             handle.remove()
 
     if is_new:  # with a hook of its own: a job of one rank that goes on has no others
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
-
-
-def _added_to(gradient: torch.Tensor | None) -> bool:
-    """A backward pass has added to a gradient; whether that is half summed still.
-
-    Once cleared before, it has changed twice since it was marked.
-    """
-    if gradient is None or gradient not in _MARKED:
-        return False
-    if gradient._version >= _MARKED[gradient] + 2:
-        del _MARKED[gradient]
-        return False
-    _MARKED[gradient] = gradient._version
-    return True
+        handle: RemovableHandle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 def some_are_half_summed() -> bool:
@@ -53,5 +42,10 @@ def some_are_half_summed() -> bool:
 
 
 def is_half_summed(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient is as a failed step left it, or that and more."""
-    return gradient is not None and gradient in _MARKED and gradient._version == _MARKED[gradient]
+    """Whether a gradient is what a failed step left, or was made of that, clipped for example."""
+    if gradient is None or gradient not in _MARKED:
+        return False
+    if bool(gradient.any()):
+        return True
+    del _MARKED[gradient]
+    return False

@@ -290,15 +290,24 @@ def case_one_tensor_as_the_gradient_of_two_parameters(hvd: Any) -> None:
 def case_gradients_of_a_step_that_was_given_up_are_not_stepped_on(hvd: Any) -> None:
     net, alone = wide_net(), wide_net()
     optimizer, plain = sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
     for step in range(3):
         optimizer.zero_grad()
         wide_loss(net, wide_batch(hvd.rank(), 9)).backward()
         if step > 0:  # the first step's gradients do not travel before it is completed
             optimizer.load_state_dict(optimizer.state_dict())
-            if is_served():
-                with expect(ValueError, "that was given up", "zero_grad", "HINT"):
-                    optimizer.step()
-            optimizer.zero_grad()
+            for change in (None, clip, lambda: wide_loss(net, wide_batch(hvd.rank(), 8)).backward()):
+                if change is not None:
+                    change()
+                if is_served():
+                    with expect(ValueError, "that was given up", "zero_grad", "HINT"):
+                        optimizer.step()
+                else:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad(set_to_none=step == 1)
             wide_loss(net, wide_batch(hvd.rank(), step)).backward()
         optimizer.step()
         plain.zero_grad()
