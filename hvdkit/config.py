@@ -254,7 +254,7 @@ class Settings:
         "HVDKIT_ARENA",
         "0 or 1",
         "whether PyTorch's gradients are allocated in memory that the ranks of a node share, so that they are summed "
-        "where they lie; else they go there in chunks",
+        "where they lie; else, and with the aarch64 wheels of PyTorch, they go there in chunks",
     )
     compute_threads: int = _setting(
         1,
