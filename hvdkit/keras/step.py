@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hvdkit.api.gradient_settings import GradientSettings
 from hvdkit.api.guard import WATCH
@@ -22,16 +21,6 @@ Apply = Callable[[list[Any], list[Any]], None]
 Reduce = Callable[[Sequence[Any], Sequence[Any], Collection[int]], list[Any]]
 
 
-class Early(Protocol):
-    """What can take gradients from a backward pass."""
-
-    def begin_backward(self) -> None:
-        """All that this backward pass computes comes to ``reduce`` as it is."""
-
-    def end_backward(self) -> None:
-        """Its step is over, also if it failed."""
-
-
 class DistributedStep:
     """What stands between the gradients of one optimizer and its update."""
 
@@ -39,8 +28,6 @@ class DistributedStep:
         self.settings = settings
         self.local: dict[int, Any] = {}
         self._reduce: Reduce | None = None
-        self._early: Early | None = None
-        self._in_train_step = False
         self._accumulators: dict[int, Any] = {}  # by the variable's id
         self._passes: Any = None
         self._touched: set[int] = set()  # ids of variables with a gradient since the last update
@@ -106,26 +93,10 @@ class DistributedStep:
         with WATCH.reduced():
             apply(reduced, variables)
 
-    @contextmanager
-    def in_train_step(self) -> Iterator[None]:
-        """Keras's own ``train_step`` runs in this context."""
-        self._in_train_step = True
-        try:
-            yield
-        finally:
-            self._in_train_step = False
-            if self._early is not None:
-                self._early.end_backward()
-
-    def begin_backward(self) -> None:
-        """A backward pass begins; in Keras's own ``train_step`` its gradients may travel as they become complete."""
-        if self._in_train_step and self._early is not None and self.settings.backward_passes_per_step == 1:
-            self._early.begin_backward()
-
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of variables, reduced over all ranks. Collective."""
         if self._reduce is None:
-            self._reduce, self._early = _reduction(self.settings.gradients)
+            self._reduce = _reduction(self.settings.gradients)
         replaced = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
@@ -176,13 +147,12 @@ def is_overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def _reduction(settings: GradientSettings) -> tuple[Reduce, Early | None]:
-    """What reduces the gradients of the backend, and what takes them earlier, if anything does."""
+def _reduction(settings: GradientSettings) -> Reduce:
+    """What reduces the gradients of the backend."""
     if backend() == "tensorflow":
         from hvdkit.tensorflow.gradients import reduce_gradients
 
-        return partial(reduce_gradients, settings), None
+        return partial(reduce_gradients, settings)
     from hvdkit.keras.torch_gradients import TorchGradients
 
-    made = TorchGradients(settings)
-    return made.reduce, made
+    return TorchGradients(settings).reduce

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
+
 from hvdkit.api.gradient_settings import GradientSettings, names_of
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer
@@ -20,6 +22,26 @@ class _Parameters:
         self.param_groups: list[dict[str, Any]] = [{"params": []}]
 
 
+class _NoHooks:
+    """Gradients are handed over in the step, not by backward().
+
+    Keras lets a backward pass reach the parameters of other models, several of them before a step, and changes of
+    gradients in between; hooks would have to forbid all three.
+    """
+
+    touched = False
+    superseded = False
+
+    def attach(self, parameter: torch.Tensor) -> None:
+        """Nothing."""
+
+    def detach(self) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+
 class TorchGradients:
     """Reduces the gradients of the parameters under Keras's variables."""
 
@@ -28,20 +50,6 @@ class TorchGradients:
         self._parameters = _Parameters()
         self._synchronizer: GradientSynchronizer | None = None
 
-    def begin_backward(self) -> None:
-        """What this backward pass computes goes to ``reduce`` as it is: it may travel when it is complete."""
-        self._set_counts(True)
-
-    def end_backward(self) -> None:
-        """What was handed over and never came to ``reduce``, because of an exception, is of no step."""
-        self._set_counts(False)
-        if self._synchronizer is not None and self._synchronizer.in_flight:
-            self._synchronizer.abandon()
-
-    def _set_counts(self, counts: bool) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.hooks.counts = counts
-
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
         """The gradients as all ranks of the process set have them; None stays None.
 
@@ -49,7 +57,6 @@ class TorchGradients:
         same variables. Raises HorovodInternalError on every rank where ranks disagree.
         """
         settings = self._settings
-        self._set_counts(False)
         size = settings.process_set.size() if settings.process_set.included() else 1
         results = list(gradients)
         places = []
@@ -66,9 +73,9 @@ class TorchGradients:
         for parameter, place in zip(parameters, places, strict=True):
             if parameter.grad is not gradients[place]:  # the caller's own, which must stay as they are
                 parameter.grad = gradients[place].clone()
+        self._parameters.param_groups[0]["params"] = parameters
         if self._synchronizer is None:
             self._synchronizer = self._made(variables)
-        self._parameters.param_groups[0]["params"] = parameters
         # Between two steps nothing of ours runs, so what the last update left is looked at before this one.
         self._synchronizer.verification.updated(self._parameters.param_groups, self._synchronizer.name_of)
         self._synchronizer.synchronize()
@@ -96,8 +103,6 @@ class TorchGradients:
             ),
             settings.title,
         )
-        # Keras lets a backward pass reach the parameters of other models, several of them before a step, and changes of
-        # gradients in between; and several optimizers may have the same parameters.
-        synchronizer.hooks.is_exclusive = synchronizer.hooks.counts = False
         synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
+        synchronizer._hooks = _NoHooks()  # type: ignore[assignment]
         return synchronizer

@@ -33,7 +33,7 @@ class GradientHooks:
     """Hooks on parameters that count down ``passes`` backward passes and then call ``complete(parameter)``.
 
     The hooks hold no reference to this object: an optimizer that nobody keeps takes its hooks along. A parameter that
-    gets hooks here loses those of an earlier object, which from then on is ``superseded``, if hooks are exclusive.
+    gets hooks here loses those of an earlier object, which from then on is ``superseded``.
     """
 
     def __init__(
@@ -41,8 +41,6 @@ class GradientHooks:
     ) -> None:
         self.passes = passes
         self.superseded = False
-        self.is_exclusive = True
-        self.counts = True  # whether backward passes do now
         self._complete = weakref.WeakMethod(complete)
         self._name_of = weakref.WeakMethod(name_of)
         self._left: dict[int, int] = {}
@@ -70,14 +68,12 @@ class GradientHooks:
         attached = self._handles.get(id(parameter))
         if (attached is not None and attached[0]() is parameter) or is_lazy(parameter):
             return
+        owner = _OWNERS.get(parameter)
+        earlier = owner() if owner is not None else None
+        if earlier is not None and earlier is not self:
+            earlier.superseded = True
+            earlier.detach()
         this = weakref.ref(self)
-        if self.is_exclusive:
-            owner = _OWNERS.get(parameter)
-            earlier = owner() if owner is not None else None
-            if earlier is not None and earlier is not self:
-                earlier.superseded = True
-                earlier.detach()
-            _OWNERS[parameter] = this
 
         def hook(hooked: torch.Tensor) -> None:
             hooks = this()
@@ -86,6 +82,7 @@ class GradientHooks:
 
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles[id(parameter)] = weakref.ref(parameter), handle
+        _OWNERS[parameter] = this
 
     def detach(self) -> None:
         """Take all hooks off again."""
@@ -94,8 +91,8 @@ class GradientHooks:
         self._handles.clear()
 
     def _count(self, parameter: torch.Tensor) -> None:
-        if not self.counts or runtime.is_forked():
-            return  # a child's gradients are its own, and no rank's
+        if runtime.is_forked():
+            return  # the child's gradients are its own, and no rank's
         left = self._left.get(id(parameter), self.passes) - 1
         if left < 0:
             raise AssertionError(TOO_MANY_PASSES.format(passes=self.passes, name=self._name(parameter)))

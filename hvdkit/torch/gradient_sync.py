@@ -72,7 +72,7 @@ class GradientSynchronizer:
         self._optimizer = weakref.ref(optimizer)
         self._class_name = class_name
         self._names = {id(parameter): name for name, parameter in settings.names}
-        self.hooks = GradientHooks(settings.backward_passes_per_step, self._complete, self.name_of)
+        self._hooks = GradientHooks(settings.backward_passes_per_step, self._complete, self.name_of)
         self._engine: Any = None
         self._distributed = False
         self._routes: Routes | None = None
@@ -89,12 +89,12 @@ class GradientSynchronizer:
     @property
     def in_flight(self) -> bool:
         """True between a backward pass and the synchronisation of its gradients."""
-        return self.hooks.touched
+        return self._hooks.touched
 
     @property
     def is_synchronized(self) -> bool:
         """True when gradients were synchronised, and neither stepped with nor computed anew since."""
-        return self._is_synchronized and not self.hooks.touched
+        return self._is_synchronized and not self._hooks.touched
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The user's name of a parameter, else its place in the optimizer."""
@@ -132,11 +132,11 @@ class GradientSynchronizer:
         self._distributed = process_set.included() and process_set.size() > 1
         if self._distributed:
             for parameter in self._trainable().values():
-                self.hooks.attach(parameter)
+                self._hooks.attach(parameter)
             self._serve()
         else:
-            self.hooks.detach()
-            self.hooks.reset()
+            self._hooks.detach()
+            self._hooks.reset()
             ARENA.remove_sizes(self._served)
             self._served = []
         if interrupted:
@@ -160,13 +160,13 @@ class GradientSynchronizer:
         self._served = served
 
     def _check_owner(self) -> None:
-        if self.hooks.superseded:
+        if self._hooks.superseded:
             raise ValueError(SUPERSEDED)
 
     def set_passes(self, passes: int) -> None:
         """Expect ``passes`` backward passes a step from now on."""
         self.settings.backward_passes_per_step = passes
-        self.hooks.set_passes(passes)
+        self._hooks.set_passes(passes)
 
     def _complete(self, parameter: torch.Tensor) -> None:
         if self._routes is None or not is_current(self._engine):
@@ -230,11 +230,11 @@ class GradientSynchronizer:
 
     def _start_step(self) -> None:
         self._early.clear()
-        self.hooks.reset()
+        self._hooks.reset()
 
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
         for parameter in trainable.values():
-            self.hooks.attach(parameter)
+            self._hooks.attach(parameter)
         self._serve()
         routes = Routes(self._engine, trainable, self.name_of, self.settings, self._class_name)
         self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)
@@ -370,7 +370,7 @@ class GradientSynchronizer:
 
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end
-            self.hooks.detach()
+            self._hooks.detach()
             ARENA.remove_sizes(self._served)
             if self._routes is not None:
                 self._routes.close()

@@ -33,9 +33,6 @@ KERAS_2 = RankedCases(
     KERAS_BACKEND="tensorflow",
     TF_USE_LEGACY_KERAS="1",
 )
-EARLY = RankedCases(
-    "tests.keras.early_cases", runner="tests.keras.runner", preload=PRELOADS["torch"], per_node=1, KERAS_BACKEND="torch"
-)
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 ESSENTIAL = {"tensorflow": 2, "torch": 2}
 
@@ -64,8 +61,3 @@ def test_verification(case: str, backend: str, ranks: int) -> None:
 @pytest.mark.parametrize("case", KERAS_2.names)
 def test_keras_2(case: str) -> None:
     KERAS_2.check(case, 2, "mpi")
-
-
-@pytest.mark.parametrize("case", EARLY.names)
-def test_early_gradients(case: str) -> None:
-    EARLY.check(case, 2, "torch")
