@@ -24,6 +24,10 @@ from hvdkit.transports.attempt import Attempt, here
 from hvdkit.transports.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
+SILENT = (
+    "HINT: see whether that rank was stopped, killed or cut off from the network. If it lives, somebody else is where "
+    "it should be: see SECURITY.md."
+)
 STRANGERS = (
     "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
     "see SECURITY.md."
@@ -141,8 +145,8 @@ def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seco
                 work.wait(timedelta(seconds=max(0.001, deadline - monotonic())))
         except RuntimeError as error:
             raise AuthenticationError(
-                f"rank {peer} did not prove to rank {world.rank} in {timeout_seconds:g} s that it is one: "
-                f"{str(error).splitlines()[0]}\n{STRANGERS}"
+                f"rank {peer} did not prove to rank {world.rank} in {timeout_seconds:g} s "
+                f"(HVDKIT_START_TIMEOUT_SECONDS) that it is one: {str(error).splitlines()[0]}\n{SILENT}"
             ) from error
     for peer in peers:
         if not hmac.compare_digest(heard[peer].tobytes(), session.shown_by(peer, to=world.rank)):

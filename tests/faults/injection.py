@@ -147,10 +147,11 @@ def _told(word: str, output: str) -> list[tuple[str, str, str]]:
 
 def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
     """The first thing that a survivor, or the launcher, said of this rank: not one that it only takes part in."""
-    lost = rf"\brank {rank}\b( \([^)]*\))? (is lost|gave |has left|did not prove)|(?<!its )connection to rank {rank}\b"
+    lost = rf"\brank {rank}\b( \([^)]*\))? (is lost|gave |has left)|(?<!its )connection to rank {rank}\b"
     missed = rf"(missing:|for ranks) \[[^]]*\b{rank}\b"
     launcher = [line for line in output.splitlines() if re.match(rf"hvdkitrun: rank {rank} on ", line)]
-    late = [line for line in output.splitlines() if re.search(rf"missing: \[[^]]*\b{rank}\b", line)]
+    silent = rf"missing: \[[^]]*\b{rank}\b|\brank {rank} did not prove to "  # in init(), which tells nobody else
+    late = [line for line in output.splitlines() if re.search(silent, line)]
     return next((text for text in noticed if re.search(f"{lost}|{missed}", text)), "") or "".join(
         [*launcher, *late][:1]
     )

@@ -58,3 +58,13 @@ def test_ranks_that_know_the_secret_are_let_in_and_shown_what_is_theirs() -> Non
 def test_who_does_not_know_the_secret_is_named(wrong: bytes) -> None:
     with pytest.raises(AuthenticationError, match=r"connected as rank 2 does not know.*\nHINT"):
         greeted({1: SESSION.shown_by(1, to=0), 2: wrong})
+
+
+def test_who_shows_nothing_in_time_is_named() -> None:
+    class Silent(Connections):
+        def wait(self, timeout: Any) -> None:
+            raise RuntimeError("Timed out waiting 1000ms for send operation to complete\nsomewhere in Gloo")
+
+    shown = {peer: SESSION.shown_by(peer, to=0) for peer in (1, 2)}
+    with pytest.raises(AuthenticationError, match=r"rank 1 did not prove to rank 0 in 1 s .*Timed out.*\nHINT.*stop"):
+        greet(Silent(shown), World("test", 0, 3), SESSION, 7, 1.0)
