@@ -8,7 +8,7 @@ python=$1 target=essential
 shift
 # Tests that are named may be any.
 [[ " $* " != *" --all "* && "$*" != *::* ]] || target=cluster
-[[ "$*" == *tests/cluster* ]] || set -- tests/cluster "$@"
+[[ " $*" == *" tests/cluster"* ]] || set -- tests/cluster "$@"
 
 SECONDS=0
 rm -f build/cluster-faults.md
