@@ -332,6 +332,12 @@ class Engine(NamedOperations):
         if lane is not None:
             lane.given_up_by(rank, step)
 
+    def lane_ended(self, rank: int, lane_id: int, step: int) -> None:
+        """``rank`` takes no part in a step of a lane, nor in later ones."""
+        lane = self.lanes.get(lane_id) or self.closed_lanes.get(lane_id)
+        if lane is not None:
+            lane.ended_by(rank, step)
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:

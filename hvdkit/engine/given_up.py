@@ -11,6 +11,12 @@ GIVEN_UP = (
     "job, or have all ranks go back to the same state."
 )
 
+ENDED = (
+    "%s gave up a step of optimizer '%s', since an exception ended it there, after some of its gradients were handed "
+    "over. Ranks that made that step have other weights now.\n"
+    "HINT: let the exception end the job, or have all ranks go back to the same state."
+)
+
 
 class GivenUpSteps:
     """Of one lane on this rank. Ranks number a lane's steps alike, and may hear of a step before or after they end it.

@@ -17,7 +17,7 @@ from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.codec_advice import CodecAdvice
-from hvdkit.engine.given_up import GIVEN_UP, GivenUpSteps
+from hvdkit.engine.given_up import ENDED, GIVEN_UP, GivenUpSteps
 from hvdkit.engine.lane_records import LaneRecords
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
@@ -81,6 +81,7 @@ class Lane:
         self._advice = CodecAdvice(engine, name, group, home, codecs)
         self.verification = LaneVerification(group, engine.settings.verify)
         self._given_up = GivenUpSteps()
+        self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
         self._lock = threading.Lock()
         self._step = 0  # steps that are over
         self._started = 0  # operations of this step
@@ -103,7 +104,8 @@ class Lane:
         """This rank's gradient of a slot is complete; it is the engine's until ``finish``, and holds the result then.
 
         ``offer``: an Offer, of flat memory; FILLED for a small slot, whose gradient was copied to ``small``; None: this
-        rank has no gradient, and contributes zeros. ``since`` (perf_counter): when it was complete, if not just now.
+        rank has no gradient, and contributes zeros. ``since`` (perf_counter): when it was complete, if not just now;
+        UNSEEN where nobody saw that.
         """
         self.home.offer(slot, offer)
         mark = self.home.mark()
@@ -111,7 +113,7 @@ class Lane:
             if slot in self._ready:
                 raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
             self._ready.add(slot)
-            if self._step == 0:
+            if self._step == 0 and since != UNSEEN:
                 self._observed[slot] = perf_counter() if since is None else since
             bucket = self._bucket_of[slot]
             if mark is not None:
@@ -177,6 +179,12 @@ class Lane:
             for slot in self.unready_slots():
                 self.ready(slot, None)
             self._end()
+
+    def give_up(self) -> None:
+        """Drop the step and wait for nobody: the lane fails on all ranks. No round of the engine runs meanwhile."""
+        if self.in_flight and self.error is None:
+            self.fail(MismatchError(ENDED % (self._engine.told(), self.name)))
+            self._engine.tell_later(self.group.members, ["ended", self.lane_id, self._step])
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
@@ -280,6 +288,13 @@ class Lane:
         if self._given_up.heard(rank, step):
             self._fail_everywhere(rank)
 
+    def ended_by(self, rank: int, step: int) -> None:
+        """``rank`` takes no part in ``step``: what it took part in before ends as it must."""
+        with self._lock:
+            if self._ended is None or step < self._ended[1]:
+                self._ended = rank, step
+            self._fail_if_ended()
+
     def names_in(self, place: int) -> list[str]:
         """The tensors of an operation of this step, for messages."""
         return self._records.names_in(place)
@@ -334,6 +349,12 @@ class Lane:
             self._arrange(self._ready_at)
         else:
             self._begin_step()
+        self._fail_if_ended()
+
+    def _fail_if_ended(self) -> None:
+        """Nobody may wait for a rank that takes no part in this step."""
+        if self._ended is not None and self._step >= self._ended[1]:
+            self.fail(MismatchError(ENDED % (self._engine.topology.told(self._ended[0]), self.name)))
 
     def _begin_step(self) -> None:
         self._observes = self._step == 0

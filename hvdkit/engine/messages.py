@@ -30,6 +30,7 @@ SHAPES = {
     # from anyone
     "lane_error": 3,  # lane id, text
     "given_up": 3,  # lane id, step: the sender will not use its results
+    "ended": 3,  # lane id, step: the sender takes no part in it, nor in later ones
     "lane": 3,  # lane id, sequence: a rank that has joined takes part up to here
     "ping": 1,
     "pong": 1,

@@ -140,6 +140,8 @@ class Negotiation:
             engine.joining.follow(message[1], message[2])
         elif kind == "given_up":
             engine.lane_given_up(sender, message[1], message[2])
+        elif kind == "ended":
+            engine.lane_ended(sender, message[1], message[2])
         elif kind == "lane_error":
             engine.lane_failed(message[1], message[2])
         elif kind == "ping":

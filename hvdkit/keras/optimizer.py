@@ -35,7 +35,8 @@ def DistributedOptimizer(
 
     It shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that saved
     models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may be
-    inside or around. In a graph gradients travel while the backward pass computes others.
+    inside or around. In a graph, and on PyTorch in Keras's own ``train_step``, gradients travel while the backward pass
+    computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied.
 
     Arguments:
         optimizer: a keras.optimizers.Optimizer, also of a class of one's own, or one of tf_keras.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hvdkit.api.gradient_settings import GradientSettings
 from hvdkit.api.guard import WATCH
@@ -21,6 +22,16 @@ Apply = Callable[[list[Any], list[Any]], None]
 Reduce = Callable[[Sequence[Any], Sequence[Any], Collection[int]], list[Any]]
 
 
+class Early(Protocol):
+    """What can take gradients from a backward pass."""
+
+    def begin_backward(self, local: Collection[Any]) -> None:
+        """All that this backward pass computes comes to ``reduce`` as it is; ``local``: the local variables."""
+
+    def end_backward(self) -> None:
+        """Its step is over, also if it failed."""
+
+
 class DistributedStep:
     """What stands between the gradients of one optimizer and its update."""
 
@@ -28,6 +39,8 @@ class DistributedStep:
         self.settings = settings
         self.local: dict[int, Any] = {}
         self._reduce: Reduce | None = None
+        self._early: Early | None = None
+        self.may_begin = False  # a step's backward pass, which has not begun
         self._accumulators: dict[int, Any] = {}  # by the variable's id
         self._passes: Any = None
         self._touched: set[int] = set()  # ids of variables with a gradient since the last update
@@ -93,10 +106,27 @@ class DistributedStep:
         with WATCH.reduced():
             apply(reduced, variables)
 
+    @contextmanager
+    def in_train_step(self) -> Iterator[None]:
+        """Keras's own ``train_step`` runs in this context."""
+        self.may_begin = self._early is not None and self.settings.backward_passes_per_step == 1
+        try:
+            yield
+        finally:
+            self.may_begin = False
+            if self._early is not None:
+                self._early.end_backward()
+
+    def begin_backward(self) -> None:
+        """The backward pass of Keras's own ``train_step`` begins: its gradients may travel as they become complete."""
+        self.may_begin = False
+        if self._early is not None:
+            self._early.begin_backward(self.local.values())
+
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of variables, reduced over all ranks. Collective."""
         if self._reduce is None:
-            self._reduce = _reduction(self.settings.gradients)
+            self._reduce, self._early = _reduction(self.settings.gradients)
         replaced = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
@@ -147,12 +177,13 @@ def is_overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def _reduction(settings: GradientSettings) -> Reduce:
-    """What reduces the gradients of the backend."""
+def _reduction(settings: GradientSettings) -> tuple[Reduce, Early | None]:
+    """What reduces the gradients of the backend, and what takes them earlier, if anything does."""
     if backend() == "tensorflow":
         from hvdkit.tensorflow.gradients import reduce_gradients
 
-        return partial(reduce_gradients, settings)
+        return partial(reduce_gradients, settings), None
     from hvdkit.keras.torch_gradients import TorchGradients
 
-    return TorchGradients(settings).reduce
+    made = TorchGradients(settings)
+    return made.reduce, made

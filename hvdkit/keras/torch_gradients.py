@@ -8,11 +8,18 @@ from typing import Any
 import torch
 
 from hvdkit.api.gradient_settings import GradientSettings, names_of
+from hvdkit.keras.torch_hooks import TrainStepHooks
+from hvdkit.torch.gradient_planned import ChangedInFlightError
 from hvdkit.torch.gradient_settings import Settings
-from hvdkit.torch.gradient_sync import GradientSynchronizer
+from hvdkit.torch.gradient_sync import GradientSynchronizer, is_current
 from hvdkit.torch.verification import OptimizerVerification
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"
+CHANGED = (
+    "The gradients of {names} were changed after the backward pass of Keras's own train_step, which hands them over, "
+    "and before they were applied.\n"
+    "HINT: change gradients in a train_step of the model's own, or in the optimizer's apply()."
+)
 
 
 class _Parameters:
@@ -22,24 +29,40 @@ class _Parameters:
         self.param_groups: list[dict[str, Any]] = [{"params": []}]
 
 
-class _NoHooks:
-    """Gradients are handed over in the step, not by backward().
+class _Synchronizer(GradientSynchronizer):
+    """Hands over early what Keras's own ``train_step`` computes for the lane; all else when it comes to ``reduce``.
 
     Keras lets a backward pass reach the parameters of other models, several of them before a step, and changes of
-    gradients in between; hooks would have to forbid all three.
+    gradients in between; and several optimizers may have the same parameters.
     """
 
-    touched = False
-    superseded = False
+    def _new_hooks(self) -> TrainStepHooks:
+        return TrainStepHooks(self._hand_over_early, self.name_of)
 
-    def attach(self, parameter: torch.Tensor) -> None:
-        """Nothing."""
+    def _hand_over_early(self, parameter: torch.Tensor) -> bool:
+        # What goes by name has no way to be given up.
+        planned = self._routes.planned if self._routes is not None and is_current(self._engine) else None
+        place = None if planned is None else planned.index.get(id(parameter))
+        if planned is None or place is None:
+            return False
+        planned.hand_over(place)
+        return True
 
-    def detach(self) -> None:
-        """Nothing."""
+    def begin(self, local: Collection[int]) -> None:
+        """A backward pass begins, whose gradients come to ``synchronize()`` as they are."""
+        routes = self._routes
+        if routes is None or routes.planned is None or any(key in local for key in routes.ids):
+            return
+        if not routes.planned.lane.on_device:  # where a collective that others have begun cannot be given up
+            self._hooks.begin()
 
-    def reset(self) -> None:
-        """Nothing."""
+    def end(self) -> None:
+        """It is over."""
+        self._hooks.end()
+
+    def cancel(self) -> None:
+        """It was not completed, or is over already."""
+        self._hooks.cancel()
 
 
 class TorchGradients:
@@ -48,7 +71,19 @@ class TorchGradients:
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
         self._parameters = _Parameters()
-        self._synchronizer: GradientSynchronizer | None = None
+        self._synchronizer: _Synchronizer | None = None
+
+    def begin_backward(self, local: Collection[Any]) -> None:
+        """What this backward pass computes goes to ``reduce`` as it is: it may travel when it is complete."""
+        if self._synchronizer is not None:
+            self._synchronizer.begin({id(one.value) for one in local})
+
+    def end_backward(self) -> None:
+        """What was handed over and never came to ``reduce``, because of an exception, is of no step."""
+        if self._synchronizer is not None:
+            self._synchronizer.cancel()
+            if self._synchronizer.in_flight:
+                self._synchronizer.give_up()
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
         """The gradients as all ranks of the process set have them; None stays None.
@@ -57,6 +92,8 @@ class TorchGradients:
         same variables. Raises HorovodInternalError on every rank where ranks disagree.
         """
         settings = self._settings
+        if self._synchronizer is not None:
+            self._synchronizer.end()
         size = settings.process_set.size() if settings.process_set.included() else 1
         results = list(gradients)
         places = []
@@ -67,28 +104,36 @@ class TorchGradients:
                 places.append(place)
             elif settings.scale_local_gradients:
                 results[place] = gradient / size
+            else:  # which may have been no local one in the step before, and be reduced once more
+                results[place] = gradient.clone()
         if size == 1 or not places:
             return results
         parameters = [variables[place].value for place in places]
         for parameter, place in zip(parameters, places, strict=True):
             if parameter.grad is not gradients[place]:  # the caller's own, which must stay as they are
                 parameter.grad = gradients[place].clone()
-        self._parameters.param_groups[0]["params"] = parameters
         if self._synchronizer is None:
             self._synchronizer = self._made(variables)
+        self._parameters.param_groups[0]["params"] = parameters
         # Between two steps nothing of ours runs, so what the last update left is looked at before this one.
         self._synchronizer.verification.updated(self._parameters.param_groups, self._synchronizer.name_of)
-        self._synchronizer.synchronize()
+        try:
+            self._synchronizer.synchronize()
+        except BaseException as error:
+            self._synchronizer.give_up()
+            if isinstance(error, ChangedInFlightError):
+                raise AssertionError(CHANGED.format(names=error.names)) from None
+            raise
         for parameter, place in zip(parameters, places, strict=True):
             results[place] = parameter.grad
         return results
 
-    def _made(self, variables: Sequence[Any]) -> GradientSynchronizer:
+    def _made(self, variables: Sequence[Any]) -> _Synchronizer:
         settings, groups = self._settings, self._settings.groups
         if isinstance(groups, list):
             groups = [[variable.value for variable in group] for group in groups]
         names = names_of(variables, use_generic_names=False)
-        synchronizer = GradientSynchronizer(
+        synchronizer = _Synchronizer(
             self._parameters,  # type: ignore[arg-type]  # only asked for its param_groups
             Settings(
                 names=list(zip(names, [variable.value for variable in variables], strict=True)),
@@ -104,5 +149,4 @@ class TorchGradients:
             settings.title,
         )
         synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
-        synchronizer._hooks = _NoHooks()  # type: ignore[assignment]
         return synchronizer

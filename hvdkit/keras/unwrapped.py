@@ -10,6 +10,7 @@ from hvdkit.api.guard import WATCH, is_marked
 from hvdkit.engine import runtime
 from hvdkit.keras import keras_2
 from hvdkit.keras.applying import apply_pairs, apply_reduced
+from hvdkit.keras.early import scale_loss_and_begin, train_step_with_early_gradients
 from hvdkit.keras.step import distributed_step, is_distributed
 
 NOT_WRAPPED = (
@@ -24,14 +25,24 @@ _WARNED = "_hvdkit_warned"
 
 
 def install() -> None:
-    """Have Keras's optimizers warn where nobody reduces their gradients, and know those inside of a loss scale."""
+    """Have Keras's optimizers warn where nobody reduces their gradients, and know those inside of a loss scale.
+
+    And on PyTorch, have Keras's own ``train_step`` say when gradients may travel.
+    """
     for kind in keras_2.optimizer_classes():
         _replace(kind, "apply_gradients", _warning_of_pairs)
     for kind in keras_2.loss_scale_classes():
         _replace(kind, "apply_gradients", _reducing_pairs_first)
+    import keras
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
 
+    if keras.backend.backend() == "torch":
+        from keras.src.backend.torch.trainer import TorchTrainer
+
+        _replace(TorchTrainer, "train_step", train_step_with_early_gradients)
+        for holder in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
+            _replace(holder, "scale_loss", scale_loss_and_begin)
     _replace(base_optimizer.BaseOptimizer, "apply", _warning)
     _replace(loss_scale_optimizer.LossScaleOptimizer, "apply", _reducing_first)
     for holder in (trainer.Trainer, trainer):
@@ -96,6 +107,7 @@ def _reducing_first(apply: Any) -> Any:
         else:
             apply_reduced(self, grads, trainable_variables, functools.partial(apply, self))
 
+    reduce_and_apply.reduces_first = True  # type: ignore[attr-defined]
     return reduce_and_apply
 
 

@@ -80,6 +80,10 @@ class NamedGradients:
             with suppress(HorovodInternalError):
                 wait()
 
+    def forget(self) -> None:
+        """Forget what was submitted in this step, without waiting for it."""
+        self._take_pending()
+
     def _take_pending(self) -> list[Pending]:
         pending, self._pending = self._pending, []
         self._ready.clear()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hvdkit.arena import ARENA
+from hvdkit.engine.arrangement import UNSEEN
 from hvdkit.engine.offers import FILLED, Offer
 from hvdkit.engine.plan import Slot
 from hvdkit.torch.arrays import as_array, as_tensor
@@ -155,6 +156,12 @@ def overlapping(tensors: Sequence[torch.Tensor], keep: Sequence[bool]) -> list[i
     return found
 
 
+class ChangedInFlightError(AssertionError):
+    """Gradients were changed while they were being reduced; ``names`` are those of their parameters."""
+
+    names = ""
+
+
 class PlannedGradients:
     """The gradients of ``parameters`` and their slots in ``lane``, in the same order.
 
@@ -251,7 +258,9 @@ class PlannedGradients:
         changed += self._aliases_of_what_is_in_flight()
         if changed:
             names = ", ".join(name_of(self.parameters[i]) for i in changed)
-            raise AssertionError(CHANGED_IN_FLIGHT.format(names=names))
+            error = ChangedInFlightError(CHANGED_IN_FLIGHT.format(names=names))
+            error.names = names
+            raise error
 
     def _aliases_of_what_is_in_flight(self) -> list[int]:
         """Slots, not handed over yet, whose gradients share the storage of one that is being reduced where it lies."""
@@ -268,7 +277,7 @@ class PlannedGradients:
         storages = Counter(_storage_of(self.parameters[i].grad) for i in unready)
         self._repeated = {storage for storage, times in storages.items() if times > 1}
         for i in unready:
-            self._hand_over(i, self._waiting.get(i))
+            self._hand_over(i, self._waiting.get(i, UNSEEN))
         self.lane.finish()
         self._give_back()
         self._start_step()

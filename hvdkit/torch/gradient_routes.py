@@ -139,6 +139,22 @@ class Routes:
         finally:
             self.named.abandon()
 
+    def give_up(self, is_current: bool) -> bool:
+        """Forget the step and wait for nobody. Returns whether the lane is of no use any more: it fails on all ranks.
+
+        ``is_current``: whether the lane's engine is this process's.
+        """
+        self.named.forget()
+        if self.planned is None:
+            return False
+        if self.in_flight and is_current:
+            self.planned.lane.give_up()
+        self.planned.move_out()
+        if self.error is None and is_current:
+            return False
+        self.planned.close()
+        return True
+
     def move_out(self) -> bool:
         """After a failure: what it left of gradients is marked, and the lane given back. Whether any was marked."""
         if self.planned is None:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.engine import runtime
+from hvdkit.engine.driver import ROUND_SECONDS
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import compression_state
@@ -72,7 +73,7 @@ class GradientSynchronizer:
         self._optimizer = weakref.ref(optimizer)
         self._class_name = class_name
         self._names = {id(parameter): name for name, parameter in settings.names}
-        self._hooks = GradientHooks(settings.backward_passes_per_step, self._complete, self.name_of)
+        self._hooks: Any = self._new_hooks()
         self._engine: Any = None
         self._distributed = False
         self._routes: Routes | None = None
@@ -86,10 +87,13 @@ class GradientSynchronizer:
         with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step asks again
             self._bind()
 
+    def _new_hooks(self) -> Any:
+        return GradientHooks(self.settings.backward_passes_per_step, self._complete, self.name_of)
+
     @property
     def in_flight(self) -> bool:
         """True between a backward pass and the synchronisation of its gradients."""
-        return self._hooks.touched
+        return bool(self._hooks.touched)
 
     @property
     def is_synchronized(self) -> bool:
@@ -342,6 +346,17 @@ class GradientSynchronizer:
         if not is_current(self._engine) or self._routes.error is not None:
             self._routes.move_out()
             self._routes = None
+
+    def give_up(self) -> None:
+        """Forget a step that an exception ended. Nothing is waited for; ranks that use the step get an error."""
+        self._start_step()
+        self.forget_synchronized()
+        routes = self._routes
+        if routes is None:
+            return
+        with self._engine.driver.halted(ROUND_SECONDS):  # what runs must not be in the middle of a sum
+            if routes.give_up(is_current(self._engine)):
+                self._routes = None
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure after which gradients are reduced, and the loss with them, so that all ranks decide alike."""

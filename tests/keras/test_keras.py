@@ -33,6 +33,17 @@ KERAS_2 = RankedCases(
     KERAS_BACKEND="tensorflow",
     TF_USE_LEGACY_KERAS="1",
 )
+EARLY = {
+    where: RankedCases(
+        "tests.keras.early_cases",
+        runner="tests.keras.runner",
+        preload=PRELOADS["torch"],
+        per_node=per_node,
+        KERAS_BACKEND="torch",
+        HVDKIT_FUSION_THRESHOLD="65536",  # beside the backward pass, and in several buckets
+    )
+    for where, per_node in (("one node", None), ("two nodes", 1))
+}
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 ESSENTIAL = {"tensorflow": 2, "torch": 2}
 
@@ -61,3 +72,10 @@ def test_verification(case: str, backend: str, ranks: int) -> None:
 @pytest.mark.parametrize("case", KERAS_2.names)
 def test_keras_2(case: str) -> None:
     KERAS_2.check(case, 2, "mpi")
+
+
+@pytest.mark.essential(where="two nodes")
+@pytest.mark.parametrize("where", EARLY)
+@pytest.mark.parametrize("case", EARLY["one node"].names)
+def test_early_gradients(case: str, where: str) -> None:
+    EARLY[where].check(case, 2, "torch")

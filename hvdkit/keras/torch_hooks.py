@@ -1,0 +1,107 @@
+"""Hooks that hand gradients over during the backward pass of Keras's own train_step, and in no other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvdkit.engine import runtime
+
+COMPUTED_TWICE = (
+    "The gradient of '{name}' was added to once more in a backward pass that had completed it before.\n"
+    "HINT: backward passes inside of a backward pass do that: give torch.utils.checkpoint use_reentrant=False, or the "
+    "model a train_step of its own, whose gradients are reduced when they are applied."
+)
+
+
+class TrainStepHooks:
+    """Hooks on parameters that call ``complete(parameter)`` from ``begin()`` to ``end()``: whether it took a gradient.
+
+    The first backward pass is only looked at: one that completes a gradient twice, as passes inside of it do, is none
+    to hand over from. Other optimizers may have hooks on the same parameters. They hold no reference to this object.
+    """
+
+    superseded = False
+
+    def __init__(self, complete: Callable[[torch.Tensor], bool], name_of: Callable[[torch.Tensor], str]) -> None:
+        self._complete = weakref.WeakMethod(complete)
+        self._name_of = weakref.WeakMethod(name_of)
+        self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        self._seen: dict[int, int] = {}  # by parameter, how often its gradient was complete since begin()
+        self._looks = False
+        self._hands_over = False
+        self._is_known = False  # whether a backward pass completed each gradient once
+        self.touched = False  # whether a gradient was handed over since reset()
+
+    def attach(self, parameter: torch.Tensor) -> None:
+        """Hook a parameter; once is enough."""
+        attached = self._handles.get(id(parameter))
+        if attached is not None and attached[0]() is parameter:
+            return
+        this = weakref.ref(self)
+
+        def hook(hooked: torch.Tensor) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks._saw(hooked)
+
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles[id(parameter)] = weakref.ref(parameter), handle
+        self._is_known = False
+
+    def detach(self) -> None:
+        """Take all hooks off again."""
+        for _, handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def reset(self) -> None:
+        """A new step."""
+        self.touched = False
+
+    def begin(self) -> None:
+        """Nothing but a backward pass comes before ``end()``."""
+        self._seen.clear()
+        self._looks = True
+        self._hands_over = self._is_known and all(_is_last(*attached) for attached in self._handles.values())
+
+    def end(self) -> None:
+        """It is over."""
+        if self._looks and self._seen:
+            self._is_known = all(times == 1 for times in self._seen.values())
+        self.cancel()
+
+    def cancel(self) -> None:
+        """It was not completed, or is over already."""
+        self._looks = self._hands_over = False
+
+    def _saw(self, parameter: torch.Tensor) -> None:
+        if not self._looks or runtime.is_forked():
+            return
+        times = self._seen[id(parameter)] = self._seen.get(id(parameter), 0) + 1
+        if not self._hands_over:
+            return
+        if times > 1:
+            name_of = self._name_of()
+            name = "a parameter" if name_of is None else name_of(parameter)
+            self._is_known = False
+            raise AssertionError(COMPUTED_TWICE.format(name=name))
+        complete = self._complete()
+        if complete is not None and parameter.grad is not None and not parameter.grad.requires_grad:
+            self.touched |= complete(parameter)
+
+    def __del__(self) -> None:
+        self.detach()
+
+
+def _is_last(reference: weakref.ref[torch.Tensor], handle: RemovableHandle) -> bool:
+    """Whether no hook of the user's sees, or changes, a parameter's gradient after ours has handed it over."""
+    parameter = reference()
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    keys = list(hooks)
+    later = keys[keys.index(handle.id) + 1 :] if handle.id in hooks else []
+    return all(getattr(hooks[key], "__module__", None) == __name__ for key in later)

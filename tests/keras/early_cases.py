@@ -1,0 +1,385 @@
+"""Keras on PyTorch: what travels during a backward pass, and what of the user's keeps it from that."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hvdkit.engine.driver import Driver
+from hvdkit.errors import HorovodInternalError
+from hvdkit.keras.torch_gradients import TorchGradients
+from tests.keras.batches import FEATURES, batches, joined, train
+from tests.keras.models import check_close, check_same_bits
+from tests.told import told
+from tests.torch.ownership_support import Passing
+
+WIDTH = 160  # a matrix of so many rows and columns is large enough for the arena
+GRADIENTS = 6
+
+
+@contextmanager
+def handed_over() -> Iterator[list[int]]:
+    """By step, how many gradients the lane had when the step came to reduce them."""
+    found: list[int] = []
+    reduce = TorchGradients.reduce
+
+    def counted(self: TorchGradients, *arguments: Any) -> Any:
+        lane = lane_of(self)
+        found.append(0 if lane is None else len(lane.slots) - len(lane.unready_slots()))
+        return reduce(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchGradients, "reduce", counted)
+        yield found
+
+
+def lane_of(gradients: Any) -> Any:
+    """The lane of an optimizer's gradients, if there is one."""
+    routes = None if gradients is None or gradients._synchronizer is None else gradients._synchronizer._routes
+    return None if routes is None or routes.planned is None else routes.planned.lane
+
+
+def layers(inside: keras.layers.Layer | None = None) -> list[keras.layers.Layer]:
+    """Of three dense layers; the same weights each time. ``inside``: one between the second and the third."""
+    keras.utils.set_random_seed(1)
+    return [
+        keras.layers.Input((FEATURES,), dtype="float64"),
+        keras.layers.Dense(WIDTH, activation="tanh", dtype="float64"),
+        keras.layers.Dense(WIDTH, activation="tanh", dtype="float64"),
+        *([] if inside is None else [inside]),
+        keras.layers.Dense(1, activation="sigmoid", dtype="float64"),
+    ]
+
+
+def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: keras.layers.Layer | None = None) -> Any:
+    """A model of a class with an optimizer."""
+    made = kind(layers(inside))
+    made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+    return made
+
+
+def sgd(rate: float = 0.1) -> Any:
+    """One that nobody wrapped."""
+    return keras.optimizers.SGD(rate)
+
+
+def one_process(hvd: Any, steps: int, optimizer: Any = None, kind: Any = keras.Sequential) -> Any:
+    """The model after one process took the steps on all ranks' batches."""
+    return train(compiled(sgd() if optimizer is None else optimizer, kind), joined(hvd, steps))
+
+
+def check(hvd: Any, ours: Any, alone: Any) -> None:
+    """All ranks hold the same bits, which are those of one process but for rounding."""
+    check_same_bits(hvd, ours)
+    check_close(ours, alone)  # losses are computed in float32
+
+
+class OwnStep(keras.Sequential):
+    """A model with a train_step of its own, which Keras's does nothing for."""
+
+    change: Callable[[list[torch.Tensor]], None] | None = None
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data[:2]
+        self.zero_grad()
+        loss = self.optimizer.scale_loss(self.compute_loss(x, y, self(x, training=True)))
+        loss.backward()
+        weights = self.trainable_weights
+        if self.change is not None:
+            self.change([weight.value.grad for weight in weights])
+        with torch.no_grad():
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return {"loss": loss}
+
+
+def case_gradients_travel_during_the_backward_pass_of_keras_own_step(hvd: Any) -> None:
+    for around in (False, True):
+        optimizer = hvd.DistributedOptimizer(sgd())
+        with handed_over() as early:
+            ours = train(
+                compiled(keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer),
+                batches(hvd.rank(), 5),
+            )
+        # The first step agrees on the lane, and the second one is looked at.
+        assert early == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
+        check(hvd, ours, one_process(hvd, 5))
+        # What is computed first travels first.
+        lane = lane_of(vars(optimizer)["_hvdkit_step"]._early)
+        assert GRADIENTS - 1 in lane._buckets[lane._pieces[0].bucket].slots
+        assert 0 in lane._buckets[lane._pieces[-1].bucket].slots
+
+
+def case_a_step_of_ones_own_may_change_gradients_in_any_way(hvd: Any) -> None:
+    ours = compiled(hvd.DistributedOptimizer(sgd()), OwnStep)
+    ours.change = lambda gradients: [gradient.data.mul_(0.5) for gradient in gradients] and None
+    with handed_over() as early:
+        train(ours, batches(hvd.rank(), 5))
+    assert early == [0] * 5
+    check(hvd, ours, one_process(hvd, 5, sgd(0.05)))
+
+
+def case_an_apply_that_a_user_put_on_the_optimizer_comes_first(hvd: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(sgd())
+    apply = optimizer.apply
+    optimizer.apply = lambda gradients, variables: apply([0.5 * one for one in gradients], variables)
+    with handed_over() as early:
+        ours = train(compiled(optimizer), batches(hvd.rank(), 5))
+    assert early == [0] * 5
+    check(hvd, ours, one_process(hvd, 5, sgd(0.05)))
+
+
+class Auxiliary(keras.Sequential):
+    """A loss with a backward pass of its own, whose gradients are added."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+        if y_pred.requires_grad:  # Keras builds a model by running this with nothing to learn
+            self.optimizer.scale_loss(super().compute_loss(x, 1 - y, self(x))).backward()
+        return super().compute_loss(x, y, y_pred)
+
+
+def case_a_backward_pass_in_the_loss_is_added(hvd: Any) -> None:
+    with handed_over() as early:
+        ours = train(compiled(hvd.DistributedOptimizer(sgd()), Auxiliary), batches(hvd.rank(), 5))
+    assert early == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
+    check(hvd, ours, one_process(hvd, 5, kind=Auxiliary))
+
+
+def case_a_hook_of_the_users_that_comes_later_is_not_raced_with(hvd: Any) -> None:
+    def halve(parameter: torch.Tensor) -> None:
+        parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
+
+    ours = compiled(hvd.DistributedOptimizer(sgd()))
+    with handed_over() as early:
+        data = batches(hvd.rank(), 7)
+        train(ours, data[:3])
+        hook = ours.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
+        train(ours, data[3:5])
+        hook.remove()
+        train(ours, data[5:])
+    assert early == [0, 0, GRADIENTS, 0, 0, GRADIENTS, GRADIENTS]
+    alone, data = compiled(sgd()), joined(hvd, 7)
+    train(alone, data[:3])
+    hook = alone.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
+    train(alone, data[3:5])
+    hook.remove()
+    check(hvd, ours, train(alone, data[5:]))
+
+
+class Twice(keras.layers.Layer):
+    """A dense layer that is run twice, each time in a backward pass inside of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype="float64")
+        self.dense = keras.layers.Dense(WIDTH, activation="tanh", dtype="float64")
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+
+    def call(self, x: Any) -> Any:
+        for _ in range(2):
+            x = checkpoint(self.dense, x, use_reentrant=True)
+        return x
+
+
+def case_gradients_that_become_complete_twice_travel_at_the_end(hvd: Any) -> None:
+    with handed_over() as early:
+        ours = train(compiled(hvd.DistributedOptimizer(sgd()), inside=Twice()), batches(hvd.rank(), 5))
+    assert early == [0] * 5
+    check(hvd, ours, train(compiled(sgd(), inside=Twice()), joined(hvd, 5)))
+
+
+def case_what_goes_by_name_travels_at_the_end(hvd: Any) -> None:
+    with handed_over() as early:
+        ours = train(compiled(hvd.DistributedOptimizer(sgd(), compression=Passing)), batches(hvd.rank(), 5))
+    assert early == [0] * 5
+    check(hvd, ours, one_process(hvd, 5))
+
+
+def case_passes_that_are_added_up_travel_at_the_end(hvd: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
+    with handed_over() as early:
+        train(compiled(optimizer), batches(hvd.rank(), 6))
+    assert early == [0, 0, 0]
+
+
+def case_two_optimizers_take_turns_on_one_model(hvd: Any) -> None:
+    ours, alone = keras.Sequential(layers()), keras.Sequential(layers())
+    optimizers = [hvd.DistributedOptimizer(sgd(rate)) for rate in (0.1, 0.01)]
+    plain = [sgd(rate) for rate in (0.1, 0.01)]
+    with handed_over() as early:
+        for mine, theirs in zip(batches(hvd.rank(), 8), joined(hvd, 8), strict=True):
+            for made, one, batch in ((ours, optimizers[0], mine), (alone, plain[0], theirs)):
+                made.compile(optimizer=one, loss=keras.losses.MeanSquaredError())
+                made.train_on_batch(*batch)
+            optimizers.reverse()
+            plain.reverse()
+    assert early == [0, 0, 0, 0, *[GRADIENTS] * 4]
+    check(hvd, ours, alone)
+
+
+def case_a_loop_of_ones_own_between_steps_of_keras(hvd: Any) -> None:
+    def trained(made: Any, data: Any) -> Any:
+        for step, (x, y) in enumerate(data):
+            if step % 3 != 1:
+                made.train_on_batch(x, y)
+                continue
+            made.zero_grad()
+            for _ in range(2):  # passes, whose gradients are added
+                torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y))).backward()
+            weights = made.trainable_weights
+            with torch.no_grad():
+                made.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return made
+
+    with handed_over() as early:
+        ours = trained(compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6))
+    assert early == [0, 0, 0, GRADIENTS, 0, GRADIENTS]
+    check(hvd, ours, trained(compiled(sgd()), joined(hvd, 6)))
+
+
+def case_a_variable_that_becomes_local_later_is_left_alone(hvd: Any) -> None:
+    optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=[], scale_local_gradients=False)
+    ours, alone, data = compiled(optimizer), compiled(sgd()), batches(hvd.rank(), 6)
+    local = ours.trainable_weights[2]
+    with handed_over() as early:
+        train(ours, data[:3])
+        for mine, theirs in zip(alone.variables, ours.variables, strict=True):
+            mine.assign(theirs.value)
+        wanted = keras.ops.convert_to_numpy(local.value) - 0.1 * local_gradient(alone, *data[3])
+        optimizer.register_local_var(local)
+        train(ours, data[3:4])
+        assert abs(keras.ops.convert_to_numpy(local.value) - wanted).max() < 1e-6
+        train(ours, data[4:])
+    assert early == [0, 0, GRADIENTS, 0, GRADIENTS - 1, GRADIENTS - 1]
+    others = [weight.value.tolist() for weight in ours.trainable_weights if weight is not local]
+    assert len({str(one) for one in hvd.allgather_object(others)}) == 1
+
+
+def local_gradient(made: Any, x: Any, y: Any) -> Any:
+    """Of the second layer's kernel."""
+    weight = made.trainable_weights[2].value
+    loss = torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y)))
+    return torch.autograd.grad(loss, weight)[0].numpy()
+
+
+class Failing(torch.autograd.Function):
+    """Raises in the backward pass, if it shall."""
+
+    shall = False
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if Failing.shall:
+            raise ArithmeticError("in the middle of a backward pass")
+        return gradient
+
+
+class Breakable(keras.layers.Layer):
+    """Between two layers."""
+
+    def call(self, x: Any) -> Any:
+        return Failing.apply(x)  # type: ignore[no-untyped-call]
+
+
+def case_an_exception_in_a_backward_pass_is_an_error_on_all_ranks(hvd: Any) -> None:
+    ours = compiled(hvd.DistributedOptimizer(sgd()), inside=Breakable(dtype="float64"))
+    data = batches(hvd.rank(), 7)
+    with handed_over() as early:
+        train(ours, data[:3])
+        fails = Failing.shall = hvd.rank() == 1
+        try:
+            with told(ArithmeticError, "backward") if fails else told(HorovodInternalError, "rank 1", "an exception"):
+                ours.train_on_batch(*data[3])
+        finally:
+            Failing.shall = False
+        train(ours, data[4:])
+    assert early[:3] == [0, 0, GRADIENTS]
+    assert early[-3:] == [0, GRADIENTS, GRADIENTS]
+    check_same_bits(hvd, ours)
+
+
+def case_an_exception_in_a_backward_pass_of_what_goes_by_name_leaves_no_step_behind(hvd: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(sgd(), compression=Passing)
+    ours = compiled(optimizer, inside=Breakable(dtype="float64"))
+    data = batches(hvd.rank(), 6)
+    train(ours, data[:3])
+    for step in (3, 4):
+        if step == 3:
+            Failing.shall = True  # on all ranks: none comes to apply
+            with told(ArithmeticError, "backward"):
+                ours.train_on_batch(*data[step])
+            Failing.shall = False
+        train(ours, data[step : step + 1])
+    check_same_bits(hvd, ours)
+
+
+def case_a_gradient_that_was_changed_after_all_is_an_error(hvd: Any) -> None:
+    ours, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6)
+    train(ours, data[:3])
+    weight = ours.trainable_weights[2].value
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # where no hook of ours can come last
+
+    def change(*_: Any) -> None:
+        weight.grad.mul_(0.5)
+
+    hook = node.register_hook(change)
+    with told(AssertionError, "kernel (2) were changed after", "train_step of the model's own"):
+        ours.train_on_batch(*data[3])
+    hook.remove()
+    train(ours, data[4:])
+    check_same_bits(hvd, ours)
+
+
+class Late(BaseException):
+    """What a watchdog raises: somebody waited too long."""
+
+
+def ring(_: int, frame: Any) -> None:
+    """Raises Late in who waits in ``reduce()``, however slow the machine is, and between two rounds of the engine."""
+    waits = frame.f_code is Driver.drive_until.__code__ and not frame.f_locals["self"]._turn.locked()
+    while waits and frame is not None:
+        if frame.f_code is TorchGradients.reduce.__code__:
+            raise Late
+        frame = frame.f_back
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+
+def case_who_waits_for_a_late_rank_can_be_interrupted(hvd: Any) -> None:
+    ours, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 9)
+    for number, (x, y) in enumerate(data):
+        if number not in (1, 5):  # before gradients travel early, and after it
+            ours.train_on_batch(x, y)
+            continue
+        folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
+        is_interrupted = Path(folder, "interrupted")
+        if hvd.rank() == 0:
+            before = signal.signal(signal.SIGALRM, ring)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Late):
+                ours.train_on_batch(x, y)
+            signal.signal(signal.SIGALRM, before)
+            is_interrupted.touch()
+            continue
+        deadline = time.monotonic() + 60
+        while not is_interrupted.exists():
+            assert time.monotonic() < deadline, "rank 0 still waits for this rank"
+            time.sleep(0.01)
+        shutil.rmtree(folder)
+        with told(HorovodInternalError, "rank 0", "an exception"):
+            ours.train_on_batch(x, y)
+    check_same_bits(hvd, ours)
