@@ -181,7 +181,10 @@ class Lane:
             self._end()
 
     def give_up(self) -> None:
-        """Drop the step and wait for nobody: the lane fails on all ranks. No round of the engine runs meanwhile."""
+        """Drop the step and wait for nobody; no round of the engine runs meanwhile.
+
+        The lane fails on all ranks, in this step, or in the next one where a rank had all that it needed for this one.
+        """
         if self.in_flight and self.error is None:
             self.fail(MismatchError(ENDED % (self._engine.told(), self.name)))
             self._engine.tell_later(self.group.members, ["ended", self.lane_id, self._step])

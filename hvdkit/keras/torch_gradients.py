@@ -39,14 +39,12 @@ class _Synchronizer(GradientSynchronizer):
     def _new_hooks(self) -> TrainStepHooks:
         return TrainStepHooks(self._hand_over_early, self.name_of)
 
-    def _hand_over_early(self, parameter: torch.Tensor) -> bool:
+    def _hand_over_early(self, parameter: torch.Tensor) -> None:
         # What goes by name has no way to be given up.
         planned = self._routes.planned if self._routes is not None and is_current(self._engine) else None
         place = None if planned is None else planned.index.get(id(parameter))
-        if planned is None or place is None:
-            return False
-        planned.hand_over(place)
-        return True
+        if planned is not None and place is not None:
+            planned.hand_over(place)
 
     def begin(self, local: Collection[int]) -> None:
         """A backward pass begins, whose gradients come to ``synchronize()`` as they are."""
@@ -82,7 +80,7 @@ class TorchGradients:
         """What was handed over and never came to ``reduce``, because of an exception, is of no step."""
         if self._synchronizer is not None:
             self._synchronizer.cancel()
-            if self._synchronizer.in_flight:
+            if self._synchronizer.is_begun:
                 self._synchronizer.give_up()
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:

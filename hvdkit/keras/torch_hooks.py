@@ -19,7 +19,7 @@ COMPUTED_TWICE = (
 
 
 class TrainStepHooks:
-    """Hooks on parameters that call ``complete(parameter)`` from ``begin()`` to ``end()``: whether it took a gradient.
+    """Hooks on parameters that call ``complete(parameter)`` from ``begin()`` to ``end()``.
 
     The first backward pass is only looked at: one that completes a gradient twice, as passes inside of it do, is none
     to hand over from. Other optimizers may have hooks on the same parameters. They hold no reference to this object.
@@ -27,14 +27,15 @@ class TrainStepHooks:
 
     superseded = False
 
-    def __init__(self, complete: Callable[[torch.Tensor], bool], name_of: Callable[[torch.Tensor], str]) -> None:
+    def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
         self._complete = weakref.WeakMethod(complete)
         self._name_of = weakref.WeakMethod(name_of)
         self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         self._seen: dict[int, int] = {}  # by parameter, how often its gradient was complete since begin()
         self._looks = False
         self._hands_over = False
-        self._is_known = False  # whether a backward pass completed each gradient once
+        self._is_known = False  # whether the last backward pass completed each gradient once
+        self._is_ever_twice = False  # whether one that was to do so did not
         self.touched = False  # whether a gradient was handed over since reset()
 
     def attach(self, parameter: torch.Tensor) -> None:
@@ -67,7 +68,11 @@ class TrainStepHooks:
         """Nothing but a backward pass comes before ``end()``."""
         self._seen.clear()
         self._looks = True
-        self._hands_over = self._is_known and all(_is_last(*attached) for attached in self._handles.values())
+        self._hands_over = (
+            self._is_known
+            and not self._is_ever_twice
+            and all(_is_last(*attached) for attached in self._handles.values())
+        )
 
     def end(self) -> None:
         """It is over."""
@@ -88,11 +93,12 @@ class TrainStepHooks:
         if times > 1:
             name_of = self._name_of()
             name = "a parameter" if name_of is None else name_of(parameter)
-            self._is_known = False
+            self._is_ever_twice = True
             raise AssertionError(COMPUTED_TWICE.format(name=name))
         complete = self._complete()
         if complete is not None and parameter.grad is not None and not parameter.grad.requires_grad:
-            self.touched |= complete(parameter)
+            self.touched = True  # before: Ctrl-C may come in between
+            complete(parameter)
 
     def __del__(self) -> None:
         self.detach()

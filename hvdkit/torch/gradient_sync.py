@@ -347,16 +347,22 @@ class GradientSynchronizer:
             self._routes.move_out()
             self._routes = None
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a gradient was handed over in a step that is not over."""
+        return self.in_flight or (self._routes is not None and self._routes.in_flight)
+
     def give_up(self) -> None:
         """Forget a step that an exception ended. Nothing is waited for; ranks that use the step get an error."""
+        self._unraised = None
+        routes, current = self._routes, is_current(self._engine)
+        if routes is not None:
+            # What runs must not be in the middle of a sum; in a forked child nothing does.
+            with self._engine.driver.halted(ROUND_SECONDS if current else 0.0):
+                if routes.give_up(current):
+                    self._routes = None
         self._start_step()
         self.forget_synchronized()
-        routes = self._routes
-        if routes is None:
-            return
-        with self._engine.driver.halted(ROUND_SECONDS):  # what runs must not be in the middle of a sum
-            if routes.give_up(is_current(self._engine)):
-                self._routes = None
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure after which gradients are reduced, and the loss with them, so that all ranks decide alike."""
