@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launching import call_bare
-from tests.ranks import ROOT
+from tests.ranks import JOB_TIMEOUT_SECONDS, ROOT
 
 SCRIPTS = Path(__file__).with_name("scripts")
 HOROVOD_ITSELF = "raise RuntimeError('this is Horovod itself')\n"
@@ -34,7 +34,9 @@ def test_a_script_for_horovod_trains_as_it_is(controller, script, arguments, leg
     command = [sys.executable, str(SCRIPTS / script), *arguments]
     flags = [controller, "-np", "2", "--as-horovod"]
     environment = {"TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
-    result = call_bare(*flags, *command, **environment, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    # It imports a framework and trains.
+    result = call_bare(*flags, *command, seconds=JOB_TIMEOUT_SECONDS, **environment, PYTHONPATH=path)
     assert result.status == 0, result.stdout + result.stderr
     [last] = [line for line in result.stdout.splitlines() if "done: " in line]
     assert last.startswith("[0]<stdout>: done: 2 workers, loss ")

@@ -56,13 +56,13 @@ def call(flags: list[str], code: str = "pass", *arguments: str, **extra: str) ->
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def call_bare(*arguments: str, **extra: str) -> Result:
-    """Run hvdkitrun with exactly these arguments."""
+def call_bare(*arguments: str, seconds: float = PATIENCE_SECONDS, **extra: str) -> Result:
+    """Run hvdkitrun with exactly these arguments. ``seconds``: the most that it may take."""
     done = subprocess.run(
         [sys.executable, "-m", "hvdkit.launch", *arguments],
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=seconds,
         check=False,
         cwd=ROOT,
         env=environment(**extra),
