@@ -148,6 +148,7 @@ def _told(word: str, output: str) -> list[tuple[str, str, str]]:
 def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
     """The first thing that a survivor, or the launcher, said of this rank: not one that it only takes part in."""
     lost = rf"\brank {rank}\b( \([^)]*\))? (is lost|gave |has left)|(?<!its )connection to rank {rank}\b"
+    lost += rf"|the first to leave was rank {rank}\b"
     missed = rf"(missing:|for ranks) \[[^]]*\b{rank}\b"
     launcher = [line for line in output.splitlines() if re.match(rf"hvdkitrun: rank {rank} on ", line)]
     silent = rf"missing: \[[^]]*\b{rank}\b|\brank {rank} did not prove to "  # in init(), which tells nobody else

@@ -50,6 +50,15 @@ def test_a_rank_that_stops_between_two_parts_of_the_start_is_named_by_who_waits_
     assert "nobody named rank 1" in judge(fault, Outcome(1, f"STRIKES 100.0\n{other}", 108.5), 3, *DEADLINES).problems
 
 
+def test_survivors_that_name_the_first_to_leave_are_right():
+    fault = Fault("raises", "allreduce", 0, 0.01)
+    said = "PeerLostError: it cannot go on without rank 0, which has left the job; the first to leave was rank 0 (here)"
+    output = "\n".join(["STRIKES 100.0", *(f"RANK {rank} NOTICED 100.2 {said}" for rank in (1, 2))])
+    assert judge(fault, Outcome(7, output, 101.0), 3, *DEADLINES).problems == ()
+    other = output.replace("first to leave was rank 0", "first to leave was rank 2")
+    assert "nobody named rank 0" in judge(fault, Outcome(7, other, 101.0), 3, *DEADLINES).problems
+
+
 @pytest.mark.parametrize(
     ("outcome", "problem"),
     [
