@@ -35,8 +35,8 @@ class Entry:
 def run(count: int, seed: int, transports: Sequence[str]) -> list[Entry]:
     """Let ``count`` faults strike, on the transports in turn."""
     entries = []
-    bar = tqdm(itertools.islice(random_faults(seed, RANKS), -(-count // len(transports))), total=count, unit="fault")
-    for fault in bar:
+    bar = tqdm(total=count, unit="fault")
+    for fault in itertools.islice(random_faults(seed, RANKS), -(-count // len(transports))):
         for transport in transports[: count - len(entries)]:
             outcome = run_with_fault(fault, transport, RANKS)
             verdict = judge(fault, outcome, RANKS, TIMEOUT_SECONDS, START_TIMEOUT_SECONDS)
@@ -44,6 +44,7 @@ def run(count: int, seed: int, transports: Sequence[str]) -> list[Entry]:
             bar.update()
             if problems := entries[-1].verdict.problems:
                 tqdm.write(f"{transport} {fault}: {problems}\n{outcome.output}")
+    bar.close()
     return entries
 
 
