@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: runs in make test-all, not in make test")
     config.addinivalue_line("markers", "essential(name=value or tuple): thorough with other values of these parameters")
     config.addinivalue_line("markers", "every_size: runs on 1 and 4 ranks in make test, too")
+    # A shell that runs this in the background has it ignore Ctrl-C, and so would all that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(Shown(config), "hvdkit-shown")
