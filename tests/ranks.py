@@ -66,7 +66,7 @@ def rank_environment(**extra: str) -> dict[str, str]:
     }
     if segments := os.environ.get(SEGMENTS):
         environment["OMPI_MCA_btl_sm_backing_directory"] = segments
-    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")
+    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="60")
     environment.update(extra)
     return environment
 

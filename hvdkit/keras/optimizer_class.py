@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdkit.keras import keras_2
 from hvdkit.keras.applying import Applying, ApplyingPairs
+from hvdkit.keras.backend import backend
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.keras.step import SETTINGS, STEP, step_of
 
@@ -45,10 +46,19 @@ def distributed_class(base: Any, settings: OptimizerSettings) -> Any:
     """A subclass of ``base`` with its name, also in saved models: they load where there is no hvdkit."""
     applying = ApplyingPairs if issubclass(base, keras_2.optimizer_classes()) else Applying
     names = {name: getattr(base, name) for name in ("__qualname__", "__doc__", "__module__")}
-    body = {**names, SETTINGS: settings}
+    body = {**names, SETTINGS: settings, **_unconverted(applying)}
     cls = types.new_class(base.__name__, (Distributed, applying, base), exec_body=lambda space: space.update(body))
     _save_as(cls, base)
     return cls
+
+
+def _unconverted(applying: type) -> dict[str, Any]:
+    """Its methods as TensorFlow's AutoGraph leaves them, in a training loop of the user's, where it comes upon them."""
+    if applying is Applying and backend() != "tensorflow":
+        return {}
+    from hvdkit.tensorflow.unconverted import as_written
+
+    return {name: as_written(one) for name, one in vars(applying).items() if isinstance(one, types.FunctionType)}
 
 
 def _save_as(cls: Any, base: Any) -> None:

@@ -9,8 +9,10 @@ from hvdkit.api import objects
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.exceptions import raised_as_tensorflows
 from hvdkit.tensorflow.ops_broadcast import broadcast_
+from hvdkit.tensorflow.unconverted import as_written
 
 
+@as_written
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:

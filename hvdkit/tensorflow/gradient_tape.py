@@ -13,10 +13,12 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.gradients import reduce_gradients
+from hvdkit.tensorflow.unconverted import as_written
 
 _FUNCTION = "DistributedGradientTape"
 
 
+@as_written
 def DistributedGradientTape(
     gradtape: Any,
     device_dense: str = "",
@@ -74,6 +76,7 @@ def DistributedGradientTape(
     return distributed
 
 
+@as_written
 def PartialDistributedGradientTape(
     gradtape: Any,
     device_dense: str = "",
@@ -126,6 +129,7 @@ def _tape_class(base: Any) -> Any:
             """Leave the gradient of a variable to each rank."""
             self._hvdkit_local[id(source)] = source
 
+        @as_written
         def gradient(
             self,
             target: Any,
@@ -145,6 +149,7 @@ def _tape_class(base: Any) -> Any:
             )
             return tf.nest.pack_sequence_as(gradients, reduced)
 
+        @as_written
         def get_local_and_global_gradients(
             self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
         ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:

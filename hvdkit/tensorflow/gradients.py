@@ -25,6 +25,7 @@ from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_p
 from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
 from hvdkit.tensorflow.ops_sparse import quotient
 from hvdkit.tensorflow.reduction import Reduction, reduce
+from hvdkit.tensorflow.unconverted import as_written
 from hvdkit.tensorflow.verification import Verified, verified
 
 SPARSE = (
@@ -36,6 +37,7 @@ SPARSE = (
 _PLANNED_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
+@as_written
 def reduce_gradients(
     settings: GradientSettings,
     gradients: Sequence[Any],

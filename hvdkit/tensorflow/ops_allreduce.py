@@ -16,6 +16,7 @@ from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.ops_sparse import allreduce_slices
 from hvdkit.tensorflow.reduction import Reduction, reduce
+from hvdkit.tensorflow.unconverted import as_written
 
 # What operations are called in graphs.
 _KINDS = {"allreduce": "Allreduce", "grouped_allreduce": "GroupedAllreduce"}
@@ -50,6 +51,7 @@ def _reduced(
     return results
 
 
+@as_written
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -90,6 +92,7 @@ def allreduce(
     )[0]
 
 
+@as_written
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,

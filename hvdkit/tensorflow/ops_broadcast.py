@@ -17,6 +17,7 @@ from hvdkit.tensorflow.arrays import copy_of, empty_like
 from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
 from hvdkit.tensorflow.device import kind_of
 from hvdkit.tensorflow.reduction import Reduction, reduce
+from hvdkit.tensorflow.unconverted import as_written
 
 # Of variables that are broadcast together.
 CHUNK_BYTES = 256 << 20
@@ -53,6 +54,7 @@ def _broadcast(
     )
 
 
+@as_written
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -101,6 +103,7 @@ def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
     return chunks
 
 
+@as_written
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

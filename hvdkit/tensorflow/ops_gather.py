@@ -20,6 +20,7 @@ from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, ru
 from hvdkit.tensorflow.device import kind_of
 from hvdkit.tensorflow.ops_ranks import process_set_rank
 from hvdkit.tensorflow.reduction import Reduction, reduce
+from hvdkit.tensorflow.unconverted import as_written
 
 
 def _any_rows(tensor: Any) -> Any:
@@ -66,6 +67,7 @@ def _gather(
     return list(gather(*tensors))
 
 
+@as_written
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -85,6 +87,7 @@ def allgather(
     return _gather("Allgather", [found], name, ignore_name_scope, process_set)[0]
 
 
+@as_written
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -147,6 +150,7 @@ def _scatter(
     return output, received
 
 
+@as_written
 def alltoall(
     tensor: Any,
     splits: Any = None,

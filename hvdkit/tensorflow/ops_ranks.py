@@ -14,6 +14,7 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.device import device_of_job
 from hvdkit.tensorflow.exceptions import mark, raised_as_tensorflows
+from hvdkit.tensorflow.unconverted import as_written
 
 # What process_set_included_op returns for what is no set.
 NOT_INITIALIZED, UNKNOWN_SET = -1, -2
@@ -36,21 +37,25 @@ def _asked(question: Callable[[], int], name: str | None) -> Any:
     return found
 
 
+@as_written
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """An int32 scalar: how many ranks a process set has when the graph runs."""
     return _asked(lambda: len(runtime.process_sets()[process_set_id]), name)
 
 
+@as_written
 def local_size_op(name: str | None = None) -> Any:
     """An int32 scalar: how many ranks run on this node when the graph runs."""
     return _asked(job.local_size, name)
 
 
+@as_written
 def rank_op(name: str | None = None) -> Any:
     """An int32 scalar: this process's number among all ranks when the graph runs."""
     return _asked(job.rank, name)
 
 
+@as_written
 def local_rank_op(name: str | None = None) -> Any:
     """An int32 scalar: this process's number among the ranks of this node when the graph runs."""
     return _asked(job.local_rank, name)
@@ -61,6 +66,7 @@ def process_set_rank(process_set: ProcessSet) -> Any:
     return _asked(lambda: int(process_set.rank() or 0), None)
 
 
+@as_written
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """An int32 scalar: 1 if this rank is in a process set when the graph runs, 0 if not.
 
@@ -76,6 +82,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     return _asked(included, name)
 
 
+@as_written
 def join() -> Any:
     """Say that this rank has no more data, and block until all ranks have said so.
 

@@ -17,6 +17,7 @@ from hvdkit.tensorflow.arrays import Array, copy_of
 from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.ops_gather import grouped_allgather
+from hvdkit.tensorflow.unconverted import as_written
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -71,6 +72,7 @@ def _scatter(
     return list(scatter(*tensors))
 
 
+@as_written
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -99,6 +101,7 @@ def reducescatter(
         return compressor.decompress(output, context)
 
 
+@as_written
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",

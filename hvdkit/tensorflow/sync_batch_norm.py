@@ -11,6 +11,7 @@ from hvdkit.api import checks
 from hvdkit.api.job import Sum
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops_allreduce import allreduce
+from hvdkit.tensorflow.unconverted import as_written
 
 _REFUSED = {
     "fused": "TensorFlow's fused kernel cannot be told the statistics of all ranks.\nHINT: leave fused out.",
@@ -58,6 +59,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         self.process_set = process_set
         self.supports_jit = False  # or model.compile() would choose XLA, which cannot talk to other processes
 
+    @as_written
     def _moments(self, inputs: Any, *given: Any, **options: Any) -> tuple[Any, Any]:
         """Mean and variance of each channel, in the type of ``inputs``.
 

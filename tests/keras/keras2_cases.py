@@ -14,6 +14,8 @@ from hvdkit.errors import HorovodInternalError
 from hvdkit.keras.keras_2 import velocities_of
 from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, train
 from tests.ranks import Skip
+from tests.tensorflow.translated import ours as hvdkits
+from tests.tensorflow.translated import translated
 from tests.told import told, warned
 
 keras = tf.keras
@@ -113,8 +115,10 @@ def case_a_loop_of_ones_own_in_a_graph(hvd: Any) -> None:
             gradients = tape.gradient(loss, ours.trainable_variables)
             return optimizer.apply_gradients(zip(gradients, ours.trainable_variables, strict=True))
 
-        for x, y in batches(hvd.rank()):
-            step(tf.constant(x), tf.constant(y))
+        with translated() as names:
+            for x, y in batches(hvd.rank()):
+                step(tf.constant(x), tf.constant(y))
+        assert hvdkits(names) == []
         assert int(optimizer.iterations) == 3
         check_same_bits(hvd, ours)
         check_close(ours, train(compiled(new()), joined(hvd)))

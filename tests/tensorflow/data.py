@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,13 @@ def ways(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The function as it is, and in a graph."""
     yield function
     yield tf.function(function)
+
+
+def tried_ways(dtypes: Sequence[Any], shapes: Sequence[Any]) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """What is tried as it is, and in graphs, where each type and shape takes a graph of its own to be traced."""
+    some = [dtype for dtype in (tf.bfloat16, tf.float64, tf.uint8, tf.bool) if dtype in dtypes]
+    traced = [(dtype, shapes[-1]) for dtype in some] + [(tf.float32, shape) for shape in shapes]
+    return list(itertools.product(dtypes, shapes)), traced
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import Any
 
@@ -22,7 +21,19 @@ from hvdkit.tensorflow import ops_broadcast
 from hvdkit.tensorflow.exceptions import as_tensorflows
 from tests.forking import in_child
 from tests.ranks import Skip
-from tests.tensorflow.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, check_equal, doubles, ways
+from tests.tensorflow.data import (
+    FLOATS,
+    INTEGERS,
+    MOVABLE,
+    REDUCIBLE,
+    SHAPES,
+    all_values,
+    check_equal,
+    doubles,
+    tried_ways,
+    ways,
+)
+from tests.tensorflow.translated import ours, translated
 from tests.told import told
 
 
@@ -38,9 +49,7 @@ def case_allreduce_gives_sum_average_min_max_and_product(hvd: Any) -> None:
     def reduce(tensor: Any) -> list[Any]:
         return [hvd.allreduce(tensor, op=op) for op in (hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Average)]
 
-    everything = list(itertools.product(REDUCIBLE, SHAPES))
-    traced = [(dtype, (5, 4)) for dtype in REDUCIBLE] + [(tf.float32, shape) for shape in SHAPES]
-    for run, tried in zip(ways(reduce), (everything, traced), strict=True):
+    for run, tried in zip(ways(reduce), tried_ways(REDUCIBLE, SHAPES), strict=True):
         for dtype, shape in tried:
             inputs = all_values(hvd.size(), shape, dtype)
             stacked = np.stack([doubles(one) for one in inputs])
@@ -149,8 +158,9 @@ def case_grouped_allgather_gathers_each(hvd: Any) -> None:
 
 def case_broadcast_gives_all_the_roots_tensor(hvd: Any) -> None:
     for root in range(hvd.size()):
-        for run in ways(lambda tensor, root=root: hvd.broadcast(tensor, root)):
-            for dtype, shape in itertools.product(MOVABLE, ((), (0,), (3, 2))):
+        both = ways(lambda tensor, root=root: hvd.broadcast(tensor, root))
+        for run, tried in zip(both, tried_ways(MOVABLE, ((), (0,), (3, 2))), strict=True):
+            for dtype, shape in tried:
                 inputs = all_values(hvd.size(), shape, dtype)
                 check_equal(run(inputs[hvd.rank()]), doubles(inputs[root]), dtype, root, shape)
 
@@ -417,9 +427,9 @@ def case_ranks_that_disagree_get_tensorflows_error_that_horovod_raised(hvd: Any)
         train,
     ):
         for run in ways(operation):
-            for kind in (MismatchError, tf.errors.FailedPreconditionError):
-                with told(kind, "clash", "rank 1"):
-                    run(tf.ones([2 + hvd.rank()]))
+            with told(MismatchError, "clash", "rank 1") as caught:
+                run(tf.ones([2 + hvd.rank()]))
+            assert isinstance(caught.value, tf.errors.FailedPreconditionError)
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
@@ -501,6 +511,33 @@ def case_forked_children_ask_and_communicate_nothing(hvd: Any) -> None:
 
     in_child(check)
     np.testing.assert_array_equal(hvd.allreduce(tf.ones(3), op=hvd.Sum), np.full(3, hvd.size()))
+
+
+def case_autograph_leaves_operations_as_they_are_written(hvd: Any) -> None:
+    variable, rows = tf.Variable(tf.ones(2), name="as_written"), tf.ones(hvd.size())
+
+    @tf.function
+    def everything(tensor: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(hvd.allreduce(variable * tensor))
+        tape = hvd.DistributedGradientTape(tape)
+        hvd.broadcast_([variable], 0)
+        hvd.broadcast_variables([variable], 0)
+        return [
+            tape.gradient(loss, [variable]),
+            hvd.grouped_allreduce([tensor]),
+            hvd.broadcast(tensor, 0),
+            hvd.allgather(tensor),
+            hvd.grouped_allgather([tensor]),
+            hvd.alltoall(rows),
+            hvd.reducescatter(tensor),
+            hvd.grouped_reducescatter([tensor]),
+            [hvd.size_op(), hvd.local_size_op(), hvd.rank_op(), hvd.local_rank_op(), hvd.process_set_included_op()],
+        ]
+
+    with translated() as names:
+        everything(tf.ones(2))
+    assert ours(names) == []
 
 
 def case_jit_compile_is_told_what_to_do(hvd: Any) -> None:

@@ -159,4 +159,4 @@ def case_a_rank_that_has_no_more_data_takes_part_with_zeros(hvd):
 
 def case_nothing_of_horovods_place_stays_in_the_environment(hvd):
     assert not [name for name in os.environ if name.startswith(("HOROVOD_GLOO", "HOROVOD_RANK", "HOROVOD_CONTROLLER"))]
-    assert os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") == "30"
+    assert os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") == "60"
