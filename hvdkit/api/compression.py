@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hvdkit.compression import CASTS, DGC, Codec, Int4, Int8, LossyCodec, OneBit, PowerSGD, RandomK, Threshold, TopK
+from hvdkit.compression import CASTS, Codec, Codecs, LossyCodec
 from hvdkit.kernels.reduce_op import ReduceOp
 
 
@@ -44,7 +44,7 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class Compressions:
+class Compressions(Codecs):
     """Optional gradient compression.
 
     ``none``, ``fp16`` and ``bf16`` are taken as they are. The others are taken as they are or called with parameters,
@@ -53,14 +53,6 @@ class Compressions:
     """
 
     none = NoneCompressor
-    int8 = Int8
-    int4 = Int4
-    onebit = OneBit
-    topk = TopK
-    threshold = Threshold
-    randomk = RandomK
-    dgc = DGC
-    powersgd = PowerSGD
 
 
 def lossy_codec(compression: Any) -> LossyCodec | None:
@@ -93,7 +85,7 @@ def check_compression(function: str, compression: Any) -> Any:
 
 def check_codec_op(function: str, codec: Codec, op: ReduceOp) -> None:
     """Raises ValueError for a codec whose payloads cannot be reduced by an operation."""
-    if isinstance(codec, LossyCodec) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+    if codec.encodes and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(
             f"{function}: Compression.{codec.name} cannot do op=hvd.{op.name.capitalize()}, only Average and Sum.\n"
             "HINT: Compression.none, fp16 and bf16 can."
@@ -112,7 +104,7 @@ def check_codec_dtypes(function: str, codec: Codec, floating: Mapping[Any, bool]
 
 def check_operation(function: str, codec: LossyCodec) -> None:
     """Raises ValueError for a codec that lives on what it keeps from step to step."""
-    if isinstance(codec, DGC | PowerSGD):
+    if codec.lives_on_memory:
         raise ValueError(
             f"{function}: Compression.{codec.name} lives on what it keeps from step to step, which needs a "
             "DistributedOptimizer.\nHINT: use Compression.topk or int8 here."

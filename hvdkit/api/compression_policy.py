@@ -46,16 +46,14 @@ class Policy:
     @property
     def by_tensor(self) -> bool:
         """Whether the compression itself can compress a tensor around an operation."""
-        return not self.by_pattern and not isinstance(codec_of(self.compression), LossyCodec)
+        return not self.by_pattern and not (codec_of(self.compression) or CASTS["none"]).encodes
 
     def codec(self, name: str, parameter: Any) -> Codec:
         """The codec of one gradient. Raises TypeError for what is none."""
         if not self.by_pattern:
             codec = codec_of(self.compression)
             assert codec is not None
-            if isinstance(codec, LossyCodec) and not (codec.all_tensors or is_worth_it(parameter)):
-                return CASTS["none"]
-            return codec
+            return codec if codec.all_tensors or is_worth_it(parameter) else CASTS["none"]
         if isinstance(self.compression, Mapping):
             chosen = next((one for pattern, one in self.compression.items() if _matches(name, pattern)), None)
         else:
@@ -69,7 +67,7 @@ class Policy:
 
     def is_lossy_for(self, name: str, parameter: Any) -> bool:
         """Whether the user asked that this gradient be encoded, by more than a cast."""
-        return not self.whole_tensors and isinstance(self.codec(name, parameter), LossyCodec)
+        return not self.whole_tensors and self.codec(name, parameter).encodes
 
     def complaint(self, names: Sequence[str]) -> str | None:
         """What to tell a user whose patterns match none of these names, so that nothing is compressed."""

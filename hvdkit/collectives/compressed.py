@@ -1,7 +1,8 @@
-"""Allreduce of payloads: what travels is encoded, sums are in float32, and all ranks decode the same bytes.
+"""Allreduce by lossy codecs: what travels is encoded, sums are in float32, and all ranks decode the same bytes.
 
-Two ways. ``two_phase``: chunk p of everyone goes to rank p, which sums, encodes the sum and hands it to all.
-``gather``: everyone's payload of all elements goes to everyone.
+Three ways, of which the codec chooses. ``two_phase``: chunk p of everyone goes to rank p, which sums, encodes the sum
+and hands it to all. ``gather``: everyone's payload of all elements goes to everyone. ``sums``: plain ones of vectors
+that stand for the elements.
 
 With error feedback there is one residual for each element on each rank: of what the rank did not send to the element's
 owner, and on the owner, which sends itself nothing, of what it did not hand on (Tang et al., 2019, "DoubleSqueeze:
@@ -13,34 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any, cast
 
 import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.group import Array, Group, Steps, partition
-from hvdkit.collectives.low_rank import low_rank_allreduce
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import Cast, Codec, LossyCodec, Memory, PayloadCodec, PowerSGD, frames
+from hvdkit.compression import CASTS, Cast, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
+from hvdkit.compression.lossy import as_float32
 from hvdkit.compression.memory import TURN
-from hvdkit.compression.payload import as_float32
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Bytes, Transfer
-
-
-def choose_way(elements: int, ranks: int, codec: PayloadCodec) -> tuple[str, str]:
-    """How payloads of ``elements`` elements are summed over so many ranks, and why: the same on all of them.
-
-    Dense payloads are as long for a sum as for what is summed, so two phases send the least. Sparse ones are sent as
-    they are, and nothing is lost of their sum, where that sends no more.
-    """
-    if not codec.sparse:
-        return "two_phase", "payloads are dense"
-    payload = codec.told_bytes(elements)
-    gather, two_phase = (ranks - 1) * payload, 2 * (ranks - 1) * payload // ranks
-    name = "gather" if gather <= two_phase else "two_phase"
-    return name, f"payloads of about {payload} bytes x {ranks} ranks: gather {gather}, two_phase {two_phase} bytes"
 
 
 def allreduce_encoded(
@@ -52,10 +39,10 @@ def allreduce_encoded(
     anything; values of other floating types they convert to float32 and back. On one rank nothing travels, so nothing
     is encoded. Raises PayloadError where a payload does not arrive as it was sent.
     """
-    if isinstance(codec, Cast):
-        yield from allreduce(group, flat, op, scale, codec, tag)
+    if not codec.encodes:
+        yield from allreduce(group, flat, op, scale, cast("Cast", codec), tag)
         return
-    assert isinstance(codec, LossyCodec), codec
+    codec = cast("LossyCodec", codec)
     assert op == ReduceOp.SUM, op
     if group.size == 1 or not flat.size:
         if scale != ONE:
@@ -70,12 +57,8 @@ def allreduce_encoded(
     codec.prepare(values, memory, group.size)
     memory.tally.encode_seconds += perf_counter() - started
     memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size)
-    if isinstance(codec, PowerSGD):
-        yield from low_rank_allreduce(wire, values, scale, codec, tag, memory)
-    else:
-        assert isinstance(codec, PayloadCodec)
-        way, _ = choose_way(flat.size, group.size, codec)
-        yield from _WAYS[way](wire, values, scale, codec, tag, memory)
+    way, _ = codec.way(flat.size, group.size)
+    yield from _WAYS[way](wire, values, scale, codec, tag, memory)
     memory.tally.bytes_after += wire.bytes_sent
     group.bytes_sent += wire.bytes_sent
     if values is not flat:
@@ -162,9 +145,25 @@ def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag:
         kernels.scale_into(values, values, scale)
 
 
-_WAYS: dict[str, Callable[[Group, Array, Scale, PayloadCodec, int, Memory], Steps[None]]] = {
+def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, memory: Memory) -> Steps[None]:
+    vectors, tally = codec.sums(values, scale, memory), memory.tally
+    while True:
+        started = perf_counter()
+        vector = next(vectors, None)
+        seconds = perf_counter() - started
+        if vector is None:
+            tally.decode_seconds += seconds
+            return
+        tally.encode_seconds += seconds
+        yield from allreduce(group, vector, ReduceOp.SUM, ONE, CASTS["none"], tag)
+        tag += 2
+
+
+# By what LossyCodec.way answers.
+_WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, Memory], Steps[None]]] = {
     "two_phase": _two_phase,
     "gather": _gather,
+    "sums": _sums,
 }
 
 

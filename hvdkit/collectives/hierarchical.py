@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import choose_allreduce
-from hvdkit.collectives.compressed import allreduce_encoded, choose_way
+from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
-from hvdkit.compression import Cast, Codec, LossyCodec, Memory, PayloadCodec
+from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.kernels import HALVES, ONE, ReduceOp, Scale
 
 # A piece takes many times the latency of any wire, and each has two of an operation's eight tags.
@@ -86,7 +87,7 @@ def early_scale(flat: Array, op: ReduceOp, scale: Scale, codec: Codec) -> tuple[
     What is rounded to 16 bits on its way is scaled first, where it can: the sum of a node could be too large for fp16
     although the average is not.
     """
-    narrow = flat.dtype in HALVES or (isinstance(codec, Cast) and codec.lossy and flat.dtype.kind == "f")
+    narrow = flat.dtype in HALVES or codec.wire_itemsize(flat.dtype) < flat.itemsize
     return (scale, ONE) if narrow and op == ReduceOp.SUM else (ONE, scale)
 
 
@@ -120,8 +121,8 @@ def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, st
 def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | None = None) -> str:
     """How an allreduce of ``nbytes`` bytes, cut into ``pieces``, travels among these ranks and why, for people."""
     layout, choice, nodes = group.layout, group.choice, nodes_of(group)
-    if isinstance(codec, LossyCodec) and (codec.everywhere or layout is None or nodes > 1):
-        return why_encoded(group, nbytes, codec)
+    if codec is not None and codec.encodes and (codec.everywhere or layout is None or nodes > 1):
+        return why_encoded(group, nbytes, cast("LossyCodec", codec))
     if layout is not None and nodes == 1:
         assert layout.staging is not None
         mode, told = choose_pass(nbytes)
@@ -139,10 +140,8 @@ def why_encoded(group: Group, nbytes: int, codec: LossyCodec) -> str:
     """How float32 gradients of ``nbytes`` bytes travel in payloads and why, for people."""
     layout = None if codec.everywhere else group.layout
     nodes, carriers = (group.size, 1) if layout is None else (len(layout.nodes), layout.carriers)
-    told = codec.told
-    if isinstance(codec, PayloadCodec):
-        name, reason = choose_way(nbytes // 4 // carriers, nodes, codec)
-        told = f"{name} of {codec.told}: {reason}"
+    name, reason = codec.way(nbytes // 4 // carriers, nodes)
+    told = f"{name} of {codec.told}: {reason}"
     return told if layout is None else f"the sum of each node, then {told} between nodes"
 
 

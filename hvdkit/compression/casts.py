@@ -16,10 +16,6 @@ from hvdkit.kernels import BFLOAT16, ReduceOp, Scale
 class Cast(Codec):
     """Encodes chunks as arrays of one dtype; sums happen after decoding, in fp32 for half precision."""
 
-    def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
-        """The bytes of an element of ``dtype`` on the wire."""
-        return dtype.itemsize
-
     @abstractmethod
     def encode(self, chunk: Array) -> Array:
         """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length."""

@@ -1,4 +1,4 @@
-"""What stands for gradients on the wire: the parent of all codecs."""
+"""What stands for gradients on the wire: the parent of all codecs, and what others ask of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,43 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Codec(ABC):
-    """A way to encode gradients. Casts go with every reduction, payload codecs with sums and averages of floats."""
+    """A way to encode gradients. What is answered here is true of casts, whose payloads are plain numbers.
+
+    Others ask, and never look which class it is: what a codec is asked for is all that they need to know of it.
+    """
 
     name: ClassVar[str]
-    lossy: ClassVar[bool]
+    lossy: ClassVar[bool]  # whether anything is lost
+    encodes: ClassVar[bool] = False  # as a LossyCodec: what it makes is summed in a way of its own, for floats only
+    all_tensors: ClassVar[bool] = True  # whether it is for small tensors too, unless the user says otherwise
+    whole_tensors: ClassVar[bool] = False  # whether it must see a tensor as a whole, not a part of it
+    lives_on_memory: ClassVar[bool] = False  # whether it is of no use where nothing is kept from step to step
+    has_momentum: ClassVar[bool] = False  # whether gradients get from it the momentum that the optimizer must not have
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether ranks of a node encode for each other too."""
+        return False
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The arrays that a memory must have."""
+        return ()
+
+    @property
+    def gain(self) -> float:
+        """What comes of a gradient in the end, in gradients."""
+        return 1.0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether gradients on a device are encoded there."""
+        return True
+
+    @property
+    def warmup_steps(self) -> int:
+        """For how many steps it sends more than it will later."""
+        return 0
 
     @property
     def told(self) -> str:
@@ -27,3 +60,7 @@ class Codec(ABC):
         values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         fields = [f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values]
         return f"{self.name}({', '.join(fields)})"
+
+    def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
+        """The bytes of an element of ``dtype`` on the wire, where numbers travel."""
+        return dtype.itemsize

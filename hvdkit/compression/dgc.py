@@ -37,11 +37,9 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     all_tensors: ClassVar[bool] = True
-
-    @property
-    def on_device(self) -> bool:
-        """See TopK."""
-        return type(self) is DGC and self.warmup_steps == 0
+    lives_on_memory: ClassVar[bool] = True
+    has_momentum: ClassVar[bool] = True
+    has_device_twin: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,21 +5,24 @@ Vogels et al., 2019, "PowerSGD: practical low-rank gradient compression for dist
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from hvdkit import kernels
 from hvdkit.compression.checks import check_integer, check_seed
 from hvdkit.compression.codec import Array
+from hvdkit.compression.lossy import LinearCodec
 from hvdkit.compression.memory import Memory, Place
-from hvdkit.compression.payload import LossyCodec
+from hvdkit.kernels import ReduceOp, Scale
 
 RIGHT = "right"
 
 
 @dataclass(frozen=True)
-class PowerSGD(LossyCodec):
+class PowerSGD(LinearCodec):
     """The product of ``rank`` vectors as long as a column and as many as long as a row, by one step of power iteration.
 
     A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel together: first what each
@@ -32,11 +35,8 @@ class PowerSGD(LossyCodec):
 
     name: ClassVar[str] = "powersgd"
     whole_tensors: ClassVar[bool] = True
-
-    @property
-    def on_device(self) -> bool:
-        """See LossyCodec."""
-        return type(self) is PowerSGD
+    lives_on_memory: ClassVar[bool] = True
+    has_device_twin: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +46,10 @@ class PowerSGD(LossyCodec):
     def vectors(self, rows: int, cols: int) -> int:
         """How many vectors stand for a matrix; 0 where they would not be smaller."""
         return self.rank if self.rank * (rows + cols) < rows * cols else 0
+
+    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
+        """Of all vectors; of the elements themselves where it is not told what tensors they are."""
+        return 4 * (elements if memory is None else sum(self.sent_elements(memory.matrices())))
 
     def sent_elements(self, matrices: list[tuple[int, int, int]]) -> tuple[int, int]:
         """How many numbers travel the first and the second time."""
@@ -71,3 +75,101 @@ class PowerSGD(LossyCodec):
     def place(memory: Memory, begin: int, rows: int, cols: int) -> Place:
         """Where the vectors of a matrix are kept."""
         return RIGHT, memory.begin + begin, memory.begin + begin + rows * cols
+
+    def sums(self, values: Array, scale: Scale, memory: Memory) -> Iterator[Array]:
+        """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, as far as ``rank`` goes.
+
+        Of each tensor what the result lacks is kept: what this rank's matrix is beyond the vectors that all agreed on.
+        Where any rank's gradient is not finite, the tensor becomes NaN on all ranks, and all keep what they kept
+        before, but for rounding.
+        """
+        first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(memory.matrices()))
+        matrices = self._matrices(values, memory, first, second)
+        for one in matrices:
+            self._project(one, memory)
+        yield first
+        finite = [bool(np.isfinite(one.left).all()) for one in matrices]
+        for one, good in zip(matrices, finite, strict=True):
+            if one.is_product and good:
+                kernels.orthonormalise(one.left, one.rows)
+                kernels.project_back_into(one.right, one.matrix, one.left, one.rows, one.cols)
+            else:
+                one.right[...] = 0.0
+        own = [one.right.copy() for one in matrices]
+        yield second
+        for one, good, mine in zip(matrices, finite, own, strict=True):
+            if one.is_product:
+                self._reconstruct(one, good and bool(np.isfinite(one.right).all()), mine, scale, memory)
+            else:
+                kernels.scale_into(one.values, one.left, scale)
+
+    def _matrices(self, values: Array, memory: Memory, first: Array, second: Array) -> list[_Matrix]:
+        matrices = []
+        left = right = 0
+        for begin, rows, cols in memory.matrices():
+            count, place = self.vectors(rows, cols), slice(begin, begin + rows * cols)
+            lefts, rights = (count * rows if count else rows * cols), count * cols
+            mine = values[place]
+            residual = None if memory.residual is None else memory.residual[place]
+            ends = first[left : left + lefts], second[right : right + rights]
+            matrices.append(_Matrix(mine, residual, rows, cols, *ends, _is_finite(mine), begin))
+            left, right = left + lefts, right + rights
+        return matrices
+
+    def _project(self, one: _Matrix, memory: Memory) -> None:
+        """What travels first."""
+        if not one.is_product:
+            one.left[...] = one.values
+        elif not one.finite:
+            one.left[...] = np.nan
+        else:
+            if one.residual is not None:
+                kernels.reduce_into(one.residual, [one.values, one.residual], ReduceOp.SUM)
+            with kernels.DefaultFloats():  # who flushes subnormal vectors would take them for none and draw others
+                start = self.start(memory, one.begin, one.rows, one.cols)
+            kernels.project_into(one.left, one.matrix, start, one.rows, one.cols)
+
+    def _reconstruct(self, one: _Matrix, good: bool, mine: Array, scale: Scale, memory: Memory) -> None:
+        """The result, and what is kept; ``mine`` is this rank's part of ``one.right``."""
+        if not good:
+            if one.residual is not None and one.finite:
+                one.residual -= one.values
+            one.values[...] = np.nan
+            return
+        if one.residual is not None:
+            kernels.reconstruct_into(None, one.residual, one.left, mine, one.rows, one.cols)
+        factor = scale.as_factor()
+        known = 1.0 if factor is None else factor
+        kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, known)
+        if factor is None:
+            kernels.scale_into(one.values, one.values, scale)
+        memory.shared.vectors[self.place(memory, one.begin, one.rows, one.cols)] = one.right.copy()
+
+
+@dataclass
+class _Matrix:
+    """A tensor under way. ``left`` and ``right`` are runs of what travels; without vectors ``left`` is all of it."""
+
+    values: Array  # this rank's gradient, then the result
+    residual: Array | None  # under way with the gradient in it, if that is finite
+    rows: int
+    cols: int
+    left: Array
+    right: Array
+    finite: bool  # whether this rank's gradient is
+    begin: int
+
+    @property
+    def matrix(self) -> Array:
+        """What the vectors are to stand for: the gradient and what was kept of earlier ones."""
+        return self.values if self.residual is None else self.residual
+
+    @property
+    def is_product(self) -> bool:
+        return bool(self.right.size)
+
+
+def _is_finite(values: Array) -> bool:
+    """Whether all are; looked at one by one only where their sum is not, which may also be too large."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())

@@ -1,4 +1,4 @@
-"""Codecs whose payload is more than an array of numbers: what the engine asks of them, and how one writes one's own."""
+"""Codecs that send payloads of bytes: what is asked of them, and how one writes one's own."""
 
 from __future__ import annotations
 
@@ -8,63 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdkit import kernels
-from hvdkit.compression.checks import check_choice, check_flag
-from hvdkit.compression.codec import Array, Bytes, Codec
-from hvdkit.compression.memory import RESIDUAL, Memory
-
-BETWEEN_NODES, EVERYWHERE = "between_nodes", "everywhere"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossyCodec(Codec):
-    """Sends less than the sum of gradients, and keeps what it does not send.
-
-    With ``feedback``, what is not sent stays in the memory's residual and is added to the next gradient
-    (Seide et al., 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training
-    of speech DNNs"; Karimireddy et al., 2019, "Error feedback fixes SignSGD and other gradient compression schemes").
-    ``compress`` says where: "between_nodes" (within a node gradients are summed where they lie, which costs less than
-    any codec), or "everywhere".
-    """
-
-    feedback: bool = True
-    compress: str = BETWEEN_NODES
-
-    lossy: ClassVar[bool] = True
-    whole_tensors: ClassVar[bool] = False  # whether it must see a tensor as a whole, not a part of it
-    all_tensors: ClassVar[bool] = False  # whether it is for small tensors too, unless the user says otherwise
-
-    @property
-    def on_device(self) -> bool:
-        """Whether gradients on a device can be encoded there. False for a subclass, which may do anything."""
-        return False
-
-    @property
-    def warmup_steps(self) -> int:
-        """For how many steps it sends more than it will later."""
-        return 0
-
-    @property
-    def gain(self) -> float:
-        """What comes of a gradient in the end, in gradients."""
-        return 1.0
-
-    def __post_init__(self) -> None:
-        check_flag(self.name, "feedback", self.feedback)
-        check_choice(self.name, "compress", self.compress, (BETWEEN_NODES, EVERYWHERE))
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether ranks of a node encode for each other too."""
-        return self.compress == EVERYWHERE
-
-    @property
-    def keeps(self) -> tuple[str, ...]:
-        """The arrays that a memory must have."""
-        return (RESIDUAL,) if self.feedback else ()
-
-    def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
-        """Change this rank's gradient, in place, before it is summed with those of ``ranks`` ranks."""
+from hvdkit.compression.codec import Array, Bytes
+from hvdkit.compression.lossy import LossyCodec
+from hvdkit.compression.memory import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +21,22 @@ class PayloadCodec(LossyCodec):
     fixed: ClassVar[bool] = True
     # Whether a part of the elements is sent as it is: sums then go to all at once where few ranks take part.
     sparse: ClassVar[bool] = False
+
+    def way(self, elements: int, ranks: int) -> tuple[str, str]:
+        """Dense payloads are as long for a sum as for what is summed, so two phases send the least.
+
+        Sparse ones are sent as they are, and nothing is lost of their sum, where that sends no more.
+        """
+        if not self.sparse:
+            return "two_phase", "payloads are dense"
+        payload = self.sent_bytes(elements)
+        gather, two_phase = (ranks - 1) * payload, 2 * (ranks - 1) * payload // ranks
+        name = "gather" if gather <= two_phase else "two_phase"
+        return name, f"payloads of about {payload} bytes x {ranks} ranks: gather {gather}, two_phase {two_phase} bytes"
+
+    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
+        """About how many bytes a payload has."""
+        return self.most_bytes(elements)
 
     @abstractmethod
     def most_bytes(self, elements: int) -> int:
@@ -91,10 +53,6 @@ class PayloadCodec(LossyCodec):
     @abstractmethod
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
         """``out = scale * decoded``, or ``out += scale * decoded``. Raises ValueError for what no encoder wrote."""
-
-    def told_bytes(self, elements: int) -> int:
-        """About how many bytes a payload has, for decisions that all ranks make alike."""
-        return self.most_bytes(elements)
 
 
 class CustomCodec(PayloadCodec):
@@ -160,12 +118,3 @@ class CustomCodec(PayloadCodec):
                 f"got {decoded.dtype}{list(decoded.shape)}"
             )
         return decoded
-
-
-def as_float32(values: Array) -> Array:
-    """``values`` in float32: themselves if they are."""
-    if values.dtype == np.float32:
-        return values
-    converted = np.empty(values.shape, dtype=np.float32)
-    kernels.convert_into(converted, values)
-    return converted

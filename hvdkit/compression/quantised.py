@@ -70,11 +70,7 @@ class Int8(_Quantised):
 
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
-
-    @property
-    def on_device(self) -> bool:
-        """See LossyCodec."""
-        return type(self) is Int8
+    has_device_twin: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -83,11 +79,7 @@ class Int4(_Quantised):
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
-
-    @property
-    def on_device(self) -> bool:
-        """See LossyCodec."""
-        return type(self) is Int4
+    has_device_twin: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -100,11 +92,7 @@ class OneBit(PayloadCodec):
     block: int = 1024
 
     name: ClassVar[str] = "onebit"
-
-    @property
-    def on_device(self) -> bool:
-        """See LossyCodec."""
-        return type(self) is OneBit
+    has_device_twin: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -148,15 +148,11 @@ class TopK(_Sparse):
     steps_per_epoch: int = field(default=1, kw_only=True)
 
     name: ClassVar[str] = "topk"
-
-    @property
-    def on_device(self) -> bool:
-        """Not while it warms up: ranks that took over different turns would send different numbers of values."""
-        return type(self) is TopK and self.warmup_steps == 0
+    has_device_twin: ClassVar[bool] = True
 
     @property
     def warmup_steps(self) -> int:
-        """See LossyCodec."""
+        """See Codec."""
         return self.warmup_epochs * self.steps_per_epoch if self.ratio < FIRST_RATIO else 0
 
     def __post_init__(self) -> None:
@@ -179,9 +175,9 @@ class TopK(_Sparse):
     def _capacity(self, elements: int, memory: Memory | None) -> int:
         return max(1, int(MOST * self._wanted(elements, memory)))
 
-    def told_bytes(self, elements: int) -> int:
+    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
         """Of as many pairs as are wanted."""
-        return min(_HEAD + 8 * self._wanted(elements, None), self.most_bytes(elements))
+        return min(_HEAD + 8 * self._wanted(elements, memory), self.most_bytes(elements))
 
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """One pass over the values where the threshold still fits; a sample and another pass each time it does not."""

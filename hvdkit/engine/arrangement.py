@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.compression import CASTS, Cast, Codec, LossyCodec
+from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.plan import Bucket, Slot, first_order, lay_out, observed_order
 from hvdkit.engine.schedule import ENCODED_BUCKET, MEBIBYTE, Network, Piece, Sizes, cut, send_order
 
@@ -43,8 +43,8 @@ def arrange(
     two phases. ``cuts``: whether large tensors are cut. ``codecs``: the plan's; what lossy ones encode
     lies together in the order of registration, whenever it is ready.
     """
-    encoded = [isinstance(codec, LossyCodec) for codec in codecs]
-    whole = [isinstance(codec, LossyCodec) and codec.whole_tensors for codec in codecs]
+    encoded = [codec.encodes for codec in codecs]
+    whole = [codec.whole_tensors for codec in codecs]
     seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
     order = observed_order([slot for _, slot in seen], len(slots))
     free = [slot for slot in order if not encoded[slots[slot].codec]]
@@ -73,9 +73,9 @@ def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:
 
     As those on the wire; what is made smaller than that, as a bucket, since little is on the wire of many of them.
     """
-    if isinstance(codec, Cast):
-        return nbytes * codec.wire_itemsize(dtype) // dtype.itemsize
-    return min(nbytes, max(sizes.bucket, MEBIBYTE))
+    if codec.encodes:
+        return min(nbytes, max(sizes.bucket, MEBIBYTE))
+    return nbytes * codec.wire_itemsize(dtype) // dtype.itemsize
 
 
 def _ready(buckets: Sequence[Bucket], ready_at: Sequence[float], seen: Sequence[tuple[float, int]]) -> list[float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import why_allreduce
-from hvdkit.compression import LossyCodec, codec_told
+from hvdkit.compression import codec_told
 from hvdkit.engine.direct import execute_direct, execute_staged, zeros_on_device
 from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, allreduce_piece, execute, pieces_of, zeros_for
 from hvdkit.engine.handle import Handle
@@ -67,7 +67,7 @@ class Batches:
 
         def completed(results: list[Any]) -> None:
             engine.groups.change(kind, submissions[0].signature, results[0])
-            if isinstance(submissions[0].codec, LossyCodec) and submissions[0].tally.bytes_after:
+            if submissions[0].codec.encodes and submissions[0].tally.bytes_after:
                 engine.statistics.encoded(submissions[0].codec.told, submissions[0].tally)
             for submission, result in zip(submissions, results, strict=True):
                 engine.timeline_end(submission.key)
@@ -78,7 +78,7 @@ class Batches:
                 engine.timeline_end(submission.key)
                 submission.handle.fail(error)
 
-        if isinstance(submissions[0].codec, LossyCodec):
+        if submissions[0].codec.encodes:
             submissions[0].turn = self._turn(submissions[0].key)
         trace(kind.upper())
         steps: list[Steps[Any]]

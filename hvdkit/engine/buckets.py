@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, early_scale
-from hvdkit.compression import Codec, LossyCodec
+from hvdkit.compression import Codec
 from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories, Report, State
 from hvdkit.engine.plan import Bucket
@@ -109,7 +109,7 @@ class Buckets(ABC):
         for number, bucket in enumerate(self._buckets):
             codec = self.memories.codec(number)
             over_nodes = self.layout is not None and len(self.layout.nodes) > 1
-            dense_first = over_nodes and not (isinstance(codec, LossyCodec) and codec.everywhere)
+            dense_first = over_nodes and not codec.everywhere
             late = early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale
             units.append(late.number)
         return units
@@ -153,6 +153,6 @@ class Buckets(ABC):
                 sorted((piece.begin, piece.end) for piece in self.pieces if piece.bucket == number),
             )
             for number, (bucket, unit) in enumerate(zip(self._buckets, self.units(), strict=True))
-            if isinstance(codec := self.memories.codec(number), LossyCodec)
+            if (codec := self.memories.codec(number)).encodes
         ]  # fmt: skip
         return hashlib.sha256(repr((group.rank, group.size, nodes, encoded)).encode()).hexdigest()

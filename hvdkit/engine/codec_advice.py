@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Group
-from hvdkit.compression import Codec, LossyCodec, Tally
+from hvdkit.compression import Codec, Tally
 from hvdkit.engine.buckets import Buckets
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class CodecAdvice:
 
     def __init__(self, engine: Engine, name: str, group: Group, home: Buckets, codecs: Sequence[Codec]) -> None:
         self._engine, self._name, self._home = engine, name, home
-        lossy = [codec for codec in codecs if isinstance(codec, LossyCodec)]
+        lossy = [codec for codec in codecs if codec.encodes]
         self._codecs = ", ".join(sorted({codec.name for codec in lossy}))
         # What codecs take on a device is not measured.
         asked = engine.settings.compression == "auto" and group.rank == 0 and group.size > 1 and not home.on_device

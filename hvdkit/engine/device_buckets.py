@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
-from hvdkit.collectives.compressed import choose_way
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.compression import Codec, LossyCodec, Memory, PayloadCodec, PowerSGD, TopK
+from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.compression.memory import TURN
 from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.execution import effective
@@ -32,7 +31,7 @@ def stays_on_device(
     return all(
         encodes and codec.on_device and (codec.everywhere or len(ours) == len(members))
         for codec in codecs
-        if isinstance(codec, LossyCodec) and (codec.everywhere or len(ours) > 1)
+        if codec.encodes and (codec.everywhere or len(ours) > 1)
     )
 
 
@@ -40,16 +39,10 @@ def _by_node(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> list[set
     return [found for node in nodes if (found := set(node) & set(members))]
 
 
-def sent_bytes(codec: LossyCodec, way: str, elements: int, ranks: int, memory: Memory) -> float:
+def sent_bytes(codec: LossyCodec, way: str, ranks: int, memory: Memory) -> float:
     """About what a rank sends of a bucket; sums count as those of a ring."""
-    ring = 2 * (ranks - 1) / ranks
-    if isinstance(codec, PowerSGD):
-        return 4 * sum(codec.sent_elements(memory.matrices())) * ring
-    if isinstance(codec, TopK):
-        pairs = 8 * max(1, round(elements * codec.ratio_at(memory)))
-        return float((ranks - 1 if way == "gather" else ring) * pairs)
-    assert isinstance(codec, PayloadCodec), codec
-    return codec.told_bytes(elements) * ring
+    times = ranks - 1 if way == "gather" else 2 * (ranks - 1) / ranks
+    return times * codec.sent_bytes(memory.elements, memory)
 
 
 class DeviceBuckets(Buckets):
@@ -170,19 +163,19 @@ class DeviceBuckets(Buckets):
             return self._encoded_steps(piece.bucket, flat, parts, memory, [*marks, self.mark()])
         codec = self.memories.codec(piece.bucket)
         marks = [*marks, self.mark()] if made else marks
-        return self._steps(tensors, "none" if isinstance(codec, LossyCodec) else codec.name, marks)
+        return self._steps(tensors, "none" if codec.encodes else codec.name, marks)
 
     def _encoded_steps(
         self, bucket: int, buffer: Any, parts: Sequence[tuple[int, Any]], memory: Memory, marks: Sequence[Any]
     ) -> Steps[None]:
-        reduction, size, codec = self._reduction, self._group.size, self.memories.codec(bucket)
-        assert isinstance(codec, LossyCodec), codec
+        reduction, size = self._reduction, self._group.size
+        codec = cast("LossyCodec", self.memories.codec(bucket))
         op, scale = effective(reduction.op, reduction.postscale, size)
         assert op == ReduceOp.SUM, op
         self._pulled.discard(bucket)
         memory.turn = int(memory.recall(TURN) or memory.turn)
-        way = choose_way(memory.elements, size, codec)[0] if isinstance(codec, PayloadCodec) else "sums"
-        sent = sent_bytes(codec, way, memory.elements, size, memory)
+        way, _ = codec.way(memory.elements, size)
+        sent = sent_bytes(codec, way, size, memory)
         memory.tally.bytes_before += 2 * buffer.nbytes * (size - 1) // size
         memory.tally.bytes_after += sent
         transfer = self._collectives.allreduce_encoded(

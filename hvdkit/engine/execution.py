@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -100,7 +100,7 @@ def is_single(submissions: Sequence[Submission]) -> bool:
 def pieces_of(group: Group, submissions: Sequence[Submission]) -> list[tuple[int, int]]:
     """The elements (begin, end) of a large allreduce that travel each on their own; none if it travels as a whole."""
     signature = submissions[0].signature
-    encoded = isinstance(submissions[0].codec, PayloadCodec)
+    encoded = submissions[0].codec.encodes
     if not is_single(submissions) or encoded or signature["op"] == ReduceOp.ADASUM:
         return []
     array = submissions[0].arrays[0]
@@ -120,7 +120,7 @@ def allreduce_piece(group: Group, submission: Submission, piece: tuple[int, int]
 
 def _draw(group: Group, codec: Codec) -> tuple[int, int]:
     """The turns of an allreduce in the node's staging, if it goes there."""
-    return (0, 0) if group.layout is None or _everywhere(codec) else group.layout.draw()
+    return (0, 0) if group.layout is None or codec.everywhere else group.layout.draw()
 
 
 def _memory(submission: Submission, elements: int) -> Memory:
@@ -128,10 +128,6 @@ def _memory(submission: Submission, elements: int) -> Memory:
     memory = Memory(elements)
     memory.turn, memory.tally = submission.turn, submission.tally
     return memory
-
-
-def _everywhere(codec: Codec) -> bool:
-    return isinstance(codec, PayloadCodec) and codec.everywhere
 
 
 def _reduce_whole(
@@ -146,7 +142,7 @@ def _reduce_whole(
 ) -> Steps[None]:
     """By way of nodes, if some ranks share one. A codec keeps nothing."""
     codec, memory = submission.codec, _memory(submission, flat.size)
-    if group.layout is not None and not _everywhere(codec):
+    if group.layout is not None and not codec.everywhere:
         yield from layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
         return
     if source is not None:
@@ -268,9 +264,9 @@ def _reducescatter(group: Group, submission: Submission, tag: int) -> Steps[list
         rows = scatter_rows(array.shape[0], group.size)
         width = prod(array.shape[1:])
         bounds = [((end - count) * width, end * width) for end, count in zip(accumulate(rows), rows, strict=True)]
-        if isinstance(submission.codec, PayloadCodec) and (submission.codec.everywhere or nodes_of(group) > 1):
-            memory = _memory(submission, flat.size)
-            summed = yield from compressed_reduce_scatter(group, flat, bounds, scale, submission.codec, tag, memory)
+        if submission.codec.encodes and (submission.codec.everywhere or nodes_of(group) > 1):
+            codec, memory = cast("PayloadCodec", submission.codec), _memory(submission, flat.size)
+            summed = yield from compressed_reduce_scatter(group, flat, bounds, scale, codec, tag, memory)
             own = flat[slice(*bounds[group.rank])]
             kernels.convert_into(own, summed)
         else:

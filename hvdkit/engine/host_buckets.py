@@ -16,7 +16,7 @@ from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, layout_allreduce, node_bytes
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode
-from hvdkit.compression import Codec, LossyCodec, Memory
+from hvdkit.compression import Codec, Memory
 from hvdkit.engine.buckets import Buckets, Reduction
 from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories
@@ -166,7 +166,7 @@ class HostBuckets(Buckets):
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
         codec, node = self.memories.codec(piece.bucket), self._node
         self._prepare(piece, parts)
-        if node is None or (isinstance(codec, LossyCodec) and codec.everywhere):
+        if node is None or codec.everywhere:
             for order in self._orders:
                 order.leave(number)
             yield from self._reduce_flat(piece, bucket, parts, op, scale, codec, tag, memory)
@@ -230,10 +230,10 @@ class HostBuckets(Buckets):
         for part in parts:
             if own is None or part.source() is not None:
                 part.take(flat[part.begin : part.begin + part.elements])
-        if isinstance(codec, LossyCodec):
+        if codec.encodes:
             self.memories.clear_gaps(piece, flat)
         layout = self.layout
-        if layout is None or (isinstance(codec, LossyCodec) and codec.everywhere):
+        if layout is None or codec.everywhere:
             yield from allreduce_encoded(self._group, flat, op, scale, codec, tag, memory)
         else:  # this node has one rank of the group
             shares = self.memories.shares(piece, layout, 1)
@@ -275,7 +275,7 @@ class HostBuckets(Buckets):
         )
         across = counterparts(self._group, self.layout)
         if across is not None and flat.size:
-            if isinstance(codec, LossyCodec):
+            if codec.encodes:
                 self.memories.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
             yield from allreduce_encoded(across, flat, op, wire_scale, codec, tag, memory.part(begin, end))
             self._group.bytes_sent += across.bytes_sent

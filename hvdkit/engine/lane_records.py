@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Steps
-from hvdkit.compression import LossyCodec
 from hvdkit.engine.arrangement import Arrangement
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.compression_report import told
@@ -61,7 +60,7 @@ class LaneRecords:
             size=self._reason,
         )
         yield from steps
-        if isinstance(self._home.memories.codec(piece.bucket), LossyCodec):
+        if self._home.memories.codec(piece.bucket).encodes:
             self._encoding_ended(piece, row, started)
         engine.timeline_end(row)
         engine.statistics.reduced(nbytes, perf_counter() - started)

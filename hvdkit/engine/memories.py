@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdkit.collectives.group import Array
 from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
-from hvdkit.compression import Codec, LossyCodec, Memory
+from hvdkit.compression import Codec, Memory
 from hvdkit.compression.memory import RESIDUAL, TURN, Place, Tally
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
@@ -76,7 +76,7 @@ class Memories:
     def encodes(self, bucket: int) -> bool:
         """Whether payloads of a bucket travel."""
         codec = self.codec(bucket)
-        return isinstance(codec, LossyCodec) and (self.encodes_its_own(codec) or bool(self._over_nodes))
+        return codec.encodes and (self.encodes_its_own(codec) or bool(self._over_nodes))
 
     def of_bucket(self, bucket: int) -> Memory:
         """The memory of a bucket."""
@@ -128,7 +128,7 @@ class Memories:
         found = []
         for slot, total in enumerate(self._totals):
             codec = self._codecs[self._slots[slot].codec]
-            if isinstance(codec, LossyCodec):
+            if codec.encodes:
                 found.append((self._slots[slot], codec.told, total, _norm(self.of_slot(slot).get(RESIDUAL))))
         return found
 
@@ -146,12 +146,10 @@ class Memories:
 
     def encodes_its_own(self, codec: Codec) -> bool:
         """Whether a rank encodes its own gradients, not a share of its node's sum."""
-        return isinstance(codec, LossyCodec) and (codec.everywhere or self._over_nodes is None)
+        return codec.encodes and (codec.everywhere or self._over_nodes is None)
 
     def _keeps(self, bucket: Bucket) -> tuple[str, ...]:
         codec = self._codecs[bucket.codec]
-        if not isinstance(codec, LossyCodec):
-            return ()
         return codec.keeps if self.encodes_its_own(codec) or self._over_nodes else ()
 
     def _matrices(self, bucket: Bucket) -> list[tuple[int, int, int]]:
@@ -167,7 +165,7 @@ class Memories:
     def shares(self, piece: Piece, layout: Layout, ranks: int) -> list[tuple[int, int]]:
         """The elements of a piece that each of a node's ranks carries between nodes."""
         bucket, codec = self._buckets[piece.bucket], self.codec(piece.bucket)
-        if isinstance(codec, LossyCodec) and codec.whole_tensors and self._over_nodes:
+        if codec.whole_tensors and self._over_nodes:
             begins = [offset - piece.begin for offset in bucket.offsets]
             return whole_shares(begins, piece.end - piece.begin, layout, ranks)
         return node_shares(piece.end - piece.begin, bucket.dtype.itemsize, layout, ranks)
@@ -296,7 +294,7 @@ class Memories:
 
     def _gain(self, bucket: int) -> float:
         codec = self.codec(bucket)
-        return codec.gain if isinstance(codec, LossyCodec) and self._keeps(self._buckets[bucket]) else 1.0
+        return codec.gain if self._keeps(self._buckets[bucket]) else 1.0
 
     def _add_owed(self, slot: int, values: Array, unit: float, contribution: float) -> None:
         if contribution == 0.0:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.collectives.group import Array
-from hvdkit.compression import CASTS, Codec, PayloadCodec
+from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Signature
@@ -172,4 +172,4 @@ def _way(arrays: Sequence[Array | DeviceArray]) -> Signature:
 
 
 def _encoding(codec: Codec) -> Signature:
-    return {"codec": codec.told} if isinstance(codec, PayloadCodec) else {}
+    return {"codec": codec.told} if codec.encodes else {}

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.compression import codec_of
 from hvdkit.collectives.group import Group
-from hvdkit.compression import Codec, LossyCodec
+from hvdkit.compression import Codec
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch import ddp_state
 from hvdkit.torch.arrays import as_array
@@ -53,7 +53,7 @@ class DDPHook:
         self._codec = codec
         self._process_group = process_group
         self._timeout = timeout
-        self._units = Units(codec) if isinstance(codec, LossyCodec) else None
+        self._units = Units(codec) if codec.encodes else None
         self._loaded: ddp_state.Saved | None = None  # until it is known which rank this is
         self._describer = Describer(codec)
         self._agreed: dict[int, Bucket] = {}  # by index: what is known to be alike on all ranks

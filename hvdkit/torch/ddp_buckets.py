@@ -13,7 +13,7 @@ from hvdkit.api.compression_policy import Policy
 from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Codec, LossyCodec, Memory
+from hvdkit.compression import CASTS, Codec, Memory
 from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.torch.ddp_group import agree
 from hvdkit.torch.ddp_units import Member, Units
@@ -55,7 +55,7 @@ class Describer:
     """Knows the parameters of one model by their places, counted from the last, since DDP's buckets begin there."""
 
     def __init__(self, codec: Codec) -> None:
-        self._policy = Policy(codec) if isinstance(codec, LossyCodec) else None
+        self._policy = Policy(codec) if codec.encodes else None
         self._places: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._complete = False
@@ -94,7 +94,7 @@ class Describer:
         for parameter in parameters:
             member = Member(self._place(parameter), *_matrix(parameter))
             told = f"{dtype}{list(parameter.shape)}"
-            encoded = self._policy is not None and isinstance(self._policy.codec("", parameter), LossyCodec)
+            encoded = self._policy is not None and self._policy.codec("", parameter).encodes
             gradients.append(Gradient(member, begin, encoded, told))
             begin += member.elements
         assert begin == buffer.numel(), (begin, buffer.numel())

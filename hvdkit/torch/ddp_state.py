@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdkit.compression import Codec, LossyCodec
+from hvdkit.compression import Codec
 from hvdkit.torch.ddp_units import Units
 
 KEYS = {"codec", "rank", "size", "turn", "units"}
@@ -63,7 +63,7 @@ def check(saved: Any, codec: Codec) -> Saved:
 
 
 def _check_kept(state: Mapping[str, Any], codec: Codec) -> None:
-    keeps = codec.keeps if isinstance(codec, LossyCodec) else ()
+    keeps = codec.keeps
     for unit in state["units"]:
         for name, array in unit["kept"].items():
             if name not in keeps and bool(array.any()):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvdkit.collectives.group import Array
-from hvdkit.compression import LossyCodec, Memory
+from hvdkit.compression import Codec, Memory
 from hvdkit.compression.memory import TURN, Place
 from hvdkit.torch.arrays import as_array
 
@@ -36,7 +36,7 @@ class Member:
 class Unit:
     """Gradients that are encoded together."""
 
-    def __init__(self, members: Sequence[Member], codec: LossyCodec, turn: int) -> None:
+    def __init__(self, members: Sequence[Member], codec: Codec, turn: int) -> None:
         self.members = tuple(members)
         self.bounds: dict[int, tuple[int, int]] = {}  # by place: where its elements begin and end
         end = 0
@@ -83,7 +83,7 @@ class _Kept:
 class Units:
     """All units of a model. Each parameter that is encoded is in one of them, once it was seen."""
 
-    def __init__(self, codec: LossyCodec) -> None:
+    def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self._of: dict[int, Unit] = {}  # by place
         self._homeless: dict[int, _Kept] = {}  # by place, until its new bucket comes

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from hvdkit.api.planning import form_groups, next_title
-from hvdkit.compression import DGC
 from hvdkit.engine.plans import HOST
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradient_named import NamedGradients
@@ -19,7 +18,8 @@ from hvdkit.torch.ops_allgather import allgather_async
 from hvdkit.torch.ops_sync import synchronize
 
 NOTHING_TO_ENCODE = (
-    "Compression.dgc encodes nothing here, since all ranks are on one node, and so gradients get no momentum from it.\n"
+    "Compression.{name} encodes nothing here, since all ranks are on one node, and so gradients get no momentum from "
+    "it.\n"
     'HINT: pass compress="everywhere" to it, or leave it out and give the optimizer its momentum.'
 )
 
@@ -89,9 +89,9 @@ class Routes:
             place=HOST if len(devices) > 1 else str(devices.pop()),
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
-        idle = any(isinstance(codec, DGC) for codec in codecs) and not lane.home.memories.keeps_anything
-        if idle and lane.group.rank == 0:
-            warnings.warn(NOTHING_TO_ENCODE, stacklevel=2)
+        idle = {codec.name for codec in codecs if codec.has_momentum and not lane.home.memories.keeps_anything}
+        for name in sorted(idle) if lane.group.rank == 0 else ():
+            warnings.warn(NOTHING_TO_ENCODE.format(name=name), stacklevel=2)
         complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])
         if complaint is not None and lane.group.rank == 0:
             warnings.warn(f"{title}: {complaint}", stacklevel=2)

@@ -7,17 +7,20 @@ size that ranks know beforehand.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdkit.compression import Int4, Int8, LossyCodec, Memory, OneBit, TopK
+from hvdkit.compression import DGC, Codec, Int4, Int8, Memory, OneBit, TopK
 
 
 class Coder(ABC):
     """Payloads of rows of float32 values, each row in bytes of its own: [rows, elements] to [rows, bytes] and back."""
 
     step = 1  # rows have a multiple of so many elements
+    sends_all = False  # whether as much as all values would be sent, so that these are summed as they are
 
     @abstractmethod
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
@@ -64,7 +67,7 @@ class Quantised(Coder):
 
 
 class Signs(Coder):
-    def __init__(self, codec: OneBit) -> None:
+    def __init__(self, codec: OneBit, turn: int, rank: int) -> None:
         self.step = codec.block
 
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
@@ -91,10 +94,11 @@ def _places(device: torch.device) -> Tensor:
 class Largest(Coder):
     """Exactly as many as are wanted of each row, so that all ranks know the size of a payload."""
 
-    def __init__(self, codec: TopK, turn: int) -> None:
+    def __init__(self, codec: TopK, turn: int, rank: int) -> None:
         memory = Memory(0)
         memory.turn = turn
         self._ratio = codec.ratio_at(memory)
+        self.sends_all = 2 * codec.ratio >= 1
 
     def _count(self, elements: int) -> int:
         return min(elements, max(1, round(elements * self._ratio)))
@@ -116,11 +120,11 @@ class Largest(Coder):
         return values.new_zeros((len(payloads), elements)).scatter_(1, places, values)
 
 
-def coder_of(codec: LossyCodec, turn: int, rank: int) -> Coder:
-    """What encodes payloads of a codec that works on devices, at this turn of this rank."""
-    if isinstance(codec, (Int8, Int4)):
-        return Quantised(codec, turn, rank)
-    if isinstance(codec, OneBit):
-        return Signs(codec)
-    assert isinstance(codec, TopK), codec
-    return Largest(codec, turn)
+# What encodes payloads of a codec that has a twin here, at a turn of a rank.
+CODERS: dict[type[Codec], Callable[[Any, int, int], Coder]] = {
+    Int8: Quantised,
+    Int4: Quantised,
+    OneBit: Signs,
+    TopK: Largest,
+    DGC: Largest,
+}

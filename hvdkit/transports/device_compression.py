@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hvdkit.compression import DGC, LossyCodec, Memory, PowerSGD, TopK
+from hvdkit.compression import DGC, Codec, LossyCodec, Memory, PowerSGD
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import RESIDUAL, Place
 from hvdkit.kernels import Scale
-from hvdkit.transports.device_codecs import Coder, coder_of
+from hvdkit.transports.device_codecs import CODERS, Coder
 from hvdkit.transports.device_scale import rescale_
 
 Wait = Callable[[Any], None]
@@ -58,6 +58,12 @@ class DeviceMemory:
             for tensor in (flat, *(array for array in self.arrays.values() if array is not None)):
                 tensor.index_fill_(0, self._gaps, 0.0)
 
+    def sent(self, values: Tensor) -> None:
+        """What this rank sent leaves the velocity, if one is kept."""
+        velocity = self.array(VELOCITY)
+        if velocity is not None:
+            velocity.masked_fill_(torch.isfinite(values) & (values != 0), 0.0)
+
     def tensors(self) -> list[Tensor]:
         """All that lies on the device."""
         return [*(array for array in self.arrays.values() if array is not None), *self.vectors.values()]
@@ -82,7 +88,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An operation on a bucket: its ranks, and what is the same on all of them. ``way`` is that of ``choose_way``."""
+    """An operation on a bucket: its ranks, and what is the same on all of them. ``way`` is the codec's."""
 
     group: Any  # a torch process group
     rank: int
@@ -93,6 +99,10 @@ class Exchange:
     turn: int  # how often these elements were reduced before
     matrices: Sequence[tuple[int, int, int]]  # where each tensor begins, its rows and its columns
     wait: Wait
+
+    def coder(self) -> Coder:
+        """What encodes payloads."""
+        return CODERS[type(self.codec)](self.codec, self.turn, self.rank)
 
     def gather(self, own: Tensor) -> Tensor:
         """Everyone's payload: [ranks, bytes]."""
@@ -119,17 +129,10 @@ def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> 
         return
     flat = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
     memory.clear_gaps(flat)
-    codec, residual = exchange.codec, memory.array(RESIDUAL)
-    if isinstance(codec, DGC):
-        _add_to_velocity(codec, flat, memory, exchange.size)
-    if isinstance(codec, PowerSGD):
-        _low_rank(exchange, codec, flat, residual, memory)
-    else:
-        way = "all" if isinstance(codec, TopK) and 2 * codec.ratio >= 1 else exchange.way
-        sent = _WAYS[way](exchange, flat, residual)
-        velocity = memory.array(VELOCITY)
-        if velocity is not None:
-            velocity.masked_fill_(torch.isfinite(sent) & (sent != 0), 0.0)
+    codec = exchange.codec
+    if (prepare := _PREPARE.get(type(codec))) is not None:
+        prepare(codec, flat, memory, exchange.size)
+    _WAYS[exchange.way](exchange, flat, memory)
     if flat is not buffer:
         buffer.copy_(flat)
 
@@ -150,20 +153,24 @@ def _lacks(wanted: Tensor, sent: Tensor, kept: Tensor) -> Tensor:
     return torch.where(torch.isfinite(lost), lost, kept)
 
 
-def _all(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
-    """A plain sum, where as many values as elements would be sent. Returns what this rank sent."""
+def _all(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
+    """A plain sum, where as many values as elements would be sent."""
+    residual = memory.array(RESIDUAL)
     sent = flat.clone() if residual is None else flat + residual
     if residual is not None:
         residual.copy_(_lacks(sent, sent, residual))
     flat.copy_(sent)
     exchange.sum(flat)
     rescale_(flat, exchange.scale)
-    return sent
+    memory.sent(sent)
 
 
-def _gather(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
-    """Everyone's payload of all elements to everyone. Returns what this rank's stands for."""
-    coder, count = coder_of(exchange.codec, exchange.turn, exchange.rank), flat.numel()
+def _gather(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
+    """Everyone's payload of all elements to everyone."""
+    residual, coder, count = memory.array(RESIDUAL), exchange.coder(), flat.numel()
+    if coder.sends_all:
+        _all(exchange, flat, memory)
+        return
     kept = None if residual is None else residual[None]
     payload, sent, now_kept = _encode(coder, flat[None], kept, count, 0)
     everyones = exchange.gather(payload[0])
@@ -173,17 +180,16 @@ def _gather(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor
     rescale_(flat.copy_(total), exchange.scale)
     if residual is not None and now_kept is not None:
         residual.copy_(now_kept[0])
-    return sent[0]
+    memory.sent(sent[0])
 
 
-def _two_phase(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Tensor:
-    """Chunk p of everyone to rank p, which sums, encodes the sum and hands it to all. Returns as ``_gather`` does."""
-    coder, count, size, me = (
-        coder_of(exchange.codec, exchange.turn, exchange.rank),
-        flat.numel(),
-        exchange.size,
-        exchange.rank,
-    )
+def _two_phase(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
+    """Chunk p of everyone to rank p, which sums, encodes the sum and hands it to all."""
+    residual, coder = memory.array(RESIDUAL), exchange.coder()
+    if coder.sends_all:
+        _all(exchange, flat, memory)
+        return
+    count, size, me = flat.numel(), exchange.size, exchange.rank
     chunk = -(-count // (size * coder.step)) * coder.step
     rows = pad(flat, (0, size * chunk - count)).view(size, chunk)
     kept = None if residual is None else pad(residual, (0, size * chunk - count)).view(size, chunk)
@@ -201,10 +207,7 @@ def _two_phase(exchange: Exchange, flat: Tensor, residual: Tensor | None) -> Ten
     if residual is not None and now_kept is not None and own_kept is not None:
         now_kept[me] = own_kept[0]
         residual.copy_(now_kept.view(-1)[:count])
-    return sent.view(-1)[:count]
-
-
-_WAYS = {"all": _all, "gather": _gather, "two_phase": _two_phase}
+    memory.sent(sent.view(-1)[:count])
 
 
 def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int) -> None:
@@ -221,8 +224,9 @@ def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int)
     flat.masked_fill_(finite, 0.0)
 
 
-def _low_rank(exchange: Exchange, codec: PowerSGD, flat: Tensor, residual: Tensor | None, memory: DeviceMemory) -> None:
+def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     """Two plain sums: of what each matrix is on the vectors of the step before, then on these, made orthonormal."""
+    codec, residual = cast("PowerSGD", exchange.codec), memory.array(RESIDUAL)  # the only codec of sums with a twin
     host = Memory(flat.numel())
     host.turn = exchange.turn
     products = [one for one in exchange.matrices if codec.vectors(*one[1:])]
@@ -263,6 +267,12 @@ def _low_rank(exchange: Exchange, codec: PowerSGD, flat: Tensor, residual: Tenso
         rescale_(flat[begin : begin + rows * cols], exchange.scale)
     for begin, rows, cols in plain:
         rescale_(flat[begin : begin + rows * cols].copy_(summed[begin]), exchange.scale)
+
+
+# By LossyCodec.way.
+_WAYS = {"gather": _gather, "two_phase": _two_phase, "sums": _low_rank}
+# What a codec's ``prepare`` is here, where it has one.
+_PREPARE: dict[type[Codec], Callable[[Any, Tensor, DeviceMemory, int], None]] = {DGC: _add_to_velocity}
 
 
 def _sent_to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.collectives.compressed import allreduce_encoded, choose_way
+from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Group, partition
 from hvdkit.compression import Int8, Memory, OneBit, PayloadCodec, RandomK, TopK, frames
 from hvdkit.compression.codec import Array, Bytes
@@ -108,7 +108,7 @@ def test_every_aggregation_agrees_with_float64(name: str, size: int) -> None:
         if name in ("int8", "int4"):  # whose step is then a whole number
             for one in inputs:
                 one[::16] = 127 * 7
-        way, _ = choose_way(elements, size, codec)
+        way, _ = codec.way(elements, size)
         result, _ = reduced(codec, inputs, memories_for(codec, size, elements))
         expected = oracle(codec, inputs, way)
         np.testing.assert_allclose(result, expected, rtol=0, atol=3e-7 * np.abs(expected).max())
@@ -125,9 +125,9 @@ def test_dense_payloads_send_the_bytes_of_two_phases(size: int) -> None:
 
 def test_sparse_payloads_go_the_way_that_sends_less() -> None:
     codec = TopK(0.01)
-    assert choose_way(100_000, 2, codec)[0] == "gather"
-    assert choose_way(100_000, 3, codec)[0] == "two_phase"
-    assert choose_way(100_000, 16, Int8())[0] == "two_phase"
+    assert codec.way(100_000, 2)[0] == "gather"
+    assert codec.way(100_000, 3)[0] == "two_phase"
+    assert Int8().way(100_000, 16)[0] == "two_phase"
     for size in SIZES:
         elements = 16_000 * size
         _, sent = reduced(codec, gradients(size, elements), memories_for(codec, size, elements))

@@ -13,9 +13,7 @@ from hvdkit.api.compression import Compressions
 from hvdkit.compression import DGC, LossyCodec
 
 ROOT = Path(__file__).resolve().parents[2]
-LOSSY = {
-    name: kind for name, kind in vars(Compressions).items() if inspect.isclass(kind) and issubclass(kind, LossyCodec)
-}
+LOSSY = {name: kind for name, kind in inspect.getmembers(Compressions, inspect.isclass) if issubclass(kind, LossyCodec)}
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| ((?:`\w+=.*)) \| [A-Z].* \|$", re.MULTILINE)
 # Given by name, to all of them; the text above the table has them.
 COMMON = {"feedback": True, "compress": "between_nodes"}

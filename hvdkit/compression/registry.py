@@ -1,4 +1,4 @@
-"""From what ranks tell of a codec back to the codec, for a rank that has joined and knows only what others ask for."""
+"""The codecs there are, by name; and from what ranks tell of one back to it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,30 @@ import ast
 from hvdkit.compression.casts import CASTS
 from hvdkit.compression.codec import Codec
 from hvdkit.compression.dgc import DGC
-from hvdkit.compression.payload import CustomCodec, PayloadCodec
+from hvdkit.compression.lossy import LossyCodec
+from hvdkit.compression.low_rank import PowerSGD
+from hvdkit.compression.payload import CustomCodec
 from hvdkit.compression.quantised import Int4, Int8, OneBit
 from hvdkit.compression.random_k import RandomK
 from hvdkit.compression.sparse import Threshold, TopK
 
 
-def _classes() -> dict[str, type[PayloadCodec]]:
-    known: list[type[PayloadCodec]] = [Int8, Int4, OneBit, TopK, Threshold, RandomK, DGC]
-    custom: list[type[PayloadCodec]] = list(CustomCodec.__subclasses__())
+class Codecs:
+    """The built-in lossy codecs, under the names that users know them by."""
+
+    int8 = Int8
+    int4 = Int4
+    onebit = OneBit
+    topk = TopK
+    threshold = Threshold
+    randomk = RandomK
+    dgc = DGC
+    powersgd = PowerSGD
+
+
+def _classes() -> dict[str, type[LossyCodec]]:
+    known: list[type[LossyCodec]] = [one for one in vars(Codecs).values() if isinstance(one, type)]
+    custom: list[type[LossyCodec]] = list(CustomCodec.__subclasses__())
     while custom:
         known.append(custom.pop())
         custom += known[-1].__subclasses__()
