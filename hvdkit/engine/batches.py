@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.collectives.group import Group, Steps
-from hvdkit.collectives.hierarchical import why_allreduce
+from hvdkit.collectives.group import Steps
 from hvdkit.compression import codec_told
-from hvdkit.engine.direct import execute_direct, execute_staged, zeros_on_device
-from hvdkit.engine.execution import TAGS_PER_OPERATION, Submission, allreduce_piece, execute, pieces_of, zeros_for
+from hvdkit.engine.direct import staged, zeros_on_device
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.messages import Message
 from hvdkit.engine.operation import Operation
+from hvdkit.engine.ops import KINDS, TAGS_PER_OPERATION, Batch, Submission
 from hvdkit.engine.requests import Key, Signature
 from hvdkit.errors import HorovodInternalError
 
@@ -44,31 +42,23 @@ class Batches:
             self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
             for index, (name, _) in enumerate(names)
         ]
-        direct = submissions[0].signature.get("direct")
-        root = group.members.index(submissions[0].signature.get("root", group.members[0]))
-        extras = [extra for _, extra in names]
+        row, direct = KINDS[kind], submissions[0].signature.get("direct")
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
-
-        pieces = pieces_of(group, submissions) if kind == "allreduce" and not direct else []
 
         def trace(activity: str) -> None:
             if engine.timeline is None:
                 return
             reason = {}
-            if activity == "ALLREDUCE" and not direct:
-                nbytes = sum(array.nbytes for submission in submissions for array in submission.arrays)
-                reason = {
-                    "reason": why_allreduce(group, nbytes, max(1, len(pieces)), submissions[0].codec),
-                    "operations": len(submissions),
-                }
+            if activity == kind.upper() and row.why is not None and not direct:
+                reason = {"reason": row.why(batch), "operations": len(submissions)}
             for submission in submissions:
                 engine.timeline_end(submission.key)
                 engine.timeline_begin(submission.key, activity, **reason)
 
         def completed(results: list[Any]) -> None:
-            engine.groups.change(kind, submissions[0].signature, results[0])
-            if submissions[0].codec.encodes and submissions[0].tally.bytes_after:
-                engine.statistics.encoded(submissions[0].codec.told, submissions[0].tally)
+            row.ended(engine.groups, batch.signature, results[0])
+            if batch.codec.encodes and submissions[0].tally.bytes_after:
+                engine.statistics.encoded(batch.codec.told, submissions[0].tally)
             for submission, result in zip(submissions, results, strict=True):
                 engine.timeline_end(submission.key)
                 submission.handle.finish(result)
@@ -78,18 +68,11 @@ class Batches:
                 engine.timeline_end(submission.key)
                 submission.handle.fail(error)
 
-        if submissions[0].codec.encodes:
+        batch = Batch(group, submissions, [extra for _, extra in names], tag, trace=trace)
+        if batch.codec.encodes:
             submissions[0].turn = self._turn(submissions[0].key)
         trace(kind.upper())
-        steps: list[Steps[Any]]
-        if pieces:
-            steps = [
-                allreduce_piece(group, submissions[0], piece, tag + 2 * number) for number, piece in enumerate(pieces)
-            ]
-        elif direct:
-            steps = [self._direct(group, process_set_id, kind, submissions, extras, root, tag)]
-        else:
-            steps = [execute(group, kind, submissions, extras, root, tag, trace)]
+        steps = [self._direct(batch, process_set_id)] if direct else row.run(batch)
         unfinished = len(steps)
 
         def finished(results: list[Any]) -> None:
@@ -107,8 +90,9 @@ class Batches:
         submission = self._engine.submissions.pop(key, None)
         if submission is None:
             assert signature is not None, f"{key} runs, but this rank neither asked for it nor joined"
-            on_host = key.kind == "allreduce" and not signature.get("direct")
-            arrays = zeros_for(signature) if on_host else []
+            joined = KINDS[key.kind].joined
+            assert joined is not None, f"{key} runs on a rank that has joined"
+            arrays = [] if signature.get("direct") else joined(signature)
             codec = codec_told(signature.get("codec", "none"))
             submission = Submission(key, signature, arrays, None, Handle(key, None, self._engine.drive), codec=codec)
         return submission
@@ -120,28 +104,22 @@ class Batches:
             del self._turns[next(iter(self._turns))]
         return zlib.crc32(key.name.encode()) + count
 
-    def _direct(
-        self,
-        group: Group,
-        process_set_id: int,
-        kind: str,
-        submissions: Sequence[Submission],
-        extras: Sequence[Any],
-        root: int,
-        tag: int,
-    ) -> Steps[list[Any]]:
+    def _direct(self, batch: Batch, process_set_id: int) -> Steps[list[Any]]:
         """The steps of a batch of DeviceArrays. The first one opens the device's collectives, where all ranks meet.
 
         The order in which collectives are launched is that of the batches, on all ranks: a new operation is advanced
         after all older ones, and launches everything before it first yields.
         """
-        collectives = self._engine.groups.device_collectives(
-            process_set_id, submissions[0].signature["device"], self._engine.place
-        )
-        for submission in submissions:
-            if not submission.arrays:  # this rank has joined
-                signature = submission.signature
-                submission.arrays = zeros_on_device(collectives, signature) if collectives else zeros_for(signature)
-        if collectives is None:
-            return (yield from execute_staged(group, kind, submissions, extras, root, tag))
-        return (yield from execute_direct(collectives, group, kind, submissions, extras, root))
+        row, signature = KINDS[batch.submissions[0].key.kind], batch.signature
+        collectives = self._engine.groups.device_collectives(process_set_id, signature["device"], self._engine.place)
+        for submission in batch.submissions:
+            if not submission.arrays and row.joined is not None:  # this rank has joined
+                asked = submission.signature
+                submission.arrays = row.joined(asked) if collectives is None else zeros_on_device(collectives, asked)
+        if collectives is not None:
+            assert row.run_on_device is not None, f"{row.name} of tensors on {signature['device']}"
+            return (yield from row.run_on_device(collectives, batch))
+        batch.submissions = [staged(submission) for submission in batch.submissions]
+        batch.side_by_side = False  # it is one operation already
+        (steps,) = row.run(batch)
+        return (yield from steps)

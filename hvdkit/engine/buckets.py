@@ -13,8 +13,8 @@ import numpy as np
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, early_scale
 from hvdkit.compression import Codec
-from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories, Report, State
+from hvdkit.engine.ops import effective
 from hvdkit.engine.plan import Bucket
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp

@@ -6,13 +6,13 @@ It has no clock and no connection of its own, so that every decision can be test
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hvdkit.engine.fusing import batch_size
 from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Message
-from hvdkit.engine.requests import DATA_KINDS, KINDS, Key, Request, Signature, mismatch, wrong_by_itself
+from hvdkit.engine.ops import KINDS, rivals_of
+from hvdkit.engine.requests import Key, Request, Signature
 
 
 @dataclass
@@ -108,6 +108,19 @@ class Coordinator:
             self._process_sets += 1
             self.members[self._process_sets] = list(ranks)
 
+    def add_process_set(self, ranks: Sequence[int]) -> int | None:
+        """The number of a new set of these ranks; None where there is one."""
+        if list(ranks) in self.members.values():
+            return None
+        self._process_sets += 1
+        self.members[self._process_sets] = list(ranks)
+        return self._process_sets
+
+    def next_lane(self) -> int:
+        """A number that no lane has had."""
+        self._lanes += 1
+        return self._lanes
+
     def depart(self, rank: int, reason: str) -> None:
         """A rank has left the job: what waits for it fails, a join included."""
         self._departed[rank] = reason
@@ -124,7 +137,7 @@ class Coordinator:
     # -- what goes out ------------------------------------------------------------------------------------------------
 
     def take_outgoing(self) -> list[tuple[int, Message]]:
-        """Messages to deliver now. Ready allreduces that match are batched up to the fusion threshold."""
+        """Messages to deliver now. Ready operations that may be fused are batched up to the fusion threshold."""
         self._run_ready()
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
@@ -177,12 +190,11 @@ class Coordinator:
                 self._fail([key], self._departed_text(key, gone[0]), LEFT)
                 return
         if len(self._pending) > 1:
-            rivals = [Key(key.process_set, kind, key.name) for kind in DATA_KINDS if kind != key.kind]
-            for rival in rivals:
+            for rival in [Key(key.process_set, kind, key.name) for kind in rivals_of(key.kind) if kind != key.kind]:
                 if rival in self._pending:
                     self._fail([key, rival], self._other_kind_text(key, rival))
                     return
-        problem = wrong_by_itself(key, rank, request, len(self.members[key.process_set]))
+        problem = KINDS[key.kind].wrong(key, rank, request, len(self.members[key.process_set]))
         if problem is not None:  # nobody needs to wait for the others to know
             self._fail([key], problem)
             return
@@ -208,8 +220,8 @@ class Coordinator:
         if self._missing(key, entry):
             return
         absent = [rank for rank in self.members[key.process_set] if rank not in entry.requests]
-        problem = mismatch(key, entry.requests)
-        if problem is None and absent and key.kind not in ("allreduce", "barrier"):
+        problem = KINDS[key.kind].mismatch(key, entry.requests)
+        if problem is None and absent and KINDS[key.kind].joined is None:
             problem = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
         if problem is not None:
             self._fail([key], problem)
@@ -273,10 +285,10 @@ class Coordinator:
         """One message to every member: run these now, under this sequence number."""
         self._sequence += 1
         first_key = batch[0][0]
-        names = [[key.name, self._extra(key, entry)] for key, entry in batch]
+        names = [[key.name, KINDS[key.kind].decide(self, key, entry.requests)] for key, entry in batch]
         members = list(self.members[first_key.process_set])
         for key, entry in batch:
-            if key.kind == "remove_process_set":
+            if KINDS[key.kind].ends_process_set:
                 self._remove(entry.signature["id"])
         for rank in members:
             # A rank that has joined never sent the signatures; it needs them to contribute zeros.
@@ -293,25 +305,6 @@ class Coordinator:
             self._fail([key], f"{key}: the process set was removed while the operation was pending.")
         self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != process_set}
         self.members.pop(process_set, None)
-
-    def _extra(self, key: Key, entry: Entry) -> Any:
-        """What members need to know of each other, or what the coordinator assigns."""
-        ranks = self.members[key.process_set]
-        if key.kind in ("allgather", "alltoall"):
-            return [entry.requests[rank].detail for rank in ranks]
-        if key.kind == "plan":
-            self._lanes += 1
-            return self._lanes
-        if key.kind == "add_process_set":
-            asked = entry.signature["ranks"]
-            if asked in self.members.values():
-                return None
-            self._process_sets += 1
-            self.members[self._process_sets] = list(asked)
-            return self._process_sets
-        if key.kind == "remove_process_set":
-            return entry.signature["id"] in self.members
-        return None
 
     # -- dead-locks ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from hvdkit.engine.buckets import Reduction
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.driver import Driver, spin_seconds, usable_cores
 from hvdkit.engine.ending import ENDING
-from hvdkit.engine.execution import Submission
 from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.joining import Joining
@@ -28,6 +27,7 @@ from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Message
 from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
+from hvdkit.engine.ops import Submission
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.plans import Plan, keep_closed, register
 from hvdkit.engine.requests import Key, Signature

@@ -9,9 +9,9 @@ from hvdkit.collectives.group import Group, Steps
 from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.compression.memory import TURN
 from hvdkit.engine.buckets import Buckets, Reduction
-from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories, Report, State
 from hvdkit.engine.offers import Offer
+from hvdkit.engine.ops import effective
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp

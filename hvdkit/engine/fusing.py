@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+from hvdkit.engine.ops import KINDS
 from hvdkit.engine.requests import Signature
 
 # An estimate is enough to bound a batch, so every element counts as the widest.
@@ -36,9 +37,9 @@ def batch_size(ready: Iterable[tuple[int, Signature]], threshold: int) -> int:
 
 
 def _fusible_bytes(signature: Signature) -> int | None:
-    """Bytes of an allreduce that may share a batch, else None."""
+    """Bytes of an operation that may share a batch, else None."""
     # What is encoded together decides the values: it must not depend on what else was ready.
-    if signature["kind"] != "allreduce" or "codec" in signature or len(set(signature["dtype"])) != 1:
+    if not KINDS[signature["kind"]].fuses or "codec" in signature or len(set(signature["dtype"])) != 1:
         return None
     return WIDEST_ELEMENT * sum(int(prod(shape)) for shape in signature["shape"])
 

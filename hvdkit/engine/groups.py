@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Group
 from hvdkit.engine.places import layout_of
-from hvdkit.engine.requests import Signature
 from hvdkit.transports.base import DeviceCollectives, Transport
 
 
@@ -47,19 +45,20 @@ class Groups:
             )
         return self._device_collectives[key]
 
-    def change(self, kind: str, signature: Signature, result: Any) -> None:
-        """All ranks have agreed to add or remove a set."""
-        if kind == "add_process_set" and result is not None:
-            self.ranks[result] = list(signature["ranks"])
-        elif kind == "remove_process_set":
-            self.ranks.pop(signature["id"], None)
-            group = self._groups.pop(signature["id"], None)
-            if group is not None and group.layout is not None and group.layout.staging is not None:
-                group.layout.staging.leave()
-            for key in [key for key in self._device_collectives if key[0] == signature["id"]]:
-                collectives = self._device_collectives.pop(key)
-                if collectives is not None:
-                    collectives.close()
+    def add(self, process_set_id: int, ranks: Sequence[int]) -> None:
+        """All ranks have agreed on a set."""
+        self.ranks[process_set_id] = list(ranks)
+
+    def remove(self, process_set_id: int) -> None:
+        """All ranks have agreed that there is no such set any more."""
+        self.ranks.pop(process_set_id, None)
+        group = self._groups.pop(process_set_id, None)
+        if group is not None and group.layout is not None and group.layout.staging is not None:
+            group.layout.staging.leave()
+        for key in [key for key in self._device_collectives if key[0] == process_set_id]:
+            collectives = self._device_collectives.pop(key)
+            if collectives is not None:
+                collectives.close()
 
     def bytes_sent(self) -> int:
         """What this rank has sent in all process sets that there are."""

@@ -18,10 +18,10 @@ from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode
 from hvdkit.compression import Codec, Memory
 from hvdkit.engine.buckets import Buckets, Reduction
-from hvdkit.engine.execution import effective
 from hvdkit.engine.memories import Memories
 from hvdkit.engine.node_pass import Direction, NodePass, Order, OrderWait, Where
 from hvdkit.engine.offers import FILLED, Offer, offer_of
+from hvdkit.engine.ops import effective
 from hvdkit.engine.plan import Bucket, Slot, small_offsets
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ONE, ReduceOp, Scale

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 from hvdkit.engine.coordinator import Coordinator
 from hvdkit.engine.ending import exit_status
 from hvdkit.engine.messages import Message, decode, encode
+from hvdkit.engine.ops import KINDS
 from hvdkit.engine.requests import Key
 from hvdkit.errors import HorovodInternalError, PeerLostError
 
 if TYPE_CHECKING:
     from hvdkit.engine.core import Engine
-    from hvdkit.engine.execution import Submission
+    from hvdkit.engine.ops import Submission
 
 logger = logging.getLogger("hvdkit")
-
-# These are asked for once; remembering them would only push out signatures that come again.
-NEVER_CACHED = ("plan", "add_process_set", "remove_process_set")
 
 
 class Negotiation:
@@ -42,7 +40,8 @@ class Negotiation:
         """Ask the coordinator to run what was submitted."""
         signature = submission.signature
         name, detail = submission.key.name, submission.detail
-        if signature["kind"] in NEVER_CACHED or self._rank == 0:
+        # What is asked for once would only push out signatures that come again.
+        if not KINDS[signature["kind"]].comes_again or self._rank == 0:
             self.send_to_coordinator(["request", signature, name, detail])
             return
         # As a key only: it stays in this process. Version 2 gives equal bytes for equal values.

@@ -1,0 +1,33 @@
+"""The operations that ranks negotiate, by name: a new one is a row here and the module that it stands in."""
+
+from hvdkit.engine.ops.agreements import ADD_PROCESS_SET, BARRIER, PLAN, REMOVE_PROCESS_SET
+from hvdkit.engine.ops.allgather import ALLGATHER
+from hvdkit.engine.ops.allreduce import ALLREDUCE
+from hvdkit.engine.ops.alltoall import ALLTOALL
+from hvdkit.engine.ops.batch import TAGS_PER_OPERATION, Batch, Submission, effective
+from hvdkit.engine.ops.broadcast import BROADCAST
+from hvdkit.engine.ops.kind import Kind
+from hvdkit.engine.ops.reducescatter import REDUCESCATTER
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        ALLREDUCE,
+        ALLGATHER,
+        BROADCAST,
+        ALLTOALL,
+        REDUCESCATTER,
+        BARRIER,
+        PLAN,
+        ADD_PROCESS_SET,
+        REMOVE_PROCESS_SET,
+    )
+}
+
+
+def rivals_of(kind: str) -> list[str]:
+    """The kinds of which a name can be in flight for one only; ``kind`` is among them."""
+    return [one.name for one in KINDS.values() if one.carries_tensors] if KINDS[kind].carries_tensors else [kind]
+
+
+__all__ = ["KINDS", "TAGS_PER_OPERATION", "Batch", "Kind", "Submission", "effective", "rivals_of"]

@@ -1,0 +1,87 @@
+"""What ranks agree on without moving any tensor: a barrier, the plan of a lane, process sets that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdkit.engine.groups import Groups
+from hvdkit.engine.ops.kind import Assigned, Kind, Requests
+from hvdkit.engine.requests import Key, Signature, by_value, mismatch
+
+
+def plan_mismatch(key: Key, requests: Requests) -> str | None:
+    """Which parameter differs between the ranks' plans, if all else is alike."""
+    return mismatch(key, requests) or _slots_mismatch(
+        key, {rank: request.signature["slots"] for rank, request in sorted(requests.items())}
+    )
+
+
+def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
+    counts = {rank: len(listed) for rank, listed in slots.items()}
+    for place in range(max(counts.values(), default=0)):
+        here = {rank: listed[place] if place < len(listed) else None for rank, listed in slots.items()}
+        first = here[min(here)]
+        if all(value == first for value in here.values()):
+            continue
+        present = {rank: value for rank, value in here.items() if value is not None}
+        if first is not None and len(present) == len(here) and all(one[:-1] == first[:-1] for one in present.values()):
+            codecs = by_value({rank: value[-1] for rank, value in present.items()}, "codec")
+            return f"Mismatched compressions for {key}, parameter {_slotby_value(first)}: {codecs}."
+        told = "; ".join(
+            f"rank {rank} has {'no such parameter' if value is None else _slotby_value(value)}"
+            for rank, value in here.items()
+        )
+        return (
+            f"Mismatched parameters for {key}, parameter number {place}: {told}.\n"
+            "HINT: build the same model and freeze the same parameters on every rank."
+        )
+    return None
+
+
+def _slotby_value(slot: Sequence[Any]) -> str:
+    name, shape, dtype, _ = slot
+    return f"'{name}' {dtype}{list(shape)}"
+
+
+def new_lane(assigned: Assigned, key: Key, requests: Requests) -> int:
+    """The number of the lane."""
+    return assigned.next_lane()
+
+
+def new_process_set(assigned: Assigned, key: Key, requests: Requests) -> int | None:
+    """The number of the set; None where there is one of these ranks."""
+    return assigned.add_process_set(_signature(requests)["ranks"])
+
+
+def is_there(assigned: Assigned, key: Key, requests: Requests) -> bool:
+    """Whether there is such a set."""
+    return _signature(requests)["id"] in assigned.members
+
+
+def _signature(requests: Requests) -> Signature:
+    return next(iter(requests.values())).signature
+
+
+def added(groups: Groups, signature: Signature, result: Any) -> None:
+    """All ranks know the set from now on."""
+    if result is not None:
+        groups.add(result, signature["ranks"])
+
+
+def removed(groups: Groups, signature: Signature, result: Any) -> None:
+    """No rank knows the set any more."""
+    groups.remove(signature["id"])
+
+
+BARRIER = Kind("barrier", carries_tensors=False, joined=lambda signature: [])
+PLAN = Kind("plan", carries_tensors=False, comes_again=False, mismatch=plan_mismatch, decide=new_lane)
+ADD_PROCESS_SET = Kind("add_process_set", carries_tensors=False, comes_again=False, decide=new_process_set, ended=added)
+REMOVE_PROCESS_SET = Kind(
+    "remove_process_set",
+    carries_tensors=False,
+    comes_again=False,
+    decide=is_there,
+    ends_process_set=True,
+    ended=removed,
+)

@@ -1,0 +1,189 @@
+"""Allreduce: the arrays of one or more requests, reduced in place as they are, in pieces or fused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.collectives.adasum import adasum
+from hvdkit.collectives.compressed import allreduce_encoded
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of, why_allreduce
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.compression import Codec, Memory
+from hvdkit.engine.ops.batch import Batch, Submission
+from hvdkit.engine.ops.kind import Kind, Ways
+from hvdkit.engine.requests import Signature
+from hvdkit.kernels import ReduceOp, Scale
+from hvdkit.transports.base import DeviceCollectives
+
+
+def zeros_for(signature: Signature) -> list[Array]:
+    """What a rank that has joined contributes."""
+    return [
+        np.zeros(shape, dtype=kernels.DTYPES[name])
+        for shape, name in zip(signature["shape"], signature["dtype"], strict=True)
+    ]
+
+
+def run(batch: Batch) -> Ways:
+    """A large array travels in pieces, each on its own."""
+    pieces = pieces_of(batch)
+    if not pieces:
+        return [_reduce(batch)]
+    return [_reduce_piece(batch, piece, batch.tag + 2 * number) for number, piece in enumerate(pieces)]
+
+
+def run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[Any]]:
+    """In one call of the device's library."""
+    arrays: list[Any] = [array for submission in batch.submissions for array in submission.arrays]
+    tensors = [array.tensor for array in arrays]
+    op, scale = batch.reduction()
+    size = batch.group.size
+    batch.group.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (size - 1) // size
+    marks = [array.mark for array in arrays]
+    yield [collectives.allreduce(tensors, op, batch.signature["prescale"], scale, "none", marks)]
+    return [[array.tensor for array in submission.arrays] for submission in batch.submissions]
+
+
+def why(batch: Batch) -> str:
+    """By which algorithm."""
+    return why_allreduce(batch.group, batch.nbytes, max(1, len(pieces_of(batch))), batch.codec)
+
+
+def _is_single(batch: Batch) -> bool:
+    """Whether a batch of allreduces is of one array, which is reduced where it is."""
+    submissions = batch.submissions
+    return len(submissions) == 1 and len(submissions[0].arrays) == 1 and submissions[0].signature["prescale"] == 1.0
+
+
+def pieces_of(batch: Batch) -> list[tuple[int, int]]:
+    """The elements (begin, end) of a large allreduce that travel each on their own; none if it travels as a whole."""
+    if (
+        not (batch.side_by_side and _is_single(batch))
+        or batch.codec.encodes
+        or batch.signature["op"] == ReduceOp.ADASUM
+    ):
+        return []
+    array = batch.submissions[0].arrays[0]
+    count, _ = choose_pieces(array.nbytes, nodes_of(batch.group), batch.group.choice.asked)
+    return partition(array.size, count, array.itemsize) if count > 1 else []
+
+
+def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[Any]]:
+    """Reduce a part of the only array of an allreduce, which is returned. Uses ``tag`` and ``tag + 1``."""
+    group, submission, part = batch.group, batch.submissions[0], slice(*piece)
+    op, scale = batch.reduction()
+    flat = submission.arrays[0].reshape(-1)[part]
+    source = submission.sources[0].reshape(-1)[part] if submission.sources else None
+    yield from _reduce_whole(group, flat, op, scale, submission, tag, _draw(group, submission.codec), source)
+    return [submission.arrays]
+
+
+def _draw(group: Group, codec: Codec) -> tuple[int, int]:
+    """The turns of an allreduce in the node's staging, if it goes there."""
+    return (0, 0) if group.layout is None or codec.everywhere else group.layout.draw()
+
+
+def memory_of(submission: Submission, elements: int) -> Memory:
+    """For one operation, from which nothing is kept."""
+    memory = Memory(elements)
+    memory.turn, memory.tally = submission.turn, submission.tally
+    return memory
+
+
+def _reduce_whole(
+    group: Group,
+    flat: Array,
+    op: ReduceOp,
+    scale: Scale,
+    submission: Submission,
+    tag: int,
+    turns: tuple[int, int],
+    source: Array | None = None,
+) -> Steps[None]:
+    """By way of nodes, if some ranks share one. A codec keeps nothing."""
+    codec, memory = submission.codec, memory_of(submission, flat.size)
+    if group.layout is not None and not codec.everywhere:
+        yield from layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
+        return
+    if source is not None:
+        flat[...] = source
+    yield from allreduce_encoded(group, flat, op, scale, codec, tag, memory)
+
+
+def _reduce(batch: Batch) -> Steps[list[Any]]:
+    group, first, tag = batch.group, batch.submissions[0], batch.tag
+    op, scale = batch.reduction()
+    if _is_single(batch) and first.arrays[0].size and op != ReduceOp.ADASUM:
+        return (yield from _reduce_piece(batch, (0, first.arrays[0].size), tag))
+    staged = op != ReduceOp.ADASUM
+    by_dtype: dict[Any, list[Array]] = {}
+    for submission in batch.submissions:
+        submission.gather_sources()
+        for array in submission.arrays:
+            by_dtype.setdefault(array.dtype, []).append(array)
+    all_turns = [
+        _draw(group, first.codec) if staged and any(array.size for array in arrays) else (0, 0)
+        for arrays in by_dtype.values()
+    ]
+    for arrays, turns in zip(by_dtype.values(), all_turns, strict=True):
+        prescale = batch.signature["prescale"]
+        if len(arrays) == 1:
+            flat = arrays[0].reshape(-1)
+            if prescale != 1.0:
+                kernels.scale_into(flat, flat, prescale)
+            yield from _reduce_flat(group, flat, [flat.size], op, scale, first, tag, turns)
+        else:
+            yield from _reduce_fused(batch, arrays, turns)
+    return [submission.arrays for submission in batch.submissions]
+
+
+def _reduce_flat(
+    group: Group,
+    flat: Array,
+    lengths: Sequence[int],
+    op: ReduceOp,
+    scale: Scale,
+    submission: Submission,
+    tag: int,
+    turns: tuple[int, int],
+) -> Steps[None]:
+    if op == ReduceOp.ADASUM:
+        yield from adasum(group, flat, lengths, scale, tag)
+    elif flat.size:
+        yield from _reduce_whole(group, flat, op, scale, submission, tag, turns)
+
+
+def _reduce_fused(batch: Batch, arrays: Sequence[Array], turns: tuple[int, int]) -> Steps[None]:
+    op, scale = batch.reduction()
+    prescale, trace = batch.signature["prescale"], batch.trace
+    trace("MEMCPY_IN_FUSION_BUFFER")
+    lengths = [array.size for array in arrays]
+    scratch = SCRATCH.take(sum(array.nbytes for array in arrays))
+    fused = scratch[: sum(array.nbytes for array in arrays)].view(arrays[0].dtype)
+    ends = list(accumulate(lengths))
+    for array, end in zip(arrays, ends, strict=True):
+        fused[end - array.size : end] = array.reshape(-1)
+    if prescale != 1.0:
+        kernels.scale_into(fused, fused, prescale)  # not the arrays, among which one may be twice
+    trace("ALLREDUCE")
+    yield from _reduce_flat(batch.group, fused, lengths, op, scale, batch.submissions[0], batch.tag, turns)
+    trace("MEMCPY_OUT_FUSION_BUFFER")
+    for array, end in zip(arrays, ends, strict=True):
+        array.reshape(-1)[...] = fused[end - array.size : end]
+    SCRATCH.give_back(scratch)
+
+
+ALLREDUCE = Kind(
+    "allreduce",
+    fuses=True,
+    joined=zeros_for,
+    run=run,
+    run_on_device=run_on_device,
+    why=why,
+)

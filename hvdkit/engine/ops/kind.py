@@ -1,0 +1,80 @@
+"""What is asked of an operation that ranks negotiate: one row for each kind, in a module of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvdkit.collectives.group import Array, Steps
+from hvdkit.engine.groups import Groups
+from hvdkit.engine.ops.batch import Batch
+from hvdkit.engine.requests import Key, Request, Signature, mismatch
+from hvdkit.transports.base import DeviceCollectives
+
+Requests = dict[int, Request]  # by rank
+Ways = list[Steps[list[Any]]]  # one, or several side by side; the last to end has a result for each submission
+
+
+class Assigned(Protocol):
+    """What the coordinator assigns: process sets by their number, and numbers of lanes."""
+
+    members: dict[int, list[int]]
+
+    def next_lane(self) -> int:
+        """A number that no lane has had."""
+
+    def add_process_set(self, ranks: Sequence[int]) -> int | None:
+        """The number of a new set of these ranks; None where there is one."""
+
+
+def nothing_wrong(key: Key, rank: int, request: Request, size: int) -> None:
+    """Whatever is asked for can be, if all ask for the same."""
+
+
+def no_more(assigned: Assigned, key: Key, requests: Requests) -> Any:
+    """All that members need to know is that all have asked."""
+
+
+def agreed(batch: Batch) -> Ways:
+    """All have asked, which was all to wait for; the result is what the coordinator said."""
+
+    def steps() -> Steps[list[Any]]:
+        return [batch.extras[0]]
+        yield []
+
+    return [steps()]
+
+
+def unchanged(groups: Groups, signature: Signature, result: Any) -> None:
+    """The process sets stay as they are."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of operation."""
+
+    name: str
+    # Whether it carries tensors: their names are in flight once, whatever of these kinds they are used for.
+    carries_tensors: bool = True
+    # Whether its signature is likely to come again, so that ranks tell it once and then its number.
+    comes_again: bool = True
+    # Whether ready ones of the same type, operation and factors may be fused.
+    fuses: bool = False
+    # Whether the process set that its signature names ("id") is gone with it.
+    ends_process_set: bool = False
+    # What one rank alone asks wrongly, in a process set of ``size``, in words.
+    wrong: Callable[[Key, int, Request, int], str | None] = nothing_wrong
+    # What differs between all ranks' requests that must not, in words.
+    mismatch: Callable[[Key, Requests], str | None] = mismatch
+    # What members need to know of each other, or what the coordinator assigns.
+    decide: Callable[[Assigned, Key, Requests], Any] = no_more
+    # What a rank that has joined contributes; None where it cannot take part.
+    joined: Callable[[Signature], list[Array]] | None = None
+    run: Callable[[Batch], Ways] = agreed
+    # The same by the collectives of the device where the tensors are. It launches everything before it first yields.
+    run_on_device: Callable[[DeviceCollectives, Batch], Steps[list[Any]]] | None = None
+    # Which way the tensors go and why, for people.
+    why: Callable[[Batch], str] | None = None
+    # What follows from its end.
+    ended: Callable[[Groups, Signature, Any], None] = unchanged
