@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.errors import UnsupportedReductionError
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -92,10 +93,10 @@ def check_op(function: str, op: Any, allowed: Sequence[ReduceOp] = tuple(ReduceO
     raise kind(f"{function}: op must be one of {expected}, got {got}")
 
 
-def op_or_average(function: str, op: Any, average: Any) -> ReduceOp:
+def op_or_average(function: str, op: Any, average: Any, stacklevel: int = 3) -> ReduceOp:
     """The reduction that ``op`` and Horovod's deprecated ``average`` ask for; without either it is the average.
 
-    Raises ValueError where both are given.
+    ``stacklevel``: where the user called the operation. Raises ValueError where both are given.
     """
     if average is None:
         return ReduceOp.AVERAGE if op is None else check_op(function, op)
@@ -107,9 +108,15 @@ def op_or_average(function: str, op: Any, average: Any) -> ReduceOp:
     warnings.warn(
         "Parameter `average` has been replaced with `op`: use op=hvd.Average or op=hvd.Sum",
         DeprecationWarning,
-        stacklevel=3,  # where the user called the operation
+        stacklevel=stacklevel,
     )
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+def reduce_request(function: str, op: Any, average: Any, prescale_factor: Any, postscale_factor: Any) -> ReduceRequest:
+    """What the user of an operation asks for. Raises TypeError or ValueError where that makes no sense."""
+    reduce_op = op_or_average(function, op, average, stacklevel=4)
+    return ReduceRequest(reduce_op, *check_factors(function, prescale_factor, postscale_factor))
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hvdkit.api import checks
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.requests import Call
 from hvdkit.errors import HorovodInternalError
 
 # Sent instead of a length by a rank whose object cannot be pickled, so that the others do not wait for it.
@@ -32,13 +33,11 @@ def _length(payload: Array, error: Exception | None) -> Array:
 
 
 def _broadcast(array: Array, root: int, name: str, process_set_id: int) -> None:
-    engine = runtime.engine()
-    engine.broadcast([array], root_rank=root, name=name, process_set_id=process_set_id, wake=False).wait()
+    runtime.engine().broadcast([array], root, Call(name, process_set_id, wake=False)).wait()
 
 
 def _allgather(array: Array, name: str, process_set_id: int) -> Array:
-    engine = runtime.engine()
-    gathered: Array = engine.allgather([array], name=name, process_set_id=process_set_id, wake=False).wait()[0]
+    gathered: Array = runtime.engine().allgather([array], Call(name, process_set_id, wake=False)).wait()[0]
     return gathered
 
 

@@ -30,7 +30,7 @@ from hvdkit.engine.operation import Operation
 from hvdkit.engine.ops import Submission
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.plans import Plan, keep_closed, register
-from hvdkit.engine.requests import Key, Signature
+from hvdkit.engine.requests import Call, Key, Signature
 from hvdkit.engine.schedule import Network, choose_sizes
 from hvdkit.engine.statistics import CommunicationStatistics, Statistics
 from hvdkit.engine.submissions import Submissions
@@ -135,10 +135,6 @@ class Engine(NamedOperations):
         lane = register(self, Plan(name, slots, reduction, process_set_id, groups, place))
         self.lanes[lane.lane_id] = lane
         return lane
-
-    def submit_plan(self, name: str, signature: Signature, process_set_id: int) -> Handle:
-        """Ask all ranks of a process set to agree on a plan; the result is the lane's number."""
-        return self._submit("plan", [], signature, None, name, process_set_id, False)
 
     def forget_lane(self, lane: Lane) -> None:
         """A lane was closed."""
@@ -355,40 +351,38 @@ class Engine(NamedOperations):
             raise PeerLostError(text, self.error.rank) from self.error
         raise HorovodInternalError(text) from self.error
 
-    def _submit(
+    def submit(
         self,
         kind: str,
         arrays: Sequence[Array | DeviceArray],
         fields: Signature,
-        detail: Any,
-        name: str | None,
-        process_set_id: int,
-        wake: bool,
+        call: Call,
+        detail: Any = None,
         sources: Sequence[Array] | None = None,
         codec: Codec = CASTS["none"],
     ) -> Handle:
         self.check_usable()
         ENDING.forget()  # a script that goes on has caught its SystemExit
-        members = self.groups.ranks.get(process_set_id)
+        members = self.groups.ranks.get(call.process_set_id)
         if members is None or self.topology.rank not in members:
             there = "does not exist" if members is None else f"has the ranks {members}"
             raise ValueError(
-                f"{kind}: rank {self.topology.rank} is not in process set {process_set_id}, which {there}.\n"
+                f"{kind}: rank {self.topology.rank} is not in process set {call.process_set_id}, which {there}.\n"
                 "HINT: call it only where process_set.included() is true."
             )
 
         def make(key: Key) -> Submission:
-            signature = {"kind": kind, "ps": process_set_id, **fields}
-            handle = Handle(key, name, self.drive)
+            signature = {"kind": kind, "ps": call.process_set_id, **fields}
+            handle = Handle(key, call.name, self.drive)
             at = None if sources is None else list(sources)
             return Submission(key, signature, list(arrays), detail, handle, at, codec)
 
-        submission = self.submissions.enter(kind, process_set_id, name, make)
+        submission = self.submissions.enter(kind, call.process_set_id, call.name, make)
         if arrays and isinstance(arrays[0], DeviceArray):
             self.place = arrays[0].place
         self.watch.seen_thread()
         self.timeline_begin(submission.key, f"NEGOTIATE_{kind.upper()}")
         self._inbox.append(lambda: self.negotiation.announce(submission))
-        if wake or self.transport.size == 1:
+        if call.wake or self.transport.size == 1:
             self.wake()
         return submission.handle

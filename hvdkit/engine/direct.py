@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdkit.collectives.group import Array
 from hvdkit.engine.ops import Submission
-from hvdkit.engine.requests import Signature
+from hvdkit.engine.requests import ReduceRequest, Signature
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
 
@@ -26,13 +26,13 @@ class DeviceArray:
     to_host: Callable[[], Array]  # waits for the values and copies them
 
 
-def reduces_directly(op: ReduceOp, prescale: float, postscale: float, floating: bool) -> bool:
+def reduces_directly(request: ReduceRequest, floating: bool) -> bool:
     """Whether an allreduce of tensors, ``floating`` if all of them are, can be done by the device's collectives.
 
-    Adasum cannot, nor can scaled integers, whose averages are exact and cut off.
+    Adasum cannot, nor can scaled integers, whose averages are exact and cut off, nor what is encoded.
     """
-    scaled = op == ReduceOp.AVERAGE or prescale != 1.0 or postscale != 1.0
-    return op != ReduceOp.ADASUM and (floating or not scaled)
+    scaled = request.op == ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
+    return request.op != ReduceOp.ADASUM and (floating or not scaled) and request.codec.name == "none"
 
 
 def zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:

@@ -16,6 +16,7 @@ from hvdkit.engine.host_buckets import HostBuckets
 from hvdkit.engine.lane import Lane
 from hvdkit.engine.places import node_pass
 from hvdkit.engine.plan import Slot
+from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.kernels import ReduceOp
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def register(engine: Engine, plan: Plan) -> Lane:
         "groups": [list(group) for group in plan.groups],
         "device": device if device in transport.device_types else "cpu",
     }
-    lane_id = engine.submit_plan(plan.name, signature, plan.process_set_id).wait()
+    lane_id = engine.submit("plan", [], signature, Call(plan.name, plan.process_set_id, wake=False)).wait()
     collectives = None
     if device in transport.device_types:
         collectives = transport.collectives_for(place, group.members, f"lane{lane_id}")
@@ -88,14 +89,7 @@ def _host_buckets(engine: Engine, plan: Plan, lane_id: int) -> Buckets:
     everyone = engine.transport.size
     # The first rank that is short of memory, and whether all compute where they sum.
     told = np.array([engine.topology.rank if problem else everyone, plan.place in ("cpu", HOST)])
-    engine.allreduce(
-        [told],
-        name=f"{plan.name}.memory",
-        op=ReduceOp.MIN,
-        prescale=1.0,
-        postscale=1.0,
-        process_set_id=plan.process_set_id,
-    ).wait()
+    engine.allreduce([told], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
     short, all_on_host = int(told[0]), bool(told[1])
     if short == engine.topology.rank:
         logger.warning(

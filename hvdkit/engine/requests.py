@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hvdkit.compression import CASTS, Codec
 from hvdkit.kernels import ReduceOp
 
 # A signature travels as a JSON object with these fields; absent ones do not apply to the kind of operation.
@@ -20,6 +21,31 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} '{self.name}'" + (f" in process set {self.process_set}" if self.process_set else "")
+
+
+@dataclass(frozen=True)
+class Call:
+    """How an operation was called: what all of them have in common."""
+
+    name: str | None
+    process_set_id: int = 0
+    device: str = "cpu"  # the type of device where the user's tensors are
+    wake: bool = True  # False leaves the driving to a caller who waits at once
+
+
+@dataclass(frozen=True)
+class ReduceRequest:
+    """What becomes of the elements of a reduction. They are multiplied before, in their type, and after it."""
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+    codec: Codec = CASTS["none"]  # a payload codec encodes sums and averages of floats; it keeps nothing
+
+    def signature(self) -> Signature:
+        """What must match on all ranks."""
+        encoding = {"codec": self.codec.told} if self.codec.encodes else {}
+        return {"op": int(self.op), "prescale": self.prescale, "postscale": self.postscale, **encoding}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.kernels import ReduceOp
 
 if TYPE_CHECKING:
@@ -170,16 +171,8 @@ def exchange_by_name(engine: Engine, name: str, process_set_id: int, mine: State
     def gather(own: Array, length: int, what: str) -> Array:
         places = np.zeros((len(members), length), dtype=np.int64)
         places[place, : len(own)] = own.view(np.int64)
-        handle = engine.allreduce(
-            [places],
-            name=f"{name}.{what}",
-            op=ReduceOp.SUM,
-            prescale=1.0,
-            postscale=1.0,
-            process_set_id=process_set_id,
-            wake=False,
-        )
-        handle.wait()
+        call = Call(f"{name}.{what}", process_set_id, wake=False)
+        engine.allreduce([places], ReduceRequest(ReduceOp.SUM), call).wait()
         return places.view(np.uint64)
 
     heard = Heard(gather(mine.row(), FIELDS, "parameters"))

@@ -10,6 +10,7 @@ import numpy as np
 from hvdkit.api import checks, guard
 from hvdkit.api.compression import Compressions
 from hvdkit.engine import runtime
+from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.keras.backend import adapter, backend, tensor
 from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -97,8 +98,5 @@ def average_numbers(numbers: Sequence[float], name: str) -> list[float]:
     """The averages over all ranks of a few numbers."""
     array = np.array(numbers, np.float64)
     if array.size:
-        handle = runtime.engine().allreduce(
-            [array], name=name, op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0, process_set_id=0, wake=False
-        )
-        handle.wait()
+        runtime.engine().allreduce([array], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
     return [float(number) for number in array]

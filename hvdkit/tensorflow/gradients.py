@@ -17,6 +17,7 @@ from hvdkit.api.planning import form_groups, plain_name
 from hvdkit.engine import runtime
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.process_sets import ProcessSet
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.bridge import backward, check_functions, in_order
@@ -155,7 +156,7 @@ def _planned(
         outputs = reduce_planned(plan, inputs, variables)
 
         def gradient(*upstream: Any) -> list[Any]:
-            reduction = Reduction(settings.op, settings.process_set, False, None, *settings.scales)
+            reduction = Reduction(ReduceRequest(settings.op, *settings.scales), settings.process_set, False, None)
             return backward(outputs, upstream, lambda known: reduce("GroupedAllreduce", known, reduction))
 
         return outputs, gradient

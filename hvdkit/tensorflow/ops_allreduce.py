@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdkit.api import checks, guard
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.compression import Compression, split_compression
@@ -41,8 +42,8 @@ def _reduced(
     if op == ReduceOp.ADASUM:
         floating = {tensor.dtype.name: tensor.dtype.is_floating for tensor in tensors}
         checks.check_adasum(function, floating, process_set, engine.topology.size)
-    prescale, postscale = checks.check_factors(function, *factors)
-    reduction = Reduction(op, process_set, ignore_name_scope, name, prescale, postscale, codec)
+    request = ReduceRequest(op, *checks.check_factors(function, *factors), codec)
+    reduction = Reduction(request, process_set, ignore_name_scope, name)
     with tf.device(device) if device else nullcontext():
         compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
         reduced = reduce(_KINDS[function], compressed, reduction)

@@ -11,6 +11,7 @@ from hvdkit.api import checks
 from hvdkit.engine import runtime
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import copy_of, empty_like
@@ -42,10 +43,8 @@ def _broadcast(
         on_device = isinstance(arrays[0], DeviceArray)  # copies already
         copied = copy_of if engine.topology.rank == root else empty_like
         outputs = arrays if on_device else [copied(array) for array in arrays]
-        process_set_id = checks.check_process_set(function, process_set)
-        handle = engine.broadcast(
-            outputs, root_rank=root, name=name, process_set_id=process_set_id, device=kind_of(arrays), wake=wake
-        )
+        call = Call(name, checks.check_process_set(function, process_set), kind_of(arrays), wake)
+        handle = engine.broadcast(outputs, root, call)
         return handle, list if on_device else lambda _: outputs
 
     full_name = operation_name("Broadcast", name, tensors, ignore_name_scope)
@@ -77,7 +76,7 @@ def broadcast(
         (output,) = _broadcast("broadcast", [value], root_rank, name, ignore_name_scope, process_set)
 
         def at_root(gradients: list[Any]) -> list[Any]:
-            of_all = Reduction(ReduceOp.AVERAGE, process_set, ignore_name_scope, gradient_name(name))
+            of_all = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
             (average,) = reduce("Allreduce", gradients, of_all)
             return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from hvdkit.api import checks
 from hvdkit.api.splits import refuse
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array
@@ -38,11 +38,8 @@ def _gather(
     tensor_checks.check_process_set(function, process_set)
 
     def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
-        process_set_id = checks.check_process_set(function, process_set)
-        handle = runtime.engine().allgather(
-            arrays, name=name, process_set_id=process_set_id, device=kind_of(arrays), wake=wake
-        )
-        return handle, list
+        call = Call(name, checks.check_process_set(function, process_set), kind_of(arrays), wake)
+        return runtime.engine().allgather(arrays, call), list
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
@@ -51,7 +48,7 @@ def _gather(
         outputs = run(inputs, full_name, start, rows, stays_on_device=lambda: True)
 
         def own_rows(gradients: list[Any]) -> list[Any]:
-            average = Reduction(ReduceOp.AVERAGE, process_set, ignore_name_scope, gradient_name(name))
+            average = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
             averages = reduce("GroupedAllreduce", gradients, average)
             rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if tensor.dtype.is_floating])
             rows_name = None if name is None else f"{name}.rows"
@@ -115,16 +112,15 @@ def _scatter(
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
         rows = arrays[0]
-        process_set_id = checks.check_process_set("alltoall", process_set)
+        call = Call(name, checks.check_process_set("alltoall", process_set), wake=wake)
         wanted = arrays[1].tolist() if len(arrays) > 1 else None
-        submit = functools.partial(runtime.engine().alltoall, name=name, process_set_id=process_set_id, wake=wake)
         try:
             if problem is not None:
                 raise problem
             shares = checks.check_splits("alltoall", wanted, rows.shape[0], checks.size_of(process_set))
         except (TypeError, ValueError) as error:
-            refuse(error, lambda words: submit(rows, splits=words))
-        handle = submit(rows if shares is None else rows[: sum(shares)], splits=shares)
+            refuse(error, lambda words: runtime.engine().alltoall(rows, words, call))
+        handle = runtime.engine().alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
         dtype = arrays[1].dtype if len(arrays) > 1 else np.dtype(np.int32)
         return handle, lambda result: [result[0], np.array(result[1], dtype=dtype)]
 

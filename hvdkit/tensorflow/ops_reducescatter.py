@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import Array, copy_of
@@ -23,28 +23,23 @@ _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
 def _scatter(
-    function: str, tensors: Sequence[Any], op: ReduceOp, factors: tuple[float, float], name: str | None,
-    ignore_name_scope: bool, process_set: ProcessSet, codec: Codec = CASTS["none"],
-) -> list[Any]:  # fmt: skip
+    function: str,
+    tensors: Sequence[Any],
+    request: ReduceRequest,
+    name: str | None,
+    ignore_name_scope: bool,
+    process_set: ProcessSet,
+) -> list[Any]:
     """Differentiable: the gradients are gathered and scaled as the tensors are."""
     runtime.engine()
     tensor_checks.check_has_rows(function, tensors)
     checks.check_name(function, name)
     tensor_checks.check_process_set(function, process_set)
-    prescale, postscale = factors
 
     def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
-        handle = runtime.engine().reducescatter(
-            [copy_of(array) for array in arrays],  # their contents are used up
-            op=op,
-            prescale=prescale,
-            postscale=postscale,
-            name=name,
-            process_set_id=checks.check_process_set(function, process_set),
-            wake=wake,
-            codec=codec,
-        )
-        return handle, list
+        call = Call(name, checks.check_process_set(function, process_set), wake=wake)
+        copies = [copy_of(array) for array in arrays]  # their contents are used up
+        return runtime.engine().reducescatter(copies, request, call), list
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def scatter(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
@@ -55,7 +50,8 @@ def _scatter(
 
         def all_rows(gradients: list[Any]) -> list[Any]:
             # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
-            factor = prescale * postscale * (checks.size_of(process_set) if op == ReduceOp.SUM else 1)
+            times = checks.size_of(process_set) if request.op == ReduceOp.SUM else 1
+            factor = request.prescale * request.postscale * times
             gathered = grouped_allgather(
                 gradients,
                 gradient_name(name),
@@ -94,10 +90,10 @@ def reducescatter(
     reduce_op = checks.check_op(function, op, _OPS)
     found = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression(function, compression, reduce_op, [found])
-    factors = checks.check_factors(function, prescale_factor, postscale_factor)
+    request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
     with tf.device(device_dense):
         compressed, context = compressor.compress(found)
-        (output,) = _scatter(function, [compressed], reduce_op, factors, name, ignore_name_scope, process_set, codec)
+        (output,) = _scatter(function, [compressed], request, name, ignore_name_scope, process_set)
         return compressor.decompress(output, context)
 
 
@@ -118,8 +114,8 @@ def grouped_reducescatter(
         return []
     found = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     codec, compressor = split_compression(function, compression, reduce_op, found)
-    factors = checks.check_factors(function, prescale_factor, postscale_factor)
+    request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
     with tf.device(device_dense):
         compressed, contexts = zip(*(compressor.compress(tensor) for tensor in found), strict=True)
-        outputs = _scatter(function, compressed, reduce_op, factors, None, False, process_set, codec)
+        outputs = _scatter(function, compressed, request, None, False, process_set)
         return [compressor.decompress(output, context) for output, context in zip(outputs, contexts, strict=True)]

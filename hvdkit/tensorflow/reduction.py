@@ -9,11 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.direct import DeviceArray, reduces_directly
 from hvdkit.engine.process_sets import ProcessSet
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.tensorflow.arrays import empty_like
 from hvdkit.tensorflow.bridge import backward, gradient_name, is_recorded, operation_name, run
 from hvdkit.tensorflow.device import kind_of
@@ -23,18 +22,15 @@ from hvdkit.tensorflow.device import kind_of
 class Reduction:
     """What is done with tensors, checked."""
 
-    op: ReduceOp
+    request: ReduceRequest
     process_set: ProcessSet
     ignore_name_scope: bool
     name: str | None
-    prescale: float = 1.0
-    postscale: float = 1.0
-    codec: Codec = CASTS["none"]
 
     def stays_on_device(self, tensors: Sequence[Any]) -> bool:
         """Whether it needs no host memory."""
         floating = all(tensor.dtype.is_floating for tensor in tensors)
-        return self.codec.name == "none" and reduces_directly(self.op, self.prescale, self.postscale, floating)
+        return reduces_directly(self.request, floating)
 
     def backward(self) -> Reduction:
         """The reduction of the gradients: the same, as Horovod's."""
@@ -48,18 +44,8 @@ def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]
         on_device = isinstance(arrays[0], DeviceArray)  # copies, to be reduced in place
         # While this thread waits nobody can change the tensors; in a graph they are kept by whoever reads them.
         outputs = arrays if on_device else [empty_like(array) for array in arrays]
-        handle = runtime.engine().allreduce(
-            outputs,
-            name=name,
-            op=reduction.op,
-            prescale=reduction.prescale,
-            postscale=reduction.postscale,
-            process_set_id=checks.check_process_set(kind.lower(), reduction.process_set),
-            device=kind_of(arrays),
-            wake=wake,
-            sources=None if on_device else arrays,
-            codec=reduction.codec,
-        )
+        call = Call(name, checks.check_process_set(kind.lower(), reduction.process_set), kind_of(arrays), wake)
+        handle = runtime.engine().allreduce(outputs, reduction.request, call, None if on_device else arrays)
         return handle, list if on_device else lambda _: outputs
 
     def reduced(inputs: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvdkit.engine import direct
 from hvdkit.engine.direct import DeviceArray
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.torch.arrays import Array, as_array, as_tensor, host_copy
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -22,11 +22,11 @@ def moves_directly(engine: Any, tensor: Tensor) -> bool:
     return tensor.device.type in engine.transport.device_types
 
 
-def reduces_directly(engine: Any, tensors: Sequence[Tensor], op: ReduceOp, prescale: float, postscale: float) -> bool:
+def reduces_directly(engine: Any, tensors: Sequence[Tensor], request: ReduceRequest) -> bool:
     """Whether an allreduce leaves these tensors on their device: the same on all ranks whose requests match."""
     if not moves_directly(engine, tensors[0]) or any(tensor.dtype not in _FLOATS + _INTEGERS for tensor in tensors):
         return False
-    return direct.reduces_directly(op, prescale, postscale, all(tensor.dtype in _FLOATS for tensor in tensors))
+    return direct.reduces_directly(request, all(tensor.dtype in _FLOATS for tensor in tensors))
 
 
 def device_copy(tensor: Tensor) -> Tensor:

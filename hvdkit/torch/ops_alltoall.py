@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,37 +15,23 @@ from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import Array, as_array, as_tensor, host_view
-from hvdkit.torch.autograd import apply, gradient_name
+from hvdkit.torch.asked import Asked
+from hvdkit.torch.autograd import apply
 from hvdkit.torch.ops_sync import synchronize
 
 
-def _submit(
-    function: str,
-    tensor: Tensor,
-    splits: Any,
-    name: str | None,
-    process_set: ProcessSet,
-    wake: bool = True,
-) -> int:
-    """Check everything, hand host memory to the engine, and return the number to synchronise.
-
-    ``wake`` is False where the caller waits at once, and then drives the engine itself.
-    """
-    engine = runtime.engine()
+def _start(asked: Asked, tensor: Tensor, splits: Any) -> int:
+    """Check everything, hand host memory to the engine, and return the number to synchronise."""
+    engine, function = runtime.engine(), asked.function
     tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
     tensor_checks.check_has_rows(function, [tensor])
-    checks.check_name(function, name)
-    process_set_id = checks.check_process_set(function, process_set)
-    rows = host_view(tensor)
-    submit = functools.partial(
-        engine.alltoall, name=name, process_set_id=process_set_id, device=tensor.device.type, wake=wake
-    )
+    call, rows = asked.call(tensor), host_view(tensor)
     try:
         tensor_checks.check_integers(function, "splits", splits)
-        shares = checks.check_splits(function, splits, tensor.shape[0], checks.size_of(process_set))
+        shares = checks.check_splits(function, splits, tensor.shape[0], checks.size_of(asked.process_set))
     except (TypeError, ValueError) as problem:
-        refuse(problem, lambda words: submit(as_array(rows), splits=words))
-    handle = submit(as_array(rows if shares is None else rows[: sum(shares)]), splits=shares)
+        refuse(problem, lambda words: engine.alltoall(as_array(rows), words, call))
+    handle = engine.alltoall(as_array(rows if shares is None else rows[: sum(shares)]), shares, call)
     # Received splits come as the caller's splits were: their type and device, or 32-bit integers on the CPU.
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
 
@@ -67,31 +52,31 @@ def alltoall_async(
 
     Do not change the tensor until the handle is synchronised. See alltoall().
     """
-    return _submit("alltoall_async", tensor, splits, name, process_set)
+    return _start(Asked("alltoall_async", name, process_set), tensor, splits)
 
 
 class AlltoallFunction(torch.autograd.Function):
     """Alltoall whose gradient is the alltoall that brings each row's gradient back to where the row came from."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: Any) -> Any:
+    def forward(ctx: Any, tensor: Tensor, splits: Any, asked: Asked) -> Any:
         """The rows received, and how many came from each rank."""
-        output, received = synchronize(_submit("alltoall", tensor, splits, name, process_set, wake=False))
+        output, received = synchronize(_start(asked, tensor, splits))
         ctx.rows = tensor.shape[0]
         ctx.received = received.tolist()
-        ctx.name = gradient_name(name)
-        ctx.process_set = process_set
+        ctx.asked = asked.of_gradient()
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         """The gradient, with zeros for rows that were not sent, and None for each of the other arguments."""
-        gradient, _ = alltoall(grad_output, splits=ctx.received, name=ctx.name, process_set=ctx.process_set)
+        name, process_set = ctx.asked.name, ctx.asked.process_set
+        gradient, _ = alltoall(grad_output, splits=ctx.received, name=name, process_set=process_set)
         if gradient.shape[0] < ctx.rows:
             rest = gradient.new_zeros(ctx.rows - gradient.shape[0], *gradient.shape[1:])
             gradient = torch.cat([gradient, rest])
-        return gradient, None, None, None
+        return gradient, None, None
 
 
 def alltoall(
@@ -111,5 +96,5 @@ def alltoall(
     many came from each rank. Raises TypeError or ValueError for arguments that make no sense, HorovodInternalError on
     every rank where ranks disagree.
     """
-    output, received = apply(AlltoallFunction, tensor, splits, name, process_set)
+    output, received = apply(AlltoallFunction, tensor, splits, Asked("alltoall", name, process_set, waits=True))
     return output if splits is None else (output, received)

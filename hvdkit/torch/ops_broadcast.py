@@ -14,30 +14,19 @@ from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
-from hvdkit.torch.autograd import apply, gradient_name
+from hvdkit.torch.asked import Asked
+from hvdkit.torch.autograd import apply
 from hvdkit.torch.direct import device_array, device_copy, device_view, moves_directly, result_tensor
 from hvdkit.torch.ops_allreduce import allreduce
 from hvdkit.torch.ops_sync import synchronize
 
 
-def _submit(
-    function: str,
-    tensor: Tensor,
-    in_place: bool,
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-    wake: bool = True,
-) -> int:
-    """Check everything, hand memory to the engine, and return the number to synchronise.
-
-    ``wake`` is False where the caller waits at once, and then drives the engine itself.
-    """
-    engine = runtime.engine()
+def _start(asked: Asked, tensor: Tensor, root_rank: int, *, in_place: bool = False) -> int:
+    """Check everything, hand memory to the engine, and return the number to synchronise."""
+    engine, function = runtime.engine(), asked.function
     tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
-    checks.check_name(function, name)
-    process_set_id = checks.check_process_set(function, process_set)
-    root = checks.check_root(function, root_rank, process_set, engine.topology.size)
+    call = asked.call(tensor)
+    root = checks.check_root(function, root_rank, asked.process_set, engine.topology.size)
     direct = moves_directly(engine, tensor)
     if in_place:
         tensor_checks.check_writable(function, [tensor])
@@ -46,14 +35,7 @@ def _submit(
         buffer = device_copy(tensor)
     else:
         buffer = host_copy(tensor) if root == engine.topology.rank else host_like(tensor)
-    handle = engine.broadcast(
-        [device_array(buffer) if direct else as_array(buffer)],
-        root_rank=root,
-        name=name,
-        process_set_id=process_set_id,
-        device=tensor.device.type,
-        wake=wake,
-    )
+    handle = engine.broadcast([device_array(buffer) if direct else as_array(buffer)], root, call)
 
     def finish(results: Sequence[Any]) -> Tensor:
         result = result_tensor(results[0]) if direct else buffer
@@ -70,21 +52,22 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a broadcast and return a handle; the result is a new tensor. See broadcast()."""
-    return _submit("broadcast_async", tensor, False, root_rank, name, process_set)
+    return _start(Asked("broadcast_async", name, process_set), tensor, root_rank)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a broadcast in place and return a handle; leave the tensor alone until then. See broadcast()."""
-    return _submit("broadcast_async_", tensor, True, root_rank, name, process_set)
+    return _start(Asked("broadcast_async_", name, process_set), tensor, root_rank, in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Write the root's values into the tensor on all ranks and return the tensor. See broadcast()."""
-    output: Tensor = synchronize(_submit("broadcast_", tensor, True, root_rank, name, process_set, wake=False))
+    asked = Asked("broadcast_", name, process_set, waits=True)
+    output: Tensor = synchronize(_start(asked, tensor, root_rank, in_place=True))
     return output
 
 
@@ -92,20 +75,18 @@ class BroadcastFunction(torch.autograd.Function):
     """Broadcast whose gradient is the average of all ranks' gradients on the root and zero elsewhere, as Horovod's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, asked: Asked) -> Any:
         """One tensor in, a new one out."""
-        ctx.root_rank = root_rank
-        ctx.process_set = process_set
-        ctx.name = gradient_name(name)
-        return synchronize(_submit("broadcast", tensor, False, root_rank, name, process_set, wake=False))
+        ctx.root_rank, ctx.asked = root_rank, asked.of_gradient()
+        return synchronize(_start(asked, tensor, root_rank))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         """The gradient, and None for each of the other arguments."""
-        average = allreduce(grad_output, name=ctx.name, process_set=ctx.process_set)
+        average = allreduce(grad_output, name=ctx.asked.name, process_set=ctx.asked.process_set)
         if runtime.topology().rank != ctx.root_rank:
             average = torch.zeros_like(average)
-        return average, None, None, None
+        return average, None, None
 
 
 def broadcast(
@@ -120,5 +101,5 @@ def broadcast(
     Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
     HorovodInternalError on every rank where ranks disagree.
     """
-    output: Tensor = apply(BroadcastFunction, tensor, root_rank, name, process_set)
+    output: Tensor = apply(BroadcastFunction, tensor, root_rank, Asked("broadcast", name, process_set, waits=True))
     return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,56 +11,38 @@ from torch import Tensor
 
 from hvdkit.api import checks
 from hvdkit.api.handles import HANDLES
-from hvdkit.compression import CASTS, Codec
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import tensor_checks
 from hvdkit.torch.arrays import Array, as_array, as_tensor, host_copy
-from hvdkit.torch.autograd import apply, gradient_name
+from hvdkit.torch.asked import Asked
+from hvdkit.torch.autograd import apply
 from hvdkit.torch.compression import Compression, split_compression
 from hvdkit.torch.ops_allgather import grouped_allgather
 from hvdkit.torch.ops_sync import synchronize
 
+_OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
-def _submit(
-    function: str,
-    tensors: Sequence[Tensor],
-    group: bool,
-    name: str | None,
-    op: int,
-    process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
-    wake: bool = True,
-    codec: Codec = CASTS["none"],
-) -> int:
-    """Check everything, hand host memory to the engine, and return the number to synchronise.
 
-    ``wake`` is False where the caller waits at once, and then drives the engine itself.
-    """
-    engine = runtime.engine()
-    tensor_checks.check_has_rows(function, tensors)
-    checks.check_name(function, name)
-    process_set_id = checks.check_process_set(function, process_set)
+def _start(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, *, group: bool = False) -> int:
+    """Check everything, hand host memory to the engine, and return the number to synchronise."""
+    tensor_checks.check_has_rows(asked.function, tensors)
     device = tensors[0].device
-    handle = engine.reducescatter(
-        [as_array(host_copy(tensor)) for tensor in tensors],  # the engine uses them up
-        op=checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM)),
-        prescale=checks.check_factor(function, "prescale_factor", prescale_factor),
-        postscale=checks.check_factor(function, "postscale_factor", postscale_factor),
-        name=name,
-        process_set_id=process_set_id,
-        device=device.type,
-        wake=wake,
-        codec=codec,
-    )
+    arrays = [as_array(host_copy(tensor)) for tensor in tensors]  # the engine uses them up
+    handle = runtime.engine().reducescatter(arrays, request, asked.call(tensors[0]))
 
     def finish(arrays: Sequence[Array]) -> Tensor | tuple[Tensor, ...]:
         outputs = tuple(as_tensor(array).to(device) for array in arrays)
         return outputs if group else outputs[0]
 
     return HANDLES.add(handle, finish)
+
+
+def _request(function: str, op: Any, prescale_factor: Any, postscale_factor: Any) -> ReduceRequest:
+    reduce_op = checks.check_op(function, op, _OPS)
+    return ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor))
 
 
 def reducescatter_async(
@@ -73,7 +56,8 @@ def reducescatter_async(
     """Start a reducescatter and return a handle; the result is a new tensor. See reducescatter()."""
     function = "reducescatter_async"
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return _submit(function, [tensor], False, name, op, process_set, prescale_factor, postscale_factor)
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return _start(Asked(function, name, process_set), [tensor], request)
 
 
 def grouped_reducescatter_async(
@@ -87,38 +71,35 @@ def grouped_reducescatter_async(
     """Start a reducescatter of several tensors as one and return a handle; the result is a tuple of new tensors."""
     function = "grouped_reducescatter_async"
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    return _submit(function, group, True, name, op, process_set, prescale_factor, postscale_factor)
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return _start(Asked(function, name, process_set), group, request, group=True)
 
 
 class ReducescatterFunction(torch.autograd.Function):
     """Reducescatter whose gradient is the allgather of the gradients, times the ranks for Sum, as Horovod's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        function: str,
-        name: str | None,
-        op: int,
-        process_set: Any,
-        prescale: float,
-        postscale: float,
-        codec: Codec,
-        *tensors: Tensor,
-    ) -> Any:
+    def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
         """As many tensors out as in."""
-        arguments = (name, op, process_set, prescale, postscale)
-        outputs = synchronize(_submit(function, tensors, True, *arguments, wake=False, codec=codec))
-        ctx.factor = prescale * postscale * (checks.size_of(process_set) if op == ReduceOp.SUM else 1)
-        ctx.process_set = process_set
-        ctx.name = gradient_name(name)
+        outputs = synchronize(_start(asked, tensors, request, group=True))
+        times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
+        ctx.factor = request.prescale * request.postscale * times
+        ctx.asked = asked.of_gradient()
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """None for each argument before the tensors, then their gradients."""
         scaled = [gradient if ctx.factor == 1 else gradient * ctx.factor for gradient in grad_outputs]
-        gathered = grouped_allgather(scaled, name=ctx.name, process_set=ctx.process_set)
-        return None, None, None, None, None, None, None, *gathered
+        return None, None, *grouped_allgather(scaled, name=ctx.asked.name, process_set=ctx.asked.process_set)
+
+
+def _scattered(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
+    """New tensors, which can be differentiated."""
+    codec, compressor = split_compression(asked.function, compression, request.op, tensors)
+    compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
+    reduced = apply(ReducescatterFunction, asked, replace(request, codec=codec), *compressed)
+    return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
 
 
 def reducescatter(
@@ -142,12 +123,8 @@ def reducescatter(
     """
     function = "reducescatter"
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
-    codec, compressor = split_compression(function, compression, reduce_op, [tensor])
-    compressed, context = compressor.compress(tensor)
-    arguments = (function, name, op, process_set, prescale_factor, postscale_factor, codec)
-    output: Tensor = compressor.decompress(apply(ReducescatterFunction, *arguments, compressed)[0], context)
-    return output
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return _scattered(Asked(function, name, process_set, waits=True), [tensor], request, compression)[0]
 
 
 def grouped_reducescatter(
@@ -165,9 +142,5 @@ def grouped_reducescatter(
     """
     function = "grouped_reducescatter"
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
-    codec, compressor = split_compression(function, compression, reduce_op, group)
-    compressed, contexts = zip(*(compressor.compress(tensor) for tensor in group), strict=True)
-    arguments = (function, name, op, process_set, prescale_factor, postscale_factor, codec)
-    reduced = apply(ReducescatterFunction, *arguments, *compressed)
-    return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return _scattered(Asked(function, name, process_set, waits=True), group, request, compression)
