@@ -114,3 +114,21 @@ def check_operation(function: str, codec: LossyCodec) -> None:
             f"{function}: Compression.{codec.name}(warmup_epochs=...) counts steps, which needs a "
             "DistributedOptimizer.\nHINT: leave warmup_epochs out here."
         )
+
+
+def split(
+    function: str, compression: Any, op: ReduceOp, floating: Mapping[Any, bool]
+) -> tuple[Codec, type[Compressor]]:
+    """The codec for the wire, and the class for before and after; one of them does nothing.
+
+    ``floating``: of the tensors' dtypes, whether they are floating types. Raises TypeError for what does not compress,
+    ValueError for an operation or a dtype that a codec cannot do.
+    """
+    check_compression(function, compression)
+    codec = lossy_codec(compression)
+    if codec is None:
+        return CASTS["none"], compression
+    check_codec_op(function, codec, op)
+    check_codec_dtypes(function, codec, floating)
+    check_operation(function, codec)
+    return codec, NoneCompressor

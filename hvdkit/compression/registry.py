@@ -9,7 +9,6 @@ from hvdkit.compression.codec import Codec
 from hvdkit.compression.dgc import DGC
 from hvdkit.compression.lossy import LossyCodec
 from hvdkit.compression.low_rank import PowerSGD
-from hvdkit.compression.payload import CustomCodec
 from hvdkit.compression.quantised import Int4, Int8, OneBit
 from hvdkit.compression.random_k import RandomK
 from hvdkit.compression.sparse import Threshold, TopK
@@ -29,12 +28,13 @@ class Codecs:
 
 
 def _classes() -> dict[str, type[LossyCodec]]:
-    known: list[type[LossyCodec]] = [one for one in vars(Codecs).values() if isinstance(one, type)]
-    custom: list[type[LossyCodec]] = list(CustomCodec.__subclasses__())
-    while custom:
-        known.append(custom.pop())
-        custom += known[-1].__subclasses__()
-    return {one.name: one for one in reversed(known) if hasattr(one, "name")}
+    """All there are in this process, of which a built-in one has its name first."""
+    found: list[type[LossyCodec]] = [one for one in vars(Codecs).values() if isinstance(one, type)]
+    below = LossyCodec.__subclasses__()
+    while below:
+        found.append(below.pop())
+        below += found[-1].__subclasses__()
+    return {one.name: one for one in reversed(found) if hasattr(one, "name")}
 
 
 def codec_told(told: str) -> Codec:

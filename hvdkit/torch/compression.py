@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.api.compression import (
-    Compressions,
-    Compressor,
-    NoneCompressor,
-    check_codec_dtypes,
-    check_codec_op,
-    check_compression,
-    check_operation,
-    lossy_codec,
-)
-from hvdkit.compression import CASTS, Codec
+from hvdkit.api.compression import Compressions, Compressor, split
+from hvdkit.compression import Codec
 from hvdkit.kernels.reduce_op import ReduceOp
 
 
@@ -56,15 +47,5 @@ class Compression(Compressions):
 def split_compression(
     function: str, compression: Any, op: ReduceOp, tensors: Sequence[Tensor]
 ) -> tuple[Codec, type[Compressor]]:
-    """The codec for the wire, and the class for before and after; one of them does nothing.
-
-    Raises TypeError for what does not compress, ValueError for an operation or a tensor that a codec cannot do.
-    """
-    check_compression(function, compression)
-    codec = lossy_codec(compression)
-    if codec is None:
-        return CASTS["none"], compression
-    check_codec_op(function, codec, op)
-    check_codec_dtypes(function, codec, {tensor.dtype: tensor.dtype.is_floating_point for tensor in tensors})
-    check_operation(function, codec)
-    return codec, NoneCompressor
+    """See ``hvdkit.api.compression.split``."""
+    return split(function, compression, op, {tensor.dtype: tensor.dtype.is_floating_point for tensor in tensors})
