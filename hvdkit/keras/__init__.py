@@ -27,8 +27,9 @@ from hvdkit.api.job import (
     stop_timeline,
 )
 from hvdkit.api.objects import allgather_object, broadcast_object
+from hvdkit.compression import CustomCodec
 from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdkit.errors import HorovodInternalError
+from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
 from hvdkit.keras import callbacks, unwrapped
 from hvdkit.keras.backend import adapter
 from hvdkit.keras.functions import (
@@ -60,10 +61,14 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Average",
     "Compression",
+    "CustomCodec",
     "DistributedOptimizer",
     "HorovodInternalError",
     "PartialDistributedOptimizer",
+    "PayloadError",
+    "PeerLostError",
     "ProcessSet",
+    "StallError",
     "Sum",
     "add_process_set",
     "allgather",

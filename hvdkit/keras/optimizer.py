@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdkit.api import planning
 from hvdkit.api.compression import Compressions
@@ -14,9 +14,11 @@ from hvdkit.keras.settings import check_settings
 from hvdkit.keras.step import distributed_step, is_distributed
 from hvdkit.kernels.reduce_op import ReduceOp
 
+Optimizer = TypeVar("Optimizer")
+
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -30,7 +32,7 @@ def DistributedOptimizer(
     groups: int | list[list[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """An optimizer of the class of ``optimizer`` that reduces gradients over all ranks before it applies them.
 
     It shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that saved
@@ -74,7 +76,7 @@ def DistributedOptimizer(
             "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
             f"{backend()} here\nHINT: set KERAS_BACKEND=tensorflow."
         )
-    return wrap(
+    wrapped: Optimizer = wrap(
         optimizer,
         check_settings(
             name or f"Distributed{type(optimizer).__name__}",
@@ -92,10 +94,11 @@ def DistributedOptimizer(
             average_aggregated_gradients=average_aggregated_gradients,
         ),
     )
+    return wrapped
 
 
 def PartialDistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -109,13 +112,13 @@ def PartialDistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """A DistributedOptimizer that leaves the gradients of ``local_layers`` (a layer, or several) to each rank.
 
     The layers are built already. The other arguments are those of DistributedOptimizer. Raises ValueError for what is
     no layer, or has no variables yet.
     """
-    wrapped = DistributedOptimizer(
+    wrapped: Any = DistributedOptimizer(
         optimizer,
         name,
         device_dense,
@@ -133,4 +136,5 @@ def PartialDistributedOptimizer(
     )
     for variable in planning.local_variables(local_layers):
         wrapped.register_local_var(variable)
-    return wrapped
+    distributed: Optimizer = wrapped
+    return distributed

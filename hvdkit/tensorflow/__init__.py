@@ -32,8 +32,9 @@ from hvdkit.api.job import (
     start_timeline,
     stop_timeline,
 )
+from hvdkit.compression import CustomCodec
 from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdkit.errors import HorovodInternalError
+from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
 from hvdkit.tensorflow import exceptions
 from hvdkit.tensorflow.basics import cuda_built, gloo_built, gpu_available, init, nccl_built, rocm_built
 from hvdkit.tensorflow.compression import Compression
@@ -82,14 +83,18 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "CustomCodec",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
     "PartialDistributedGradientTape",
+    "PayloadError",
+    "PeerLostError",
     "ProcessSet",
     "Product",
+    "StallError",
     "Sum",
     "SyncBatchNormalization",
     "add_process_set",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 
+Optimizer = TypeVar("Optimizer")
+
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
@@ -25,14 +27,14 @@ def DistributedOptimizer(
     groups: int | list[list[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """An optimizer of Keras that trains on all ranks: see hvdkit.keras.DistributedOptimizer for arguments and errors.
 
     ``use_locking`` is of TensorFlow 1 and not used; its optimizers (tf.compat.v1.train) raise TypeError.
     """
     from hvdkit.tensorflow import keras as hvd_keras
 
-    return hvd_keras.DistributedOptimizer(
+    wrapped: Optimizer = hvd_keras.DistributedOptimizer(
         optimizer,
         name,
         device_dense,
@@ -48,3 +50,4 @@ def DistributedOptimizer(
         process_set,
         scale_local_gradients,
     )
+    return wrapped

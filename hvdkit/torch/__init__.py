@@ -31,8 +31,9 @@ from hvdkit.api.job import (
     stop_timeline,
 )
 from hvdkit.api.objects import allgather_object, broadcast_object
+from hvdkit.compression import CustomCodec
 from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdkit.errors import HorovodInternalError
+from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
 from hvdkit.torch.basics import cuda_built, gloo_built, init, nccl_built, rocm_built
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.compression_state import merge_state_dicts
@@ -72,13 +73,17 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "CustomCodec",
     "DDPHook",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
+    "PayloadError",
+    "PeerLostError",
     "ProcessSet",
     "Product",
+    "StallError",
     "Sum",
     "SyncBatchNorm",
     "add_process_set",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,8 +19,11 @@ from hvdkit.torch.optimizer_names import check_names
 _FUNCTION = "DistributedOptimizer"
 
 
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
@@ -30,7 +33,7 @@ def DistributedOptimizer(
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Optimizer:
     """An optimizer that steps with gradients reduced over all ranks.
 
     The result is of the class of ``optimizer`` and shares its state, its hooks and its parameter groups. Gradients
@@ -81,7 +84,7 @@ def DistributedOptimizer(
     groups = planning.groups_or_number(groups, num_groups)
     if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
-    return wrap(
+    wrapped: Optimizer = wrap(
         optimizer,
         Settings(
             names=check_names(named_parameters, optimizer.param_groups),
@@ -97,3 +100,4 @@ def DistributedOptimizer(
             policy=policy,
         ),
     )
+    return wrapped

@@ -7,12 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdkit.compression import PayloadCodec
 from hvdkit.engine import runtime
 from hvdkit.engine.requests import Call
 from tests.extending import shift  # noqa: F401 (it registers itself)
 from tests.extending.running_sign import MAGNITUDE, RunningSign
 from tests.ranks import Skip
 from tests.told import told
+
+
+def case_errors_that_scripts_catch_and_the_base_of_codecs_are_there(hvd: Any) -> None:
+    for name in ("PeerLostError", "StallError", "PayloadError"):
+        assert issubclass(getattr(hvd, name), hvd.HorovodInternalError)
+    assert hvd.CustomCodec in PayloadCodec.__subclasses__()
 
 
 def start_shift(array: np.ndarray, name: str) -> Any:
