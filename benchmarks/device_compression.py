@@ -74,7 +74,7 @@ def _encoded(codec: LossyCodec, elements: int, device: torch.device) -> Callable
     memory = DeviceMemory(elements, codec.keeps, [], device)
     rows = elements // COLUMNS
     matrices = [(0, rows, COLUMNS)] if rows else []
-    way = "gather" if isinstance(codec, TopK) else "two_phase"
+    way = "gather" if isinstance(codec, TopK) else codec.way(elements, 1)[0]
 
     def run(gradient: Tensor, turn: int) -> None:
         place = Exchange(Mirror(), 0, 1, 1.0, codec, way, turn, matrices, lambda work: None)

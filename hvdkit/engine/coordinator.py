@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hvdkit.engine.fusing import batch_size
 from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Message
-from hvdkit.engine.ops import KINDS, rivals_of
+from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.requests import Key, Request, Signature
 
 
@@ -190,7 +190,7 @@ class Coordinator:
                 self._fail([key], self._departed_text(key, gone[0]), LEFT)
                 return
         if len(self._pending) > 1:
-            for rival in [Key(key.process_set, kind, key.name) for kind in rivals_of(key.kind) if kind != key.kind]:
+            for rival in [Key(key.process_set, kind, key.name) for kind in tensor_kinds() if kind != key.kind]:
                 if rival in self._pending:
                     self._fail([key, rival], self._other_kind_text(key, rival))
                     return

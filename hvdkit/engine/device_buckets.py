@@ -40,7 +40,7 @@ def _by_node(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> list[set
 
 
 def sent_bytes(codec: LossyCodec, way: str, ranks: int, memory: Memory) -> float:
-    """About what a rank sends of a bucket; sums count as those of a ring."""
+    """About what a rank sends of a bucket, as on the host; sums count as those of a ring."""
     times = ranks - 1 if way == "gather" else 2 * (ranks - 1) / ranks
     return times * codec.sent_bytes(memory.elements, memory)
 

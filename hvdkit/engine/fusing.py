@@ -1,4 +1,4 @@
-"""Which allreduces that are ready travel together: a pure decision of the coordinator."""
+"""Which operations that are ready travel together: a pure decision of the coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ WIDEST_ELEMENT = 8
 def batch_size(ready: Iterable[tuple[int, Signature]], threshold: int) -> int:
     """How many of the first operations, as (process set, signature), run as one: at least the first.
 
-    Allreduces of one dtype in one process set, with the same operation and factors, of at most ``threshold`` bytes.
+    Those of one kind that fuses, of one dtype in one process set, with the same operation and factors, of at most
+    ``threshold`` bytes.
     No operation is looked at beyond the first that runs by itself.
     """
     rest = iter(ready)
@@ -45,5 +46,5 @@ def _fusible_bytes(signature: Signature) -> int | None:
 
 
 def _fusion_class(signature: Signature) -> tuple[Any, ...]:
-    fields = ("op", "prescale", "postscale", "device", "direct")
+    fields = ("kind", "op", "prescale", "postscale", "device", "direct")
     return (signature["dtype"][0], *(signature.get(name) for name in fields))

@@ -87,7 +87,7 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
 
 def by_value(values: dict[int, Any], field: str) -> str:
     """Ranks with the same value together: 'rank 0, 2: [4]; rank 1: [5]'."""
-    by_value: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         if field == "op" and value is not None:
             text = ReduceOp(value).name
@@ -95,5 +95,5 @@ def by_value(values: dict[int, Any], field: str) -> str:
             text = str(value[0])
         else:
             text = str(value)
-        by_value.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {', '.join(map(str, ranks))} sent {text}" for text, ranks in by_value.items())
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))} sent {text}" for text, ranks in ranks_of.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hvdkit.engine.ops import Submission, rivals_of
+from hvdkit.engine.ops import KINDS, Submission, tensor_kinds
 from hvdkit.engine.requests import Key
 from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
@@ -24,7 +24,7 @@ class Submissions(dict[Key, Submission]):
             if name is None:
                 number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
                 name = f"{kind}.noname.{number}"
-            for other in () if not self else rivals_of(kind):
+            for other in () if not self else tensor_kinds() if KINDS[kind].carries_tensors else (kind,):
                 if Key(process_set_id, other, name) in self:
                     raise DuplicateNameError(
                         f"Requested to {kind} a tensor with the same name as another tensor that is currently being "

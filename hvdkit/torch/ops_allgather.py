@@ -24,9 +24,9 @@ def _start(asked: Asked, tensors: Sequence[Tensor], *, group: bool = False) -> i
     """Check everything, hand memory to the engine, and return the number to synchronise."""
     engine, device = runtime.engine(), tensors[0].device
     tensor_checks.check_has_rows(asked.function, tensors)
-    direct = moves_directly(engine, tensors[0])
+    call, direct = asked.call(tensors[0]), moves_directly(engine, tensors[0])
     arrays = [device_array(device_view(tensor)) if direct else as_array(host_view(tensor)) for tensor in tensors]
-    handle = engine.allgather(arrays, asked.call(tensors[0]))
+    handle = engine.allgather(arrays, call)
 
     def finish(results: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
         outputs = tuple(result_tensor(result).to(device) for result in results)

@@ -130,7 +130,7 @@ def _reduced(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, co
     """New tensors, which can be differentiated."""
     codec, compressor = split_compression(asked.function, compression, request.op, tensors)
     compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
-    reduced = apply(AllreduceFunction, asked, replace(request, codec=codec), *compressed)
+    reduced = apply(AllreduceFunction, asked, replace(request, codec=codec) if codec.encodes else request, *compressed)
     return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
 
 

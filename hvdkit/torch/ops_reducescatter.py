@@ -28,10 +28,11 @@ _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 def _start(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, *, group: bool = False) -> int:
     """Check everything, hand host memory to the engine, and return the number to synchronise."""
+    engine, device = runtime.engine(), tensors[0].device
     tensor_checks.check_has_rows(asked.function, tensors)
-    device = tensors[0].device
+    call = asked.call(tensors[0])
     arrays = [as_array(host_copy(tensor)) for tensor in tensors]  # the engine uses them up
-    handle = runtime.engine().reducescatter(arrays, request, asked.call(tensors[0]))
+    handle = engine.reducescatter(arrays, request, call)
 
     def finish(arrays: Sequence[Array]) -> Tensor | tuple[Tensor, ...]:
         outputs = tuple(as_tensor(array).to(device) for array in arrays)

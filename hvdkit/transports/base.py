@@ -83,8 +83,8 @@ class DeviceCollectives(ABC):
 
         ``parts`` are where each begins in ``buffer``, and the tensor; all are flat, and the buffer's content is lost.
 
-        ``way`` (two_phase, gather), ``matrices`` (where tensors begin, their rows and columns) and ``turn`` (how often
-        the buffer was reduced before) are the same on all ranks.
+        ``way`` (that of the codec: two_phase, gather, sums), ``matrices`` (where tensors begin, their rows and columns)
+        and ``turn`` (how often the buffer was reduced before) are the same on all ranks.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +102,9 @@ class Exchange:
 
     def coder(self) -> Coder:
         """What encodes payloads."""
-        return CODERS[type(self.codec)](self.codec, self.turn, self.rank)
+        coder = CODERS.get(type(self.codec))
+        assert coder is not None, f"{self.codec.told} has no twin on devices, though it says so"
+        return coder(self.codec, self.turn, self.rank)
 
     def gather(self, own: Tensor) -> Tensor:
         """Everyone's payload: [ranks, bytes]."""
@@ -226,7 +228,8 @@ def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int)
 
 def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     """Two plain sums: of what each matrix is on the vectors of the step before, then on these, made orthonormal."""
-    codec, residual = cast("PowerSGD", exchange.codec), memory.array(RESIDUAL)  # the only codec of sums with a twin
+    codec, residual = exchange.codec, memory.array(RESIDUAL)
+    assert isinstance(codec, PowerSGD), f"{codec.told} has no twin on devices, though it says so"
     host = Memory(flat.numel())
     host.turn = exchange.turn
     products = [one for one in exchange.matrices if codec.vectors(*one[1:])]

@@ -25,9 +25,9 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def rivals_of(kind: str) -> list[str]:
-    """The kinds of which a name can be in flight for one only; ``kind`` is among them."""
-    return [one.name for one in KINDS.values() if one.carries_tensors] if KINDS[kind].carries_tensors else [kind]
+def tensor_kinds() -> list[str]:
+    """The kinds of which a name can be in flight for one only."""
+    return [kind.name for kind in KINDS.values() if kind.carries_tensors]
 
 
-__all__ = ["KINDS", "TAGS_PER_OPERATION", "Batch", "Kind", "Submission", "effective", "rivals_of"]
+__all__ = ["KINDS", "TAGS_PER_OPERATION", "Batch", "Kind", "Submission", "effective", "tensor_kinds"]

@@ -27,9 +27,9 @@ def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
         present = {rank: value for rank, value in here.items() if value is not None}
         if first is not None and len(present) == len(here) and all(one[:-1] == first[:-1] for one in present.values()):
             codecs = by_value({rank: value[-1] for rank, value in present.items()}, "codec")
-            return f"Mismatched compressions for {key}, parameter {_slotby_value(first)}: {codecs}."
+            return f"Mismatched compressions for {key}, parameter {_slot_told(first)}: {codecs}."
         told = "; ".join(
-            f"rank {rank} has {'no such parameter' if value is None else _slotby_value(value)}"
+            f"rank {rank} has {'no such parameter' if value is None else _slot_told(value)}"
             for rank, value in here.items()
         )
         return (
@@ -39,7 +39,7 @@ def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
     return None
 
 
-def _slotby_value(slot: Sequence[Any]) -> str:
+def _slot_told(slot: Sequence[Any]) -> str:
     name, shape, dtype, _ = slot
     return f"'{name}' {dtype}{list(shape)}"
 
