@@ -20,6 +20,18 @@ from tests.torch.sequences import Program, is_longer_search, programs, programs_
 
 def try_all(check: Callable[[Program], None], compiled: bool, examples: int) -> None:
     """Every program that is made passes ``check``; else the smallest that does not is told."""
+    failed: dict[Program, BaseException] = {}
+
+    def once(program: Program) -> None:
+        """Hypothesis runs again what has failed, and would tell how ranks of which one failed alone miss each other."""
+        if program in failed:
+            raise failed[program]
+        try:
+            check(program)
+        except BaseException as error:
+            failed[program] = error
+            raise
+
     torch.set_num_threads(1)  # OpenMP's threads do not come along into a child
     warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
     settings(
@@ -29,7 +41,7 @@ def try_all(check: Callable[[Program], None], compiled: bool, examples: int) -> 
         deadline=None,
         phases=[Phase.generate, *[Phase.shrink] * is_longer_search()],  # which may take minutes
         suppress_health_check=list(HealthCheck),
-    )(given(program=programs(compiled))(check))()
+    )(given(program=programs(compiled))(once))()
 
 
 def case_any_sequence_gives_what_one_process_gives_on_the_joined_batch(hvd: Any) -> None:
