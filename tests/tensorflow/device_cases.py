@@ -15,6 +15,7 @@ import tensorflow as tf
 import torch
 
 from hvdkit.engine import runtime
+from hvdkit.engine.requests import Call
 from hvdkit.tensorflow import device
 from hvdkit.torch import direct
 from tests.tensorflow.data import check_equal, doubles, values, ways
@@ -177,8 +178,9 @@ def case_the_engine_is_told_of_the_device(hvd: Any) -> None:
     """Else it would move the tensors through host memory, as it does with a CPU's."""
     real = direct.device_array
 
-    def tell(*_: Any, device: str = "cpu", **__: Any) -> Any:
-        raise Told(device)
+    def tell(*arguments: Any) -> Any:
+        (call,) = (one for one in arguments if isinstance(one, Call))
+        raise Told(call.device)
 
     for operation in ("allreduce", "broadcast", "allgather"):
         with pytest.MonkeyPatch.context() as patch:
