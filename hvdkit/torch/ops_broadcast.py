@@ -72,11 +72,15 @@ def broadcast_(
 
 
 class BroadcastFunction(torch.autograd.Function):
-    """Broadcast whose gradient is the average of all ranks' gradients on the root and zero elsewhere, as Horovod's."""
+    """Broadcast whose gradient is the average of all ranks' gradients on the root and zero elsewhere, as Horovod's.
+
+    Its arguments are Horovod's, too: scripts call it as ``HorovodBroadcast``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, asked: Asked) -> Any:
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
         """One tensor in, a new one out."""
+        asked = Asked("broadcast", name, process_set, waits=True)
         ctx.root_rank, ctx.asked = root_rank, asked.of_gradient()
         return synchronize(_start(asked, tensor, root_rank))
 
@@ -86,7 +90,7 @@ class BroadcastFunction(torch.autograd.Function):
         average = allreduce(grad_output, name=ctx.asked.name, process_set=ctx.asked.process_set)
         if runtime.topology().rank != ctx.root_rank:
             average = torch.zeros_like(average)
-        return average, None, None
+        return average, None, None, None
 
 
 def broadcast(
@@ -101,5 +105,5 @@ def broadcast(
     Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
     HorovodInternalError on every rank where ranks disagree.
     """
-    output: Tensor = apply(BroadcastFunction, tensor, root_rank, Asked("broadcast", name, process_set, waits=True))
+    output: Tensor = apply(BroadcastFunction, tensor, root_rank, name, process_set)
     return output
