@@ -45,12 +45,13 @@ class Batches:
         row, direct = KINDS[kind], submissions[0].signature.get("direct")
         tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
 
-        def trace(activity: str) -> None:
+        # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.
+        def trace(activity: str, about: Batch | None = None) -> None:
             if engine.timeline is None:
                 return
             reason = {}
-            if activity == kind.upper() and row.why is not None and not direct:
-                reason = {"reason": row.why(batch), "operations": len(submissions)}
+            if about is not None and row.why is not None and not direct:
+                reason = {"reason": row.why(about), "operations": len(submissions)}
             for submission in submissions:
                 engine.timeline_end(submission.key)
                 engine.timeline_begin(submission.key, activity, **reason)
@@ -71,7 +72,7 @@ class Batches:
         batch = Batch(group, submissions, [extra for _, extra in names], tag, trace=trace)
         if batch.codec.encodes:
             submissions[0].turn = self._turn(submissions[0].key)
-        trace(kind.upper())
+        trace(kind.upper(), batch)
         steps = [self._direct(batch, process_set_id)] if direct else row.run(batch)
         unfinished = len(steps)
 

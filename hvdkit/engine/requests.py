@@ -23,8 +23,7 @@ class Key(NamedTuple):
         return f"{self.kind} '{self.name}'" + (f" in process set {self.process_set}" if self.process_set else "")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """How an operation was called: what all of them have in common."""
 
     name: str | None
@@ -33,8 +32,7 @@ class Call:
     wake: bool = True  # False leaves the driving to a caller who waits at once
 
 
-@dataclass(frozen=True)
-class ReduceRequest:
+class ReduceRequest(NamedTuple):
     """What becomes of the elements of a reduction. They are multiplied before, in their type, and after it."""
 
     op: ReduceOp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +12,7 @@ from hvdkit.engine.requests import Call
 from hvdkit.torch.autograd import gradient_name
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """What every operation is given, unchecked. ``waits``: the caller waits at once, and drives the engine itself."""
 
     function: str
@@ -29,4 +28,4 @@ class Asked:
 
     def of_gradient(self) -> Asked:
         """The same for the gradient."""
-        return replace(self, name=gradient_name(self.name))
+        return self._replace(name=gradient_name(self.name))

@@ -57,13 +57,13 @@ class AllgatherFunction(torch.autograd.Function):
         """As many tensors out as in."""
         outputs = synchronize(_start(asked, tensors, group=True))
         ctx.rows = [tensor.shape[0] for tensor in tensors]
-        ctx.asked = asked.of_gradient()
+        ctx.asked = asked
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """None for the argument before the tensors, then their gradients."""
-        name, process_set = ctx.asked.name, ctx.asked.process_set
+        name, process_set = ctx.asked.of_gradient().name, ctx.asked.process_set
         averages = grouped_allreduce(grad_outputs, name=name, process_set=process_set)
         all_rows = allgather(torch.tensor([ctx.rows]), None if name is None else f"{name}.rows", process_set)
         starts = all_rows[: process_set.rank()].sum(dim=0).tolist()

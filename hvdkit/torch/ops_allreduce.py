@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,20 +116,20 @@ class AllreduceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
         """As many tensors out as in."""
-        ctx.asked, ctx.request = asked.of_gradient(), request
+        ctx.asked, ctx.request = asked, request
         return synchronize(_start(asked, tensors, request, group=True))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """None for each argument before the tensors, then the reduced gradients."""
-        return None, None, *apply(AllreduceFunction, ctx.asked, ctx.request, *grad_outputs)
+        return None, None, *apply(AllreduceFunction, ctx.asked.of_gradient(), ctx.request, *grad_outputs)
 
 
 def _reduced(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
     """New tensors, which can be differentiated."""
     codec, compressor = split_compression(asked.function, compression, request.op, tensors)
     compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
-    reduced = apply(AllreduceFunction, asked, replace(request, codec=codec) if codec.encodes else request, *compressed)
+    reduced = apply(AllreduceFunction, asked, request._replace(codec=codec) if codec.encodes else request, *compressed)
     return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
 
 

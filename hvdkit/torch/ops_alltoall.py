@@ -64,14 +64,14 @@ class AlltoallFunction(torch.autograd.Function):
         output, received = synchronize(_start(asked, tensor, splits))
         ctx.rows = tensor.shape[0]
         ctx.received = received.tolist()
-        ctx.asked = asked.of_gradient()
+        ctx.asked = asked
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         """The gradient, with zeros for rows that were not sent, and None for each of the other arguments."""
-        name, process_set = ctx.asked.name, ctx.asked.process_set
+        name, process_set = ctx.asked.of_gradient().name, ctx.asked.process_set
         gradient, _ = alltoall(grad_output, splits=ctx.received, name=name, process_set=process_set)
         if gradient.shape[0] < ctx.rows:
             rest = gradient.new_zeros(ctx.rows - gradient.shape[0], *gradient.shape[1:])

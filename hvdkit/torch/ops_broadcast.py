@@ -81,13 +81,13 @@ class BroadcastFunction(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
         """One tensor in, a new one out."""
         asked = Asked("broadcast", name, process_set, waits=True)
-        ctx.root_rank, ctx.asked = root_rank, asked.of_gradient()
+        ctx.root_rank, ctx.asked = root_rank, asked
         return synchronize(_start(asked, tensor, root_rank))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         """The gradient, and None for each of the other arguments."""
-        average = allreduce(grad_output, name=ctx.asked.name, process_set=ctx.asked.process_set)
+        average = allreduce(grad_output, name=ctx.asked.of_gradient().name, process_set=ctx.asked.process_set)
         if runtime.topology().rank != ctx.root_rank:
             average = torch.zeros_like(average)
         return average, None, None, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,21 +84,22 @@ class ReducescatterFunction(torch.autograd.Function):
         outputs = synchronize(_start(asked, tensors, request, group=True))
         times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
         ctx.factor = request.prescale * request.postscale * times
-        ctx.asked = asked.of_gradient()
+        ctx.asked = asked
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """None for each argument before the tensors, then their gradients."""
         scaled = [gradient if ctx.factor == 1 else gradient * ctx.factor for gradient in grad_outputs]
-        return None, None, *grouped_allgather(scaled, name=ctx.asked.name, process_set=ctx.asked.process_set)
+        asked = ctx.asked.of_gradient()
+        return None, None, *grouped_allgather(scaled, name=asked.name, process_set=asked.process_set)
 
 
 def _scattered(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
     """New tensors, which can be differentiated."""
     codec, compressor = split_compression(asked.function, compression, request.op, tensors)
     compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
-    reduced = apply(ReducescatterFunction, asked, replace(request, codec=codec), *compressed)
+    reduced = apply(ReducescatterFunction, asked, request._replace(codec=codec), *compressed)
     return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
 
 

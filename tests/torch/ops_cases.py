@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -17,6 +18,22 @@ import torch
 from tests.ranks import Skip, place_on_node
 from tests.told import told
 from tests.torch.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
+
+
+def case_operations_leave_no_cycles(hvd):
+    tensors = [torch.ones(4), torch.ones(3)]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            hvd.allreduce(tensors[0], name="cycles")
+            hvd.grouped_allreduce(tensors, name="cycles.grouped")
+            hvd.allgather(tensors[0], name="cycles.gathered")
+            hvd.broadcast(tensors[0], 0, name="cycles.broadcast")
+        found = gc.collect()
+    finally:
+        gc.enable()
+    assert found < 20, "each would keep tensors until Python looks for cycles"
 
 
 def case_allreduce_gives_sum_and_average_of_every_type_and_dimension(hvd):

@@ -171,7 +171,7 @@ def _reduce_fused(batch: Batch, arrays: Sequence[Array], turns: tuple[int, int])
         fused[end - array.size : end] = array.reshape(-1)
     if prescale != 1.0:
         kernels.scale_into(fused, fused, prescale)  # not the arrays, among which one may be twice
-    trace("ALLREDUCE")
+    trace("ALLREDUCE", batch)
     yield from _reduce_flat(batch.group, fused, lengths, op, scale, batch.submissions[0], batch.tag, turns)
     trace("MEMCPY_OUT_FUSION_BUFFER")
     for array, end in zip(arrays, ends, strict=True):

@@ -51,7 +51,8 @@ class Batch:
     extras: Sequence[Any]  # by submission: what the coordinator said with it
     tag: int  # the first of TAGS_PER_OPERATION
     side_by_side: bool = True  # whether parts of it may go on at the same time
-    trace: Callable[[str], None] = lambda activity: None  # is told what is done from now on, for the timeline
+    # Is told what is done from now on, and of what if it goes its way from here, for the timeline.
+    trace: Callable[..., None] = lambda activity, about=None: None
 
     @property
     def signature(self) -> Signature:
