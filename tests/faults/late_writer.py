@@ -80,24 +80,23 @@ def stop_rank_1_in_its_next_pass() -> None:
     NodePass.run = run_in_two_halves
 
 
-def wake_and_outlive(process: int) -> None:
-    """Wake rank 1 and return when it has ended."""
-    handle, deadline = os.pidfd_open(process), time.monotonic() + LATE_RANK_ENDS_WITHIN_SECONDS
+def wake_and_outlive(late: int) -> None:
+    """Wake rank 1 and return when it has ended; ``late`` is its pidfd, of before another rank may have woken it."""
+    deadline = time.monotonic() + LATE_RANK_ENDS_WITHIN_SECONDS
     poll = select.poll()
-    poll.register(handle, select.POLLIN)
+    poll.register(late, select.POLLIN)
     ended = False
     while not ended and time.monotonic() < deadline:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGCONT)  # again, since it may stop only after others take it for lost
+        with suppress(ProcessLookupError):  # again, since it may stop only after others take it for lost
+            signal.pidfd_send_signal(late, signal.SIGCONT)
         ended = bool(poll.poll(WAKES_EVERY_MILLISECONDS))
-    os.close(handle)
     assert ended, "the rank that was woken does not end"
 
 
-def outlive(training: Training, process_1: int, error: hvd.HorovodInternalError, goes_on: bool) -> None:
+def outlive(training: Training, late: int, error: hvd.HorovodInternalError, goes_on: bool) -> None:
     print(f"RANK {hvd.rank()} NOTICED {error}".replace("\n", " | "), flush=True)
     before = training.told()
-    wake_and_outlive(process_1)
+    wake_and_outlive(late)
     print(f"RANK {hvd.rank()} {'KEPT ALL' if training.told() == before else 'WAS CHANGED'}", flush=True)
     if not goes_on:
         return
@@ -119,7 +118,7 @@ def outlive(training: Training, process_1: int, error: hvd.HorovodInternalError,
 
 def main(scenario: str) -> None:
     hvd.init()
-    processes = hvd.allgather_object(os.getpid())
+    late = os.pidfd_open(hvd.allgather_object(os.getpid())[1])
     training = Training()
     if scenario == "unprotected":  # shows that rank 1 does write
         ARENA.make_private = lambda offsets: None
@@ -130,7 +129,7 @@ def main(scenario: str) -> None:
             training.round(number)
         except hvd.HorovodInternalError as error:
             if hvd.rank() != 1:
-                outlive(training, processes[1], error, goes_on=scenario == "protected")
+                outlive(training, late, error, goes_on=scenario == "protected")
                 measured.exited(0)  # without the end of a job that has failed
             print(f"RANK 1 NOTICED {error}".replace("\n", " | "), flush=True)
             measured.exited(0)
