@@ -34,10 +34,11 @@ coverage: $(VENV)/.ready-test ## what the tests cover, of Python and of C++ (ARG
 cluster-test: $(VENV)/.ready-test ## build the image of docker/ and run the tests over hosts (needs Docker or root; ARGS=... to pytest)
 	docker/cluster-test.sh $(abspath $(BIN))/python $(ARGS)
 
-lint: $(VENV)/.ready-test ## ruff, mypy and clang-format, changing nothing
+lint: $(VENV)/.ready-test ## ruff, mypy, import-linter and clang-format, changing nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 format: $(VENV)/.ready-test ## let ruff and clang-format rewrite the code

@@ -26,9 +26,9 @@ def nccl_built(verbose: bool = False) -> bool:
     """Whether NCCL can, which comes with PyTorch for CUDA."""
     if not gloo_built():
         return False
-    from hvdkit.torch.basics import nccl_built as version
+    from hvdkit.transports.nccl import nccl_version
 
-    return version() > 0
+    return nccl_version() > 0
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hvdkit.api import job
-from hvdkit.transports.nccl import nccl_available
+from hvdkit.transports.nccl import nccl_available, nccl_version
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -28,11 +28,7 @@ def gloo_built() -> bool:
 
 def nccl_built() -> int:
     """The version of PyTorch's NCCL as one number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
-    if not nccl_available():
-        return 0
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    major, minor, patch = (*version, 0, 0)[:3]
-    return int(major * 10000 + minor * 100 + patch)
+    return nccl_version()
 
 
 def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:

@@ -31,6 +31,15 @@ def nccl_available() -> bool:
     return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
 
 
+def nccl_version() -> int:
+    """The version of PyTorch's NCCL as one number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
+    if not nccl_available():
+        return 0
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = (*version, 0, 0)[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
 def gpu_of(device: torch.device) -> str:
     """What tells this GPU from all others of the job."""
     properties = torch.cuda.get_device_properties(device)
