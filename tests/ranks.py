@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ from tests import measured
 from tests.preloaded import preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB_TIMEOUT_SECONDS = 400  # a job of TensorFlow takes a minute and a half beside two others, on two cores
+JOB_TIMEOUT_SECONDS = 400  # for a job, or for a case of it; on two cores a job of TensorFlow takes a minute and a half
 SKIPPED = "skipped: "
 FOR_OPEN_MPI = "tests-mpi-"  # a beginning of names
 # In /dev/shm, of any job: what Open MPI makes there, and tests make for it.
@@ -136,14 +137,19 @@ def run_ranks(
     timeout: float = JOB_TIMEOUT_SECONDS,
     per_node: int | None = None,
     preload: tuple[str, ...] = (),
+    progress: Callable[[], object] = lambda: None,
     **extra: str,
 ) -> tuple[int, str]:
-    """Run ``command`` on ``size`` ranks to its end. Returns the largest exit status and all that was printed."""
+    """Run ``command`` on ``size`` ranks to its end. Returns the largest exit status and all that was printed.
+
+    Raises TimeoutExpired, and kills them, if it takes longer than ``timeout`` seconds and ``progress()`` is the same as
+    so many seconds before: how long a job takes depends on what else the machine has to do.
+    """
     processes = start_ranks(command, size, transport, per_node, preload, **extra)
     outputs, statuses = [], []
     try:
         for process in processes:
-            outputs.append(process.communicate(timeout=timeout)[0])
+            outputs.append(_output(process, timeout, progress))
             statuses.append(process.returncode)
     finally:
         for process in processes:
@@ -151,6 +157,17 @@ def run_ranks(
                 process.kill()
                 outputs.append(process.communicate()[0] + "\n(killed: ran past its time limit)")
     return max((abs(status) for status in statuses), default=1), "\n".join(outputs)
+
+
+def _output(process: subprocess.Popen[str], seconds: float, progress: Callable[[], object]) -> str:
+    seen = progress()
+    while True:
+        try:
+            return process.communicate(timeout=seconds)[0]
+        except subprocess.TimeoutExpired:
+            if (now := progress()) == seen:
+                raise
+            seen = now
 
 
 def case_names(module: str) -> list[str]:
@@ -185,14 +202,28 @@ class RankedCases:
     def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", self.runner, self.modules, folder]
-            status, output = run_ranks(
-                command, size, transport, per_node=self.per_node, preload=self.preload, **self.environment
-            )
-            reports = [
-                json.loads(path.read_text()) if (path := Path(folder, f"{rank}.json")).exists() else {}
-                for rank in range(size)
-            ]
-        return reports, f"exit status {status}\n{output[-8000:]}"
+            paths = [Path(folder, f"{rank}.json") for rank in range(size)]
+
+            def reached() -> list[int]:
+                return [path.stat().st_size if path.exists() else 0 for path in paths]
+
+            try:
+                status, output = run_ranks(
+                    command,
+                    size,
+                    transport,
+                    JOB_TIMEOUT_SECONDS,
+                    per_node=self.per_node,
+                    preload=self.preload,
+                    progress=reached,
+                    **self.environment,
+                )
+                end = f"exit status {status}"
+            except subprocess.TimeoutExpired as stuck:
+                output = (stuck.output or b"").decode(errors="replace")
+                end = f"killed: no case ended for {JOB_TIMEOUT_SECONDS} s"
+            reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+        return reports, f"{end}\n{output[-8000:]}"
 
     def check(self, case: str, size: int, transport: str) -> None:
         """Fail with every rank's traceback unless the case passed on all ranks, or all skipped it for one reason."""
