@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import Any, overload
 
-from hvdkit.kernels.checks import Array
+from hvdkit.kernels.dtypes import Array
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.kernels.scale import Scale
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.kernels.checks import Array
-from hvdkit.kernels.codec_checks import check_bytes
+from hvdkit.kernels.dtypes import Array
 
 _LANES = 8
 _STEP = 4 * _LANES  # bytes
@@ -28,7 +27,6 @@ def checksum(array: Array) -> int:
 
     Raises TypeError for what is no array of plain bytes, ValueError for an array that is not contiguous.
     """
-    check_bytes("checksum", "array", array)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else np.zeros(0, np.uint8)
     sums, weighted = np.zeros(_LANES, np.uint64), np.zeros(_LANES, np.uint64)
     for begin in range(0, data.size, _CHUNK * _STEP):

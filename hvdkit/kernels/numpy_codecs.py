@@ -10,9 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hvdkit.kernels import codec_checks as checks
-from hvdkit.kernels.checks import Array
-from hvdkit.kernels.codec_checks import FLOAT32, UINT8
+from hvdkit.kernels.dtypes import Array
 from hvdkit.kernels.numpy_floats import DefaultFloats
 
 # Elements that are worked on at a time where blocks are smaller, so that temporaries are small and stay in the cache.
@@ -48,19 +46,6 @@ def quantise_into(
     Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap, ``bits``, ``block`` or
     ``seed``.
     """
-    function = "quantise_into"
-    checks.check_typed(function, "codes", codes, UINT8, writable=True)
-    checks.check_typed(function, "scales", scales, FLOAT32, writable=True)
-    checks.check_typed(function, "values", values, FLOAT32)
-    checks.check_optional_floats(function, "residual", residual, writable=True)
-    checks.check_bits(function, bits)
-    checks.check_block(function, block, 16)
-    checks.check_seed(function, seed)
-    checks.check_count(function, "codes", codes, -(-values.size * bits // 8), _of_bits(values.size, bits))
-    checks.check_count(function, "scales", scales, -(-values.size // block), _in_blocks(values.size, block))
-    if residual is not None:
-        checks.check_count(function, "residual", residual, values.size, "as in values")
-    checks.check_all_apart(function, {"codes": codes, "scales": scales, "residual": residual}, {"values": values})
     with np.errstate(all="ignore"), DefaultFloats():
         for elements, blocks in _chunks(values.size, block):
             before = None if residual is None else residual[elements]
@@ -81,15 +66,7 @@ def dequantise_into(
 
     The errors are those of ``quantise_into``.
     """
-    function = "dequantise_into"
-    checks.check_typed(function, "out", out, FLOAT32, writable=True)
-    checks.check_typed(function, "codes", codes, UINT8)
-    checks.check_typed(function, "scales", scales, FLOAT32)
-    checks.check_bits(function, bits)
-    checks.check_block(function, block, 16)
-    checks.check_count(function, "codes", codes, -(-out.size * bits // 8), _of_bits(out.size, bits))
-    checks.check_count(function, "scales", scales, -(-out.size // block), _in_blocks(out.size, block))
-    checks.check_all_apart(function, {"out": out}, {"codes": codes, "scales": scales})
+    _expect(codes=(codes, -(-out.size * bits // 8)), scales=(scales, -(-out.size // block)))
     with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(scale)
         for elements, blocks in _chunks(out.size, block):
@@ -110,17 +87,6 @@ def sign_into(packed: Array, scales: Array, values: Array, residual: Array | Non
     Where a v is not finite or the sum overflows, the scale is NaN, the bits are 0, and the residual of that block stays
     as it was. ``residual`` may be None. The errors are those of ``quantise_into``.
     """
-    function = "sign_into"
-    checks.check_typed(function, "packed", packed, UINT8, writable=True)
-    checks.check_typed(function, "scales", scales, FLOAT32, writable=True)
-    checks.check_typed(function, "values", values, FLOAT32)
-    checks.check_optional_floats(function, "residual", residual, writable=True)
-    checks.check_block(function, block, 512)
-    checks.check_count(function, "packed", packed, -(-values.size // 8), f"for {values.size} elements of 1 bit")
-    checks.check_count(function, "scales", scales, -(-values.size // block), _in_blocks(values.size, block))
-    if residual is not None:
-        checks.check_count(function, "residual", residual, values.size, "as in values")
-    checks.check_all_apart(function, {"packed": packed, "scales": scales, "residual": residual}, {"values": values})
     with np.errstate(all="ignore"), DefaultFloats():
         for elements, blocks in _chunks(values.size, block):
             before = None if residual is None else residual[elements]
@@ -144,14 +110,7 @@ def unsign_into(
 
     The errors are those of ``quantise_into``.
     """
-    function = "unsign_into"
-    checks.check_typed(function, "out", out, FLOAT32, writable=True)
-    checks.check_typed(function, "packed", packed, UINT8)
-    checks.check_typed(function, "scales", scales, FLOAT32)
-    checks.check_block(function, block, 512)
-    checks.check_count(function, "packed", packed, -(-out.size // 8), f"for {out.size} elements of 1 bit")
-    checks.check_count(function, "scales", scales, -(-out.size // block), _in_blocks(out.size, block))
-    checks.check_all_apart(function, {"out": out}, {"packed": packed, "scales": scales})
+    _expect(packed=(packed, -(-out.size // 8)), scales=(scales, -(-out.size // block)))
     with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(scale)
         for elements, blocks in _chunks(out.size, block):
@@ -177,12 +136,11 @@ def random_words(places: Array, seed: int) -> Array:
     return np.asarray(words)
 
 
-def _of_bits(count: int, bits: int) -> str:
-    return f"for {count} elements of {bits} bits"
-
-
-def _in_blocks(count: int, block: int) -> str:
-    return f"for {count} elements in blocks of {block}"
+def _expect(**arrays: tuple[Array, int]) -> None:
+    """Of what came from another rank: arrays by name, and how many elements each must have, or ValueError."""
+    for name, (array, count) in arrays.items():
+        if array.size != count:
+            raise ValueError(f"{name}: expected {count} elements, got {array.size}")
 
 
 def _chunks(count: int, block: int) -> Iterator[tuple[slice, slice]]:

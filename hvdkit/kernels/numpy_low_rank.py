@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.kernels import codec_checks as checks
-from hvdkit.kernels.checks import Array
-from hvdkit.kernels.codec_checks import FLOAT32
+from hvdkit.kernels.dtypes import Array
 from hvdkit.kernels.numpy_floats import DefaultFloats
 
 _LANES = 16
@@ -25,13 +23,7 @@ def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int)
     ``matrix`` is flat, row by row. Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape or
     overlap.
     """
-    function = "project_into"
-    checks.check_typed(function, "left", left, FLOAT32, writable=True)
-    checks.check_typed(function, "matrix", matrix, FLOAT32)
-    checks.check_typed(function, "right", right, FLOAT32)
-    rank = _check_product(function, left, right, rows, cols)
-    checks.check_count(function, "matrix", matrix, rows * cols, f"in {rows} rows of {cols}")
-    checks.check_all_apart(function, {"left": left}, {"matrix": matrix, "right": right})
+    rank = max(1, left.size // rows)
     for k in range(rank):
         products = _in_lanes(matrix.reshape(rows, cols) * right[k * cols : (k + 1) * cols])
         left[k * rows : (k + 1) * rows] = _folded(products)
@@ -42,13 +34,7 @@ def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols:
 
     Errors are those of ``project_into``.
     """
-    function = "project_back_into"
-    checks.check_typed(function, "right", right, FLOAT32, writable=True)
-    checks.check_typed(function, "matrix", matrix, FLOAT32)
-    checks.check_typed(function, "left", left, FLOAT32)
-    rank = _check_product(function, left, right, rows, cols)
-    checks.check_count(function, "matrix", matrix, rows * cols, f"in {rows} rows of {cols}")
-    checks.check_all_apart(function, {"right": right}, {"matrix": matrix, "left": left})
+    rank = max(1, left.size // rows)
     sums = right.reshape(rank, cols)
     sums[...] = 0
     with np.errstate(all="ignore"), DefaultFloats():
@@ -62,11 +48,7 @@ def orthonormalise(vectors: Array, length: int) -> None:
     One that depends on those before it becomes zero. Raises TypeError for a wrong type or dtype, ValueError for a wrong
     length.
     """
-    function = "orthonormalise"
-    checks.check_typed(function, "vectors", vectors, FLOAT32, writable=True)
-    checks.check_integer(function, "length", length, 1, checks.LARGEST_WORD)
     count = -(-vectors.size // length)
-    checks.check_count(function, "vectors", vectors, count * length, f"in vectors of {length}")
     all_vectors = vectors.reshape(count, length)
     with np.errstate(all="ignore"), DefaultFloats():
         for k, vector in enumerate(all_vectors):
@@ -84,16 +66,7 @@ def reconstruct_into(
 
     ``out`` and ``matrix`` may be None. Errors are those of ``project_into``.
     """
-    function = "reconstruct_into"
-    checks.check_optional_floats(function, "out", out, writable=True)
-    checks.check_optional_floats(function, "matrix", matrix, writable=True)
-    checks.check_typed(function, "left", left, FLOAT32)
-    checks.check_typed(function, "right", right, FLOAT32)
-    rank = _check_product(function, left, right, rows, cols)
-    written = {name: one for name, one in (("out", out), ("matrix", matrix)) if one is not None}
-    for name, one in written.items():
-        checks.check_count(function, name, one, rows * cols, f"in {rows} rows of {cols}")
-    checks.check_all_apart(function, written, {"left": left, "right": right})
+    rank = max(1, left.size // rows)
     with np.errstate(all="ignore"), DefaultFloats():
         for i, factors in enumerate(left.reshape(rank, rows).T):
             row = factors[0] * right[:cols]
@@ -104,16 +77,6 @@ def reconstruct_into(
                 matrix[place] -= row
             if out is not None:
                 out[place] = row * np.float32(scale)
-
-
-def _check_product(function: str, left: Array, right: Array, rows: int, cols: int) -> int:
-    """How many vectors there are."""
-    checks.check_integer(function, "rows", rows, 1, checks.LARGEST_WORD)
-    checks.check_integer(function, "cols", cols, 1, checks.LARGEST_WORD)
-    rank = max(1, left.size // rows)
-    checks.check_count(function, "left", left, rank * rows, f"for {rank} vectors")
-    checks.check_count(function, "right", right, rank * cols, f"for {rank} vectors")
-    return rank
 
 
 def _in_lanes(products: Array) -> Array:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.kernels import codec_checks as checks
-from hvdkit.kernels.checks import Array
-from hvdkit.kernels.codec_checks import FLOAT32, LARGEST_WORD, UINT32
+from hvdkit.kernels.dtypes import Array
 from hvdkit.kernels.numpy_codecs import random_words
 from hvdkit.kernels.numpy_floats import DefaultFloats
 
@@ -29,14 +27,7 @@ def select_into(
 
     Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap or threshold.
     """
-    function = "select_into"
-    checks.check_typed(function, "indices", indices, UINT32, writable=True)
-    checks.check_typed(function, "picked", picked, FLOAT32, writable=True)
-    count = checks.check_inputs(function, values, residual, writable_residual=True)
-    checks.check_threshold(function, threshold)
-    checks.check_count(function, "picked", picked, indices.size, "as in indices")
-    checks.check_places(function, values, count)
-    checks.check_all_apart(function, {"indices": indices, "picked": picked, "residual": residual}, {"values": values})
+    count = _count(values, residual)
     emitted = found = 0
     with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, count, _CHUNK):
@@ -64,13 +55,14 @@ def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1
     Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape or overlap, or for indices that do
     not ascend or are beyond ``out``, which is then as it was.
     """
-    function = "scatter_add_into"
-    checks.check_typed(function, "out", out, FLOAT32, writable=True)
-    checks.check_typed(function, "indices", indices, UINT32)
-    checks.check_typed(function, "values", values, FLOAT32)
-    checks.check_count(function, "values", values, indices.size, "as in indices")
-    checks.check_all_apart(function, {"out": out}, {"indices": indices, "values": values})
-    checks.check_indices(function, "indices", indices, out.size)
+    if values.size != indices.size:
+        raise ValueError(f"values: expected {indices.size} elements as in indices, got {values.size}")
+    bad = indices >= out.size
+    bad[1:] |= indices[1:] <= indices[:-1]
+    if bad.any():
+        place = int(bad.argmax())
+        got = str(indices[place]) + (f" after {indices[place - 1]}" if place > 0 else "")
+        raise ValueError(f"scatter_add_into: indices: expected ascending indices below {out.size}, got {got}")
     with np.errstate(all="ignore"), DefaultFloats():
         out[indices] += values * np.float32(scale)
 
@@ -83,14 +75,7 @@ def abs_sample_into(sample: Array, values: Array | None, residual: Array | None,
 
     The errors are those of ``select_into``, and ValueError for a stride or a seed outside of 32 bits.
     """
-    function = "abs_sample_into"
-    checks.check_typed(function, "sample", sample, FLOAT32, writable=True)
-    count = checks.check_inputs(function, values, residual, writable_residual=False)
-    checks.check_integer(function, "stride", stride, 1, LARGEST_WORD)
-    checks.check_integer(function, "seed", seed, 0, LARGEST_WORD)
-    strata = f"for {count} elements with a stride of {stride}"
-    checks.check_count(function, "sample", sample, -(-count // stride), strata)
-    checks.check_all_apart(function, {"sample": sample}, {"values": values, "residual": residual})
+    count = _count(values, residual)
     with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, sample.size, _CHUNK):
             j = np.arange(begin, min(begin + _CHUNK, sample.size))
@@ -105,13 +90,6 @@ def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum
     The momentum correction of Deep Gradient Compression (Lin et al., 2018). Where the gradient is not finite, both stay
     as they were. Returns whether all of it was finite. The errors are those of ``select_into``.
     """
-    function = "momentum_into"
-    checks.check_typed(function, "velocity", velocity, FLOAT32, writable=True)
-    checks.check_typed(function, "accumulated", accumulated, FLOAT32, writable=True)
-    checks.check_typed(function, "gradient", gradient, FLOAT32)
-    checks.check_count(function, "accumulated", accumulated, velocity.size, "as in velocity")
-    checks.check_count(function, "gradient", gradient, velocity.size, "as in velocity")
-    checks.check_all_apart(function, {"velocity": velocity, "accumulated": accumulated}, {"gradient": gradient})
     all_finite = True
     with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(momentum)
@@ -123,6 +101,12 @@ def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum
             np.copyto(velocity[chunk], moved, where=finite)
             all_finite = all_finite and bool(finite.all())
     return all_finite
+
+
+def _count(values: Array | None, residual: Array | None) -> int:
+    one = residual if values is None else values
+    assert one is not None
+    return one.size
 
 
 def _elements(values: Array | None, residual: Array | None, which: slice | Array) -> Array:

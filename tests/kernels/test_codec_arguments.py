@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.kernels.arrays import native, needs_native
 from tests.kernels.codecs import CODEC_BACKENDS
 
 f4 = np.zeros(32, np.float32)
@@ -145,12 +146,29 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("kernels", CODEC_BACKENDS)
+@needs_native
 @pytest.mark.parametrize(("name", "changes", "error", "message"), WRONG)
-def test_a_wrong_argument_is_named(kernels, name, changes, error, message):
+def test_a_wrong_argument_is_named(name, changes, error, message):
     with pytest.raises(error, match=f"^{re.escape(f'{name}: {message}')}$"):
-        getattr(kernels, name)(**{**RIGHT.get(name, {}), **changes})
+        getattr(native, name)(**{**RIGHT.get(name, {}), **changes})
     assert not any(array.any() for array in (f4, more, third, two, one, u1, shared))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("dequantise_into", {**DEQUANTISE, "codes": u1[:31]}),
+        ("dequantise_into", {**DEQUANTISE, "scales": one}),
+        ("unsign_into", {**UNSIGN, "packed": u1}),
+        ("unsign_into", {**UNSIGN, "scales": two}),
+        ("scatter_add_into", {**SCATTER, "values": one}),
+    ],
+)
+@pytest.mark.parametrize("kernels", CODEC_BACKENDS)
+def test_payloads_of_another_length_are_refused(kernels, name, arguments):
+    with pytest.raises(ValueError, match=r"expected .* elements"):
+        getattr(kernels, name)(**arguments)
+    assert not f4.any()
 
 
 @pytest.mark.parametrize("kernels", CODEC_BACKENDS)

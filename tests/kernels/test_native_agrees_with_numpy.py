@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.kernels import numpy_kernels
-from hvdkit.kernels.checks import KERNEL_OPS
 from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.kernels.reduce_op import KERNEL_OPS, ReduceOp
 from hvdkit.kernels.scale import LARGEST_DIVISOR, Scale
 from tests.kernels.arrays import assert_same_bits, destinations, misaligned, native, needs_native, values
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hvdkit.collectives.group import partition
 from hvdkit.collectives.staging import Mode
 from hvdkit.kernels import ReduceOp, Scale, numpy_kernels
-from hvdkit.kernels.checks import KERNEL_OPS
 from hvdkit.kernels.dtypes import DTYPES
+from hvdkit.kernels.reduce_op import KERNEL_OPS
 from tests.kernels.arrays import Array, assert_same_bits, misaligned, values
 from tests.transports.shared import LINE, bells_in, native, needs_memory_files, needs_native, new_window
 

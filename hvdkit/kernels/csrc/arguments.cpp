@@ -1,4 +1,4 @@
-// Python's arrays, checked. The numpy twin of these checks, with the same messages, is checks.py.
+// Python's arrays, checked.
 #include "arguments.h"
 
 #include <utility>

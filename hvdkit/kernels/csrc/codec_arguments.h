@@ -1,4 +1,4 @@
-// The arguments of codec kernels, checked. The numpy twin of these checks, with the same messages, is codec_checks.py.
+// The arguments of codec kernels, checked.
 #pragma once
 
 #include <optional>
