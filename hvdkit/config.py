@@ -32,7 +32,6 @@ _ALLREDUCES = (
     "round_robin",
     "master_worker",
 )
-_COMPRESSIONS = ("auto", "always")
 _TRANSPORTS = ("auto", "mpi", "torch", "horovod", "solo")
 
 
@@ -102,12 +101,6 @@ def _bytes_or_auto(text: str) -> int | None:
 def _allreduce(text: str) -> str:
     if text not in _ALLREDUCES:
         raise ValueError(f"expected one of {', '.join(_ALLREDUCES)}")
-    return text
-
-
-def _compression(text: str) -> str:
-    if text not in _COMPRESSIONS:
-        raise ValueError(f"expected one of {', '.join(_COMPRESSIONS)}")
     return text
 
 
@@ -217,14 +210,6 @@ class Settings:
         ", ".join(_ALLREDUCES),
         "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order. ring, "
         "tree and butterfly round half precision at each hop",
-    )
-    compression: str = _setting(
-        "auto",
-        _compression,
-        "HVDKIT_COMPRESSION",
-        ", ".join(_COMPRESSIONS),
-        "what was asked for is always compressed; with `auto` rank 0 says once what that took and saved, measured over "
-        "some steps of an optimizer, with `always` it does not",
     )
     verify: int = _setting(
         1000,

@@ -44,7 +44,6 @@ CASES = {
     "allreduce": Case("HVDKIT_ALLREDUCE", "auto", ("ring", "ring"), ("tree", "tree"), ("star", "RING")),
     "node_memory": Case("HVDKIT_NODE_MEMORY", True, ("0", False), ("1", True), ("2", "maybe")),
     "arena": Case("HVDKIT_ARENA", True, ("0", False), ("1", True), ("2", "maybe")),
-    "compression": Case("HVDKIT_COMPRESSION", "auto", ("always", "always"), ("auto", "auto"), ("never", "ALWAYS")),
     "verify": Case("HVDKIT_VERIFY", 1000, ("0", 0), ("1", 1), ("-1", "1.5", "often")),
     "cache_capacity": Case("HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY", 1024, ("0", 0), ("9", 9), ("-1", "x")),
     "stall_check_disable": Case("HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE", **SWITCH),

@@ -26,7 +26,7 @@ from hvdkit.transports import Transport
 STARTUP_TAG = 0
 MOST_BYTES = 1 << 24  # of what a rank says about itself, which is some hundred, and more with many process sets
 # Buckets are laid out and algorithms chosen by these, so ranks that differed would wait for each other for ever.
-SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "compression", "verify")
+SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "verify")
 
 
 def introduce(

@@ -16,7 +16,6 @@ from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
-from hvdkit.engine.codec_advice import CodecAdvice
 from hvdkit.engine.given_up import ENDED, GIVEN_UP, GivenUpSteps
 from hvdkit.engine.lane_records import LaneRecords
 from hvdkit.engine.operation import Operation
@@ -78,7 +77,6 @@ class Lane:
         self._codecs = list(codecs)
         self._groups = [list(members) for members in groups]
         self._records = LaneRecords(engine, name, self.slots, home, self._sizes.reason)
-        self._advice = CodecAdvice(engine, name, group, home, codecs)
         self.verification = LaneVerification(group, engine.settings.verify)
         self._given_up = GivenUpSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
@@ -164,7 +162,6 @@ class Lane:
         self._engine.drive_lane(self)
         if self.error is not None:
             raise self.error
-        self._advice.step_over()
         with self._lock:
             self._end_step()
 

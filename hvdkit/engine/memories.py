@@ -112,13 +112,6 @@ class Memories:
                 self._totals[slot].add(tally, elements / sum(inside))
         return tally
 
-    def total(self) -> Tally:
-        """What encoding cost and saved so far, of all tensors."""
-        total = Tally()
-        for one in self._totals:
-            total.add(one)
-        return total
-
     def residual_norm(self, piece: Piece) -> float:
         """The Euclidean norm of what this rank keeps of a piece."""
         return _norm(self._memories[piece.bucket].part(piece.begin, piece.end).residual)

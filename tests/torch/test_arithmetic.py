@@ -7,10 +7,9 @@ import pytest
 from tests.ranks import RankedCases
 
 MODULE = "tests.torch.arithmetic_cases"
-ALWAYS = {"HVDKIT_COMPRESSION": "always"}
-RESULTS = RankedCases(MODULE, **ALWAYS)
-WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0", **ALWAYS)
-BETWEEN = RankedCases(MODULE, per_node=2, **ALWAYS)
+RESULTS = RankedCases(MODULE)
+WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0")
+BETWEEN = RankedCases(MODULE, per_node=2)
 
 
 @pytest.mark.parametrize("case", RESULTS.names)

@@ -11,8 +11,6 @@ EVERYWHERE = RankedCases(MODULE)
 WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0")
 BETWEEN = {per_node: RankedCases(MODULE, per_node=per_node) for per_node in (1, 2)}
 SMALL_BUCKETS = RankedCases(MODULE, HOROVOD_FUSION_THRESHOLD="64")
-ADVICE = {per_node: RankedCases("tests.torch.codec_advice_cases", per_node=per_node) for per_node in (None, 1, 2)}
-SILENT = RankedCases("tests.torch.codec_advice_cases", HVDKIT_COMPRESSION="always")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -35,14 +33,3 @@ def test_without_shared_memory(case: str) -> None:
 @pytest.mark.parametrize("case", EVERYWHERE.names)
 def test_with_a_bucket_for_each_gradient(case: str) -> None:
     SMALL_BUCKETS.check(case, 2, "mpi")
-
-
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (2, 1), (3, 2)])
-@pytest.mark.parametrize("case", ADVICE[None].names)
-def test_codec_advice(case: str, ranks: int, per_node: int | None, transport: str) -> None:
-    ADVICE[per_node].check(case, ranks, transport)
-
-
-@pytest.mark.parametrize("case", SILENT.names)
-def test_no_codec_advice(case: str) -> None:
-    SILENT.check(case, 2, "torch")
