@@ -18,7 +18,6 @@ from hvdkit.engine.bell import new_bell
 from hvdkit.engine.buckets import Reduction
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.driver import Driver, spin_seconds, usable_cores
-from hvdkit.engine.ending import ENDING
 from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.joining import Joining
@@ -63,9 +62,11 @@ class Engine(NamedOperations):
         network: Network,
         static_process_sets: Sequence[list[int]],
         heartbeat: Heartbeat | None = None,
+        going_on: Callable[[], None] = lambda: None,
     ) -> None:
         self.transport = transport
         self.heartbeat = heartbeat
+        self._going_on = going_on
         self.topology = topology
         self.settings = settings
         self.network = network
@@ -196,8 +197,8 @@ class Engine(NamedOperations):
     # -- driving ------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Have what was submitted looked at soon; a rank alone looks at it now."""
-        if self.transport.size == 1:
+        """Have what was submitted looked at soon; a rank alone looks at it now, as long as it can do anything."""
+        if self.transport.size == 1 and self.error is None:
             self._drive_until(lambda: not self._inbox)
         else:
             self.driver.wake()
@@ -238,7 +239,7 @@ class Engine(NamedOperations):
     def _break(self, failure: HorovodInternalError, broken: bool) -> None:
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
-            rank = -1 if isinstance(failure, PeerLostError) else self.topology.rank
+            rank = failure.rank if isinstance(failure, PeerLostError) else self.topology.rank
             self.negotiation.tell_everyone(["lost", rank, str(failure)])
         self.fail(failure)
 
@@ -362,7 +363,7 @@ class Engine(NamedOperations):
         codec: Codec = CASTS["none"],
     ) -> Handle:
         self.check_usable()
-        ENDING.forget()  # a script that goes on has caught its SystemExit
+        self._going_on()
         members = self.groups.ranks.get(call.process_set_id)
         if members is None or self.topology.rank not in members:
             there = "does not exist" if members is None else f"has the ranks {members}"

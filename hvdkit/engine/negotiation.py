@@ -155,7 +155,7 @@ class Negotiation:
         elif kind == "left":
             self._note_departed(*message[1:])
         elif kind == "lost":
-            engine.fail(PeerLostError(message[2]))
+            engine.fail(PeerLostError(message[2], message[1]))
         elif kind != "pong":
             if self.coordinator is None:
                 raise ValueError(f"{kind!r} is for the coordinator")

@@ -1,4 +1,4 @@
-"""The engine of this process: made by init, given back by shutdown."""
+"""The session of this process: made by init, given back by shutdown, asked by all adapters."""
 
 from __future__ import annotations
 
@@ -11,27 +11,19 @@ from typing import Any
 from hvdkit import config, environments
 from hvdkit.engine.core import Engine
 from hvdkit.engine.ending import ENDING, abort_mpi
-from hvdkit.engine.farewell import Farewell
 from hvdkit.engine.forked import watch_forks
-from hvdkit.engine.introduction import exchange_blobs, introduce
-from hvdkit.engine.measuring import measure_network
-from hvdkit.engine.schedule import Network
-from hvdkit.engine.sharing import share_memory
+from hvdkit.engine.session import LEAVING, Session
 from hvdkit.engine.topology import Topology
 from hvdkit.environments.base import World
-from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError, PeerLostError
+from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError
 from hvdkit.transports import Transport, open_mpi_communicator, open_transport
-from hvdkit.transports.heartbeat import start_heartbeat
 
 logger = logging.getLogger("hvdkit")
 
-_engine: Engine | None = None
-_dynamic = False
+_session: Session | None = None
+# What is the process's, and survives its sessions, as the end of the process (ending.ENDING) does.
 _generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
-_process = 0  # that called init
-_inherited: Engine | None = (
-    None  # of the process that this one was forked from; to let go of it would end what is in it
-)
+_inherited: Session | None = None  # of the process that this one was forked from; to let go of it would end it there
 
 
 def engine() -> Engine:
@@ -39,50 +31,50 @@ def engine() -> Engine:
 
     Raises ForkedChildError, a HorovodInternalError, in a process that was forked from the one that called init.
     """
-    if _engine is None:
+    if _session is None:
         raise NotInitializedError
     check_not_forked()
-    return _engine
+    return _session.engine
 
 
 def is_initialized() -> bool:
     """Whether there are answers to questions about ranks; also in a process that was forked from a rank."""
-    return _engine is not None
+    return _session is not None
 
 
 def check_not_forked() -> None:
     """Raises ForkedChildError in a process that was forked from the one that called init."""
-    if _engine is not None and _process != os.getpid():
-        raise ForkedChildError(_engine.told(), _process)
+    if _session is not None and _session.process != os.getpid():
+        raise ForkedChildError(_session.engine.told(), _session.process)
 
 
 def is_forked() -> bool:
     """Whether this process was forked from the one that called init."""
-    return _engine is not None and _process != os.getpid()
+    return _session is not None and _session.process != os.getpid()
 
 
 def topology() -> Topology:
     """This rank's place in the job, also in forked children. Raises NotInitializedError."""
-    if _engine is None:
+    if _session is None:
         raise NotInitializedError
-    return _engine.topology
+    return _session.engine.topology
 
 
 def process_sets() -> Mapping[int, list[int]]:
     """The ranks of each process set by its number, also in forked children. Raises NotInitializedError."""
-    if _engine is None:
+    if _session is None:
         raise NotInitializedError
-    return _engine.groups.ranks
+    return _session.engine.groups.ranks
 
 
 def carrier() -> str | None:
     """What carries this job between nodes, also in forked children; None before init."""
-    return None if _engine is None else _engine.transport.carrier
+    return None if _session is None else _session.engine.transport.carrier
 
 
 def dynamic_process_sets() -> bool:
     """Whether process sets may be added and removed after init."""
-    return _dynamic
+    return _session is not None and _session.dynamic
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
@@ -96,12 +88,12 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     Raises ValueError for contradictory environments and arguments, TransportUnavailableError where ranks cannot meet,
     HorovodInternalError on every rank where versions or process sets differ.
     """
-    global _engine, _dynamic, _process, _inherited
+    global _session, _inherited
     if is_forked():
-        _inherited, _engine = _engine, None
-    if _inherited is not None and _inherited.topology.size > 1:
-        _engine = _inherited
-    if _engine is not None:
+        _inherited, _session = _session, None
+    if _inherited is not None and _inherited.engine.topology.size > 1:
+        _session = _inherited
+    if _session is not None:
         return
     settings = config.from_environment()
     logger.setLevel(settings.log_level.upper())
@@ -113,34 +105,14 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         sets, world.size if members is None else len(members), comm if _is_communicator(comm) else None
     )
     world, transport = _connect(comm, world, members, settings, cuda, for_torch)
-    heartbeat = None
-    try:
-        topology, settings = introduce(transport, world, settings, static)
-        connected = transport
-
-        def exchange(blob: bytes) -> list[bytes]:
-            return exchange_blobs(connected, blob, settings.timeout_seconds)
-
-        # Others wait for the outcome with a deadline.
-        start_seconds = min(settings.start_timeout_seconds, settings.timeout_seconds / 2)
-        transport = connected.start(exchange, start_seconds, settings.timeout_seconds)
-        transport = share_memory(transport, topology, settings, exchange)
-        network = Network(0.0, 0.0)
-        if transport.size > 1:
-            heartbeat = start_heartbeat(transport, world, exchange, settings.timeout_seconds, start_seconds)
-            network = measure_network(transport, topology.nodes, settings.timeout_seconds)
-        _engine, _process = Engine(transport, topology, settings, network, static, heartbeat), os.getpid()
-        watch_forks()
-    except BaseException:
-        if heartbeat is not None:
-            heartbeat.stop()
-        transport.close(graceful=False)
-        raise
-    _dynamic = settings.dynamic_process_sets or dynamic
+    # A script that submits something goes on: it has caught its SystemExit.
+    _session = Session(transport, world, settings, static, dynamic, ENDING.forget)
+    watch_forks()
     for number, process_set in enumerate(sets, start=1):
         process_set.process_set_id = number
+    settings = _session.engine.settings
     if settings.timeline and settings.timeline != "DYNAMIC":
-        _engine.start_timeline(settings.timeline, settings.timeline_mark_cycles)
+        _session.engine.start_timeline(settings.timeline, settings.timeline_mark_cycles)
 
 
 def shutdown() -> None:
@@ -149,31 +121,20 @@ def shutdown() -> None:
     In a forked child only this process stops to answer questions: what it shares with its parent is left alone.
     Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is given back.
     """
-    global _engine, _dynamic, _inherited
+    global _session, _inherited
     if is_forked():
-        _inherited, _engine = _engine, None
-    if _engine is None:
+        _inherited, _session = _session, None
+    if _session is None:
         return
-    engine, _engine, _dynamic = _engine, None, False
-    graceful, lost = False, None
+    session, _session = _session, None
+    engine = session.engine
     ENDING.another_left = bool(engine.negotiation.departed)
     ENDING.first_code = engine.negotiation.failed_with
+    lost = None
     try:
-        if engine.transport.size > 1:
-            graceful, lost = _say_goodbye(engine)
-            ENDING.peer_lost |= isinstance(lost or engine.error, PeerLostError)
+        lost = session.close(ENDING.reason or LEAVING, ENDING.code)
     finally:
-        engine.driver.stop()
-        with engine.driver.halted(1.0) as halted:
-            if not halted:
-                logger.warning(
-                    "%s: a library that the engine called has not come back; it is left there", engine.told()
-                )
-            engine.fail(HorovodInternalError("hvdkit was shut down on this rank while the operation was in flight."))
-            engine.stop_timeline()
-            if engine.heartbeat is not None:
-                engine.heartbeat.stop()
-            engine.transport.close(graceful and halted)
+        ENDING.peer_lost |= isinstance(lost or engine.error, PeerLostError)
     if lost is not None:
         raise lost
 
@@ -240,22 +201,3 @@ def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> 
             )
         static.append(ranks)
     return static
-
-
-def _say_goodbye(engine: Engine) -> tuple[bool, PeerLostError | None]:
-    """Tell the others and wait a little for theirs: whether all ranks shut down now, and who is lost after all."""
-    negotiation = engine.negotiation
-    reason = ENDING.reason or "it called hvd.shutdown() or ended"
-    if negotiation.departed:
-        first, cause = next(iter(negotiation.departed.items()))
-        reason += f", after rank {first} had left ({cause})"
-    failed = bool(ENDING.code or engine.error)
-    farewell = Farewell(engine, reason, negotiation.failed_with or ENDING.code, failed)
-    engine.driver.drive_until(farewell.over)
-    # A connection that breaks now is no news: its rank may have left with its goodbye unsent, and if it was killed,
-    # whoever started it knows.
-    lost = None
-    if farewell.losses:
-        first_lost = farewell.losses[0]
-        lost = PeerLostError(engine.watch.told_loss(first_lost, " and did not say goodbye"), first_lost.rank)
-    return not farewell.missing() and engine.error is None, lost

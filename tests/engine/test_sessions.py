@@ -1,0 +1,271 @@
+"""Jobs whose ranks are threads: what the engine, its coordinator and its lanes do, on thousands of made-up programs."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.engine.offers import FILLED, offer_of
+from hvdkit.engine.plan import Slot
+from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.engine.session import Session
+from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
+from hvdkit.kernels import ReduceOp
+from tests.threads import Dies, on_threads
+
+made_up = settings(max_examples=100, deadline=None)
+fewer = settings(max_examples=20, deadline=None)  # whose ends take a part of a second
+sizes = st.integers(1, 5)
+
+REDUCTIONS = {
+    "sum": (ReduceOp.SUM, np.add),
+    "min": (ReduceOp.MIN, np.minimum),
+    "max": (ReduceOp.MAX, np.maximum),
+    "product": (ReduceOp.PRODUCT, np.multiply),
+}
+steps = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from([*REDUCTIONS, "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]),
+        "shape": st.lists(st.integers(0, 12), min_size=1, max_size=3),
+        "dtype": st.sampled_from(["float32", "float64", "int32", "int64", "float16"]),
+        "root": st.integers(0, 4),
+        "set": st.integers(0, 1),
+    }
+)
+
+
+def values(place: int, rank: int, step: dict[str, Any]) -> np.ndarray:
+    """Small whole numbers, so that every order of summation gives the same."""
+    return np.random.default_rng([place, rank]).integers(-2, 3, size=step["shape"]).astype(step["dtype"])
+
+
+def submit(session: Session, step: dict[str, Any], place: int) -> Any:
+    engine, rank = session.engine, session.engine.topology.rank
+    own, call, kind = values(place, rank, step), Call(f"step{place}", step["set"], wake=False), step["kind"]
+    if kind == "barrier":
+        return engine.submit("barrier", [], {}, call)
+    if kind == "broadcast":
+        members = engine.groups.ranks[step["set"]]
+        return engine.broadcast([own], members[step["root"] % len(members)], call)
+    if kind == "allgather":
+        return engine.allgather([own], call)
+    if kind == "alltoall":
+        return engine.alltoall(own, None, call)
+    if kind == "reducescatter":
+        return engine.reducescatter([own], ReduceRequest(ReduceOp.SUM), call)
+    return engine.allreduce([own], ReduceRequest(REDUCTIONS[kind][0]), call)
+
+
+def expected(step: dict[str, Any], place: int, rank: int, members: list[int]) -> np.ndarray | None:
+    everyones, kind, me = [values(place, one, step) for one in members], step["kind"], members.index(rank)
+    if kind == "barrier":
+        return None
+    if kind == "broadcast":
+        return everyones[step["root"] % len(members)]
+    if kind == "allgather":
+        return np.concatenate(everyones)
+    if kind == "alltoall":
+        rows = step["shape"][0] // len(members)
+        return np.concatenate([one[me * rows : (me + 1) * rows] for one in everyones])
+    if kind == "reducescatter":
+        return np.array_split(reduce(np.add, everyones), len(members))[me]
+    return reduce(REDUCTIONS[kind][1], everyones)
+
+
+def sum_ones(session: Session, times: int) -> None:
+    engine = session.engine
+    for number in range(times):
+        own = np.ones(2000)
+        engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}")).wait()
+        assert own[0] == engine.topology.size
+
+
+@given(size=sizes, program=st.lists(steps, min_size=1, max_size=30), seed=st.integers(0, 1000), data=st.data())
+@made_up
+def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, seed: int, data: Any) -> None:
+    part = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1)))
+    sets = [part] if len(part) < size else []
+    for step in program:
+        step["set"] = min(step["set"], len(sets))
+        if step["kind"] == "alltoall":
+            step["shape"][0] *= 60  # which all numbers of ranks divide
+
+    def run(session: Session) -> None:
+        engine = session.engine
+        rank, members = engine.topology.rank, engine.groups.ranks
+        places = [place for place, step in enumerate(program) if rank in members[step["set"]]]
+        shuffled = random.Random(seed * 10 + rank)
+        shuffled.shuffle(places)
+        handles = {place: submit(session, program[place], place) for place in places}
+        shuffled.shuffle(places)
+        for place in places:
+            result, step = handles[place].wait(), program[place]
+            came = result[0] if isinstance(result, (list, tuple)) else result
+            wanted = expected(step, place, rank, members[step["set"]])
+            if wanted is not None:
+                np.testing.assert_array_equal(came, wanted, err_msg=str(step), strict=True)
+        engine.barrier(0).wait()  # ranks that have no part in a set would leave
+
+    on_threads(size, run, sets)
+
+
+@given(size=st.integers(2, 5), data=st.data())
+@made_up
+def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, data: Any) -> None:
+    odd = data.draw(st.integers(0, size - 1))
+    what = data.draw(st.sampled_from(["shape", "dtype", "op", "kind"]))
+
+    def run(session: Session) -> None:
+        engine = session.engine
+        is_odd = engine.topology.rank == odd
+        array = np.ones(4 if is_odd and what == "shape" else 3, np.int32 if is_odd and what == "dtype" else np.float32)
+        request = ReduceRequest(ReduceOp.MAX if is_odd and what == "op" else ReduceOp.SUM)
+        for attempt in range(2):
+            if is_odd and what == "kind":
+                handle = engine.allgather([array], Call("odd"))
+            else:
+                handle = engine.allreduce([array], request, Call("odd"))
+            with pytest.raises(MismatchError, match=rf"rank {odd}.* sent"):
+                handle.wait()
+            engine.allreduce(total := [np.ones(3)], ReduceRequest(ReduceOp.SUM), Call(f"even{attempt}")).wait()
+            assert total[0].tolist() == [size] * 3
+
+    on_threads(size, run)
+
+
+@given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), seed=st.integers(0, 1000))
+@made_up
+def test_ranks_that_have_joined_give_zeros(batches: list[int], seed: int) -> None:
+    def run(session: Session) -> int:
+        engine = session.engine
+        rank = engine.topology.rank
+        for epoch in range(2):
+            order = list(range(batches[rank]))
+            for batch in order:
+                own = np.full(5, 10.0**rank)
+                engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"{epoch}.{batch}")).wait()
+                assert own.tolist() == [sum(10.0**one for one, count in enumerate(batches) if count > batch)] * 5
+            last = engine.join().wait()
+            assert batches[last] == max(batches)
+        return last
+
+    assert len(set(on_threads(len(batches), run))) == 1
+
+
+shapes = st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=2), min_size=1, max_size=12)
+
+
+@given(
+    size=sizes, layers=shapes, threshold=st.sampled_from([1, 512, 1 << 20]), seed=st.integers(0, 1000), data=st.data()
+)
+@made_up
+def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(
+    size: int, layers: list[list[int]], threshold: int, seed: int, data: Any
+) -> None:
+    dtypes = [np.dtype(data.draw(st.sampled_from(["float32", "float64"]))) for _ in layers]
+    slots = [
+        Slot(f"layer{number}", tuple(shape), dtype)
+        for number, (shape, dtype) in enumerate(zip(layers, dtypes, strict=True))
+    ]
+
+    def gradient(step: int, slot: int, rank: int) -> np.ndarray | None:
+        generator = np.random.default_rng([seed, step, slot, rank])
+        if generator.random() < 0.1:
+            return None
+        return generator.standard_normal(slots[slot].elements).astype(dtypes[slot])
+
+    def run(session: Session) -> list[bytes]:
+        engine = session.engine
+        rank = engine.topology.rank
+        lane = engine.register_plan("net", slots, op=ReduceOp.SUM)
+        seen = []
+        for step in range(4):
+            order = list(range(len(slots)))
+            random.Random(seed + step * size + rank).shuffle(order)
+            results: dict[int, np.ndarray] = {}
+            for slot in order:
+                own = gradient(step, slot, rank)
+                if own is None:
+                    lane.ready(slot, None)
+                elif (small := lane.small(slot)) is not None:
+                    small[...] = own
+                    results[slot] = small
+                    lane.ready(slot, FILLED)
+                else:
+                    results[slot] = own
+                    lane.ready(slot, offer_of(own))
+            lane.finish()
+            for slot, came in results.items():
+                everyones = [one for other in range(size) if (one := gradient(step, slot, other)) is not None]
+                total = everyones[0].copy()
+                for one in everyones[1:]:
+                    total += one
+                np.testing.assert_array_equal(came, total)
+                seen.append(came.tobytes())
+        lane.close()
+        return seen
+
+    on_threads(size, run, fusion_threshold=threshold)
+
+
+@given(size=st.integers(2, 5), data=st.data())
+@fewer
+def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
+    dead = data.draw(st.integers(0, size - 1))
+    before = data.draw(st.integers(0, 3))
+
+    def run(session: Session) -> str:
+        engine = session.engine
+        if engine.topology.rank == dead:
+            with suppress(HorovodInternalError):
+                sum_ones(session, before)
+            raise Dies
+        with pytest.raises(PeerLostError) as lost:  # perhaps before: it may have died before all had its part
+            sum_ones(session, before + 1)
+        assert lost.value.rank == dead
+        return str(lost.value)
+
+    told = on_threads(size, run)
+    assert all(f"rank {dead}" in str(text) for rank, text in enumerate(told) if rank != dead), told
+
+
+@given(size=st.integers(2, 4), garbage=st.binary(max_size=40), data=st.data())
+@fewer
+def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garbage: bytes, data: Any) -> None:
+    sender = data.draw(st.integers(0, size - 1))
+
+    def run(session: Session) -> None:
+        engine = session.engine
+        if engine.topology.rank == sender:
+            for peer in set(range(size)) - {sender}:
+                engine.transport.send_control(peer, garbage)
+        with pytest.raises(HorovodInternalError, match=f"rank {sender}"):
+            sum_ones(session, 10_000)
+
+    on_threads(size, run)
+
+
+def test_jobs_do_not_know_of_each_other() -> None:
+    """A session inside of another one, of the same process and thread."""
+
+    def outer(session: Session) -> float:
+        own = np.array([1.0])
+        handle = session.engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name"))
+        inner_totals = on_threads(3, inner)
+        handle.wait()
+        assert inner_totals == [30.0] * 3
+        return float(own[0])
+
+    def inner(session: Session) -> float:
+        own = np.array([10.0])
+        session.engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name")).wait()
+        return float(own[0])
+
+    assert on_threads(2, outer) == [2.0, 2.0]
