@@ -9,7 +9,7 @@ from hvdkit.collectives.group import Steps
 from hvdkit.compression import codec_told
 from hvdkit.engine.direct import staged, zeros_on_device
 from hvdkit.engine.handle import Handle
-from hvdkit.engine.messages import Message
+from hvdkit.engine.messages import Run
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.ops import KINDS, TAGS_PER_OPERATION, Batch, Submission
 from hvdkit.engine.requests import Key, Signature
@@ -31,19 +31,24 @@ class Batches:
         self._engine = engine
         self._turns: dict[Key, int] = {}
 
-    def run(self, message: Message) -> None:
+    def run(self, message: Run) -> None:
         """Start a batch that all ranks run under the same sequence number."""
         engine = self._engine
         if engine.error is not None:
             return  # everyone is learning of it
-        _, sequence, process_set_id, kind, names, signatures = message
+        process_set_id, kind, names, signatures = (
+            message.process_set,
+            message.kind,
+            message.names,
+            message.signatures,
+        )
         group = engine.groups.group(process_set_id)  # may fail, so before anything is taken from who waits
         submissions = [
             self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
             for index, (name, _) in enumerate(names)
         ]
         row, direct = KINDS[kind], submissions[0].signature.get("direct")
-        tag = sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
+        tag = message.sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
 
         # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.
         def trace(activity: str, about: Batch | None = None) -> None:

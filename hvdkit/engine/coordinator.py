@@ -9,8 +9,24 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hvdkit.engine.dead_locks import DeadLocks
 from hvdkit.engine.fusing import batch_size
-from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Message
+from hvdkit.engine.messages import (
+    LEFT,
+    MISMATCH,
+    STALLED,
+    Ask,
+    Join,
+    JoinDone,
+    Joined,
+    JoinFailed,
+    LaneFailed,
+    Message,
+    NewSignature,
+    Reject,
+    Run,
+    Waits,
+)
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.requests import Key, Request, Signature
 
@@ -51,18 +67,6 @@ class Stall:
     seconds: float
 
 
-@dataclass
-class Blocked:
-    """What a rank's only thread has been waiting for, as it told us: a named operation, or a plan's lane."""
-
-    key: Key | None
-    lane: int | None
-    waits_for: list[int]
-    what: str
-    label: str | None
-    tells: int = 0  # how often this rank has said so since another rank said so for the first time
-
-
 class Coordinator:
     """Collects requests; ``take_outgoing`` gives (rank, message) pairs to deliver, in order."""
 
@@ -75,7 +79,7 @@ class Coordinator:
         self._signatures: dict[tuple[int, int], Signature] = {}
         self._joined: list[int] = []
         self._departed: dict[int, str] = {}
-        self._blocked: dict[int, Blocked] = {}
+        self._dead_locks = DeadLocks(self._missing_from)
         self._outgoing: list[tuple[int, Message]] = []
         self._sequence = 0
         self._lanes = 0
@@ -85,22 +89,20 @@ class Coordinator:
 
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
-        kind = message[0]
-        if kind == "signature":
-            self._signatures[rank, message[1]] = message[2]
-        elif kind == "request":
-            signature = message[1] if isinstance(message[1], dict) else self._signatures.get((rank, message[1]))
-            if signature is None or signature.get("kind") not in KINDS:
-                raise ValueError(f"rank {rank} sent a request with an unknown signature {message[1]!r}")
-            self._request(
-                rank, Key(signature["ps"], signature["kind"], message[2]), Request(signature, message[3]), now
-            )
-        elif kind == "join":
-            self._join(rank)
-        elif kind == "blocked":
-            self._block(rank, message)
-        else:
-            raise ValueError(f"rank {rank} sent an unknown message {kind!r}")
+        match message:
+            case NewSignature(number, signature):
+                self._signatures[rank, number] = signature
+            case Ask(asked, name, detail):
+                known = asked if isinstance(asked, dict) else self._signatures.get((rank, asked))
+                if known is None or known.get("kind") not in KINDS:
+                    raise ValueError(f"rank {rank} sent a request with an unknown signature {asked!r}")
+                self._request(rank, Key(known["ps"], known["kind"], name), Request(known, detail), now)
+            case Join():
+                self._join(rank)
+            case Waits():
+                self._break_dead_locks(rank, message)
+            case _:
+                raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
 
     def add_static_process_sets(self, sets: Iterable[list[int]]) -> None:
         """The process sets that every rank passed to init, numbered from 1."""
@@ -212,6 +214,16 @@ class Coordinator:
         members = self.members.get(key.process_set, [])
         return [rank for rank in members if rank not in entry.requests and not self._is_joined(key, rank)]
 
+    def _missing_from(self, key: Key) -> list[int]:
+        entry = self._pending.get(key)
+        return [] if entry is None else self._missing(key, entry)
+
+    def _break_dead_locks(self, rank: int, message: Waits) -> None:
+        for found in self._dead_locks.told(rank, message):
+            self._fail([key for key in found.keys if key in self._pending], found.text)
+            for lane, stuck in found.lanes:
+                self._outgoing += [(member, LaneFailed(lane, found.text)) for member in stuck]
+
     def _is_joined(self, key: Key, rank: int) -> bool:
         return key.process_set == 0 and rank in self._joined
 
@@ -243,7 +255,7 @@ class Coordinator:
                 self._failed.setdefault(key, []).append(failure)
 
     def _tell_failure(self, rank: int, key: Key, failure: Failure) -> None:
-        self._outgoing.append((rank, ["error", key.process_set, key.kind, key.name, failure.text, failure.cause]))
+        self._outgoing.append((rank, Reject(*key, failure.text, failure.cause)))
 
     def _forget(self, failure: Failure) -> None:
         """All members have been told."""
@@ -269,16 +281,16 @@ class Coordinator:
         if len(self._joined) == len(everyone):
             self._joined = []
             self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != 0}
-            self._outgoing += [(member, ["join_done", rank]) for member in everyone]
+            self._outgoing += [(member, JoinDone(rank)) for member in everyone]
         elif rank in self._joined:
-            self._outgoing += [(member, ["joined", rank]) for member in everyone]
+            self._outgoing += [(member, Joined(rank)) for member in everyone]
 
     def _fail_join(self) -> None:
         """No join can end once a rank has left."""
         if self._departed:
             gone, reason = next(iter(self._departed.items()))
             text = f"hvd.join() waits for rank {gone}, which has left the job: {reason}."
-            self._outgoing += [(rank, ["join_error", text]) for rank in self._joined]
+            self._outgoing += [(rank, JoinFailed(text)) for rank in self._joined]
             self._joined = [rank for rank in self._joined if rank in self._departed]
 
     def _run(self, batch: list[tuple[Key, Entry]]) -> None:
@@ -294,7 +306,7 @@ class Coordinator:
             # A rank that has joined never sent the signatures; it needs them to contribute zeros.
             absent = any(rank not in entry.requests for _, entry in batch)
             shapes = [entry.signature for _, entry in batch] if absent else None
-            self._outgoing.append((rank, ["run", self._sequence, first_key.process_set, first_key.kind, names, shapes]))
+            self._outgoing.append((rank, Run(self._sequence, first_key.process_set, first_key.kind, names, shapes)))
 
     def _remove(self, process_set: int) -> None:
         """Forget a process set; what its members still asked for fails."""
@@ -305,53 +317,3 @@ class Coordinator:
             self._fail([key], f"{key}: the process set was removed while the operation was pending.")
         self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != process_set}
         self.members.pop(process_set, None)
-
-    # -- dead-locks ---------------------------------------------------------------------------------------------------
-
-    def _block(self, rank: int, message: Message) -> None:
-        """A rank tells that its only thread waits (or, with None, that it goes on)."""
-        if message[1] is None:
-            self._blocked.pop(rank, None)
-            return
-        key = Key(*message[1]) if isinstance(message[1], list) else None
-        lane = message[1] if isinstance(message[1], int) else None
-        earlier = self._blocked.get(rank)
-        ours = self._blocked[rank] = Blocked(key, lane, message[2], message[3], message[4])
-        if earlier is not None and (earlier.key, earlier.lane) == (key, lane):
-            ours.tells = earlier.tells + 1
-        else:
-            # What the others said before may be over: a rank that was slow to tell so must not be taken for stuck.
-            for theirs in self._blocked.values():
-                theirs.tells = 0
-        for other, theirs in list(self._blocked.items()):
-            if other != rank and rank in self._blocked and self._dead_locked(rank, ours, other, theirs):
-                self._break_dead_lock(rank, ours, other, theirs)
-
-    def _waits_for(self, blocked: Blocked) -> list[int]:
-        if blocked.key is None:
-            return blocked.waits_for
-        entry = self._pending.get(blocked.key)
-        return [] if entry is None else self._missing(blocked.key, entry)
-
-    def _dead_locked(self, rank: int, ours: Blocked, other: int, theirs: Blocked) -> bool:
-        """Each waits for the other in different operations that were meant to be the same, or one of them in a plan."""
-        if (ours.key, ours.lane) == (theirs.key, theirs.lane) or not (ours.tells and theirs.tells):
-            return False
-        if ours.key is not None and theirs.key is not None and ours.label != theirs.label:
-            return False  # different names: a script may well submit the other one later, from elsewhere
-        return other in self._waits_for(ours) and rank in self._waits_for(theirs)
-
-    def _break_dead_lock(self, rank: int, ours: Blocked, other: int, theirs: Blocked) -> None:
-        (low, low_blocked), (high, high_blocked) = sorted([(rank, ours), (other, theirs)], key=lambda pair: pair[0])
-        text = (
-            f"Mismatched operations: rank {low} waits in {low_blocked.what}, rank {high} waits in {high_blocked.what}; "
-            "each waits for the other.\nHINT: let every rank make the same calls with the same process set."
-        )
-        self._fail(list({one.key for one in (ours, theirs) if one.key is not None and one.key in self._pending}), text)
-        for who, blocked in ((rank, ours), (other, theirs)):
-            if blocked.lane is not None:
-                stuck = [member for member, more in self._blocked.items() if more.lane == blocked.lane]
-                self._outgoing += [(member, ["lane_error", blocked.lane, text]) for member in stuck]
-                for member in stuck:
-                    self._blocked.pop(member)
-            self._blocked.pop(who, None)

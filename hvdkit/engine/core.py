@@ -22,7 +22,7 @@ from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.joining import Joining
 from hvdkit.engine.lane import Lane
-from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Message
+from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Lost, Message
 from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
@@ -240,7 +240,7 @@ class Engine(NamedOperations):
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
             rank = failure.rank if isinstance(failure, PeerLostError) else self.topology.rank
-            self.negotiation.tell_everyone(["lost", rank, str(failure)])
+            self.negotiation.tell_everyone(Lost(rank, str(failure)))
         self.fail(failure)
 
     def _pass(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from hvdkit.engine.messages import Bye, Ping
+
 if TYPE_CHECKING:
     from hvdkit.engine.core import Engine
     from hvdkit.engine.liveness import Loss
@@ -32,7 +34,7 @@ class Farewell:
         self.losses: list[Loss] = []
 
         def tell() -> None:
-            engine.negotiation.tell_everyone(["bye", reason, code])
+            engine.negotiation.tell_everyone(Bye(reason, code))
             self._told = True
 
         engine.defer(tell)
@@ -68,4 +70,4 @@ class Farewell:
 
     def _ask(self, ranks: list[int], now: float) -> None:
         self._asked_at = now
-        self._engine.defer(lambda: self._engine.negotiation.tell(ranks, ["ping"]))
+        self._engine.defer(lambda: self._engine.negotiation.tell(ranks, Ping()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.handle import Handle
+from hvdkit.engine.messages import Join, LaneStarted
 from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ class Joining:
         if self._handle is not None:
             raise DuplicateNameError("hvd.join() was called again while this rank is still joined.")
         handle = self._handle = Handle("join()", None, engine.drive)
-        engine.later(["join"])
+        engine.later(Join())
         return handle
 
     def tell_started(self, lane: Lane) -> None:
         """An operation of a lane was started here; ranks that have joined follow."""
         for rank in self._ranks.intersection(lane.group.members) - {self._engine.topology.rank}:
-            self._engine.negotiation.send(rank, ["lane", lane.lane_id, lane.sequence])
+            self._engine.negotiation.send(rank, LaneStarted(lane.lane_id, lane.sequence))
 
     def joined(self, rank: int) -> None:
         """A rank takes part with zeros from now on; tell it how far the lanes are that wait for it."""
@@ -53,7 +54,7 @@ class Joining:
         if rank != self._engine.topology.rank:
             for lane in list(self._engine.lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:
-                    self._engine.negotiation.send(rank, ["lane", lane.lane_id, lane.sequence])
+                    self._engine.negotiation.send(rank, LaneStarted(lane.lane_id, lane.sequence))
 
     def follow(self, lane_id: int, sequence: int) -> None:
         """Others have started a lane's operations up to here; this rank contributes zeros to them."""

@@ -18,6 +18,7 @@ from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.given_up import ENDED, GIVEN_UP, GivenUpSteps
 from hvdkit.engine.lane_records import LaneRecords
+from hvdkit.engine.messages import Ended, GivenUp, LaneFailed
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Slot
 from hvdkit.engine.schedule import without_overlap
@@ -172,7 +173,7 @@ class Lane:
         """
         if self.in_flight and self.error is None:
             self._given_up.here(self._step)
-            self._engine.tell_later(self.group.members, ["given_up", self.lane_id, self._step])
+            self._engine.tell_later(self.group.members, GivenUp(self.lane_id, self._step))
             for slot in self.unready_slots():
                 self.ready(slot, None)
             self._end()
@@ -184,7 +185,7 @@ class Lane:
         """
         if self.in_flight and self.error is None:
             self.fail(MismatchError(ENDED % (self._engine.told(), self.name)))
-            self._engine.tell_later(self.group.members, ["ended", self.lane_id, self._step])
+            self._engine.tell_later(self.group.members, Ended(self.lane_id, self._step))
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
@@ -310,7 +311,7 @@ class Lane:
         engine = self._engine
         text = GIVEN_UP % (engine.topology.told(rank), self.name, engine.told())
         self.fail(MismatchError(text))
-        engine.tell_later(self.group.members, ["lane_error", self.lane_id, text])
+        engine.tell_later(self.group.members, LaneFailed(self.lane_id, text))
 
     def _planned(self) -> int:
         return len(self._pieces) + self._observes + self._verifies

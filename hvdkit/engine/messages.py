@@ -1,11 +1,10 @@
-"""Control messages as bytes: JSON arrays whose first element says what they are. Nothing is ever unpickled."""
+"""Control messages: what they say, and as bytes, which are JSON arrays. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
-
-Message = list[Any]
 
 # Causes of an operation's error.
 MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"
@@ -14,44 +13,204 @@ MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder()
 
-# By first element: how many elements the message has.
-SHAPES = {
-    # to the coordinator
-    "signature": 3,  # id, signature
-    "request": 4,  # signature id or signature, name, detail
-    "join": 1,
-    "blocked": 5,  # key, lane id or null; ranks waited for; in words; label
-    # from the coordinator
-    "run": 6,  # sequence, process set, kind, [[name, extra], ...], signatures or null
-    "error": 6,  # process set, kind, name, text, cause
-    "joined": 2,  # rank
-    "join_done": 2,  # last rank
-    "join_error": 2,  # text
-    # from anyone
-    "lane_error": 3,  # lane id, text
-    "given_up": 3,  # lane id, step: the sender will not use its results
-    "ended": 3,  # lane id, step: the sender takes no part in it, nor in later ones
-    "lane": 3,  # lane id, sequence: a rank that has joined takes part up to here
-    "ping": 1,
-    "pong": 1,
-    "bye": 3,  # reason, exit code that the job shall have; 0 if nothing failed
-    "left": 4,  # rank, and what its "bye" said
-    "lost": 3,  # rank, text: a rank was found lost
+
+class Message:
+    """What ranks tell each other."""
+
+    __slots__ = ()
+
+
+# -- to the coordinator -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class NewSignature(Message):
+    """From here on the sender tells a signature by its number."""
+
+    number: int
+    signature: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Ask(Message):
+    """The sender takes part in an operation. ``signature`` is one, or the number of one."""
+
+    signature: int | dict[str, Any]
+    name: str
+    detail: Any
+
+
+@dataclass(slots=True)
+class Join(Message):
+    """The sender has no more data."""
+
+
+@dataclass(slots=True)
+class Waits(Message):
+    """The sender's only thread waits: for a key, or the number of a lane; for None it goes on.
+
+    ``waits_for`` are ranks, ``what`` tells it in words, ``label`` is the name that the user gave.
+    """
+
+    at: list[Any] | int | None
+    waits_for: list[int]
+    what: str
+    label: str | None
+
+
+# -- from the coordinator ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Run(Message):
+    """These operations run now. ``names``: [name, what was decided]; ``signatures``: for a rank that has not asked."""
+
+    sequence: int
+    process_set: int
+    kind: str
+    names: list[list[Any]]
+    signatures: list[dict[str, Any]] | None
+
+
+@dataclass(slots=True)
+class Reject(Message):
+    """An operation fails; ``cause`` is one of the three above."""
+
+    process_set: int
+    kind: str
+    name: str
+    text: str
+    cause: str
+
+
+@dataclass(slots=True)
+class Joined(Message):
+    """``rank`` takes part with zeros from now on."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class JoinDone(Message):
+    """All have joined, ``rank`` as the last one."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class JoinFailed(Message):
+    """A join can never end."""
+
+    text: str
+
+
+# -- from anyone ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LaneStarted(Message):
+    """A lane's operations were started up to ``sequence``: so far a rank that has joined takes part."""
+
+    lane: int
+    sequence: int
+
+
+@dataclass(slots=True)
+class LaneFailed(Message):
+    """A lane is of no use any more."""
+
+    lane: int
+    text: str
+
+
+@dataclass(slots=True)
+class GivenUp(Message):
+    """The sender will not use a step's results."""
+
+    lane: int
+    step: int
+
+
+@dataclass(slots=True)
+class Ended(Message):
+    """The sender takes no part in a step, nor in later ones."""
+
+    lane: int
+    step: int
+
+
+@dataclass(slots=True)
+class Ping(Message):
+    """Asks for a sign of life."""
+
+
+@dataclass(slots=True)
+class Pong(Message):
+    """A sign of life."""
+
+
+@dataclass(slots=True)
+class Bye(Message):
+    """The sender leaves. ``code`` is the exit code that the job shall have; 0 if nothing failed."""
+
+    reason: str
+    code: int
+
+
+@dataclass(slots=True)
+class Left(Message):
+    """What another rank said as it left."""
+
+    rank: int
+    reason: str
+    code: int
+
+
+@dataclass(slots=True)
+class Lost(Message):
+    """A rank was found lost; ``rank`` is None where nobody knows which."""
+
+    rank: int | None
+    text: str
+
+
+# By the first element of their arrays, whose others are the fields.
+KINDS: dict[str, type[Message]] = {
+    "signature": NewSignature,
+    "request": Ask,
+    "join": Join,
+    "blocked": Waits,
+    "run": Run,
+    "error": Reject,
+    "joined": Joined,
+    "join_done": JoinDone,
+    "join_error": JoinFailed,
+    "lane": LaneStarted,
+    "lane_error": LaneFailed,
+    "given_up": GivenUp,
+    "ended": Ended,
+    "ping": Ping,
+    "pong": Pong,
+    "bye": Bye,
+    "left": Left,
+    "lost": Lost,
 }
+_FIELDS = {cls: (kind, cls.__match_args__) for kind, cls in KINDS.items()}  # type: ignore[attr-defined]
 
 
 def encode(message: Message) -> bytes:
-    return _ENCODER.encode(message).encode()
+    kind, names = _FIELDS[type(message)]
+    return _ENCODER.encode([kind, *(getattr(message, name) for name in names)]).encode()
 
 
 def decode(payload: bytes) -> Message:
     """The message. Raises ValueError for bytes that no engine of this version sends."""
     try:
-        message: Any = _DECODER.decode(payload.decode())
+        array: Any = _DECODER.decode(payload.decode())
     except RecursionError:
         raise ValueError("a control message nested too deeply") from None
-    kind = message[0] if isinstance(message, list) and message else None
-    if not isinstance(kind, str) or SHAPES.get(kind) != len(message):
+    kind = array[0] if isinstance(array, list) and array else None
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None or len(array) != 1 + len(_FIELDS[cls][1]):
         raise ValueError(f"not a control message: {payload[:80]!r}")
-    decoded: Message = message
-    return decoded
+    return cls(*array[1:])

@@ -10,7 +10,27 @@ from typing import TYPE_CHECKING
 
 from hvdkit.engine.coordinator import Coordinator
 from hvdkit.engine.ending import exit_status
-from hvdkit.engine.messages import Message, decode, encode
+from hvdkit.engine.messages import (
+    Ask,
+    Bye,
+    Ended,
+    GivenUp,
+    JoinDone,
+    Joined,
+    JoinFailed,
+    LaneFailed,
+    LaneStarted,
+    Left,
+    Lost,
+    Message,
+    NewSignature,
+    Ping,
+    Pong,
+    Reject,
+    Run,
+    decode,
+    encode,
+)
 from hvdkit.engine.ops import KINDS
 from hvdkit.engine.requests import Key
 from hvdkit.errors import HorovodInternalError, PeerLostError
@@ -42,18 +62,18 @@ class Negotiation:
         name, detail = submission.key.name, submission.detail
         # What is asked for once would only push out signatures that come again.
         if not KINDS[signature["kind"]].comes_again or self._rank == 0:
-            self.send_to_coordinator(["request", signature, name, detail])
+            self.send_to_coordinator(Ask(signature, name, detail))
             return
         # As a key only: it stays in this process. Version 2 gives equal bytes for equal values.
         content = marshal.dumps(signature, 2)
         number = self._cached.get(content)
         if number is None:
             if len(self._cached) >= self._engine.settings.cache_capacity:
-                self.send_to_coordinator(["request", signature, name, detail])
+                self.send_to_coordinator(Ask(signature, name, detail))
                 return
             number = self._cached[content] = len(self._cached)
-            self.send_to_coordinator(["signature", number, signature])
-        self.send_to_coordinator(["request", number, name, detail])
+            self.send_to_coordinator(NewSignature(number, signature))
+        self.send_to_coordinator(Ask(number, name, detail))
 
     def send_to_coordinator(self, message: Message) -> None:
         if self.coordinator is not None:
@@ -64,7 +84,7 @@ class Negotiation:
     def send(self, rank: int, message: Message) -> None:
         if rank == self._rank:
             self._take(rank, message)
-        elif rank not in self.departed or message[0] in ("bye", "pong"):  # who said goodbye waits for ours
+        elif rank not in self.departed or isinstance(message, (Bye, Pong)):  # who said goodbye waits for ours
             self._engine.transport.send_control(rank, encode(message))
 
     def tell_everyone(self, message: Message) -> None:
@@ -124,42 +144,45 @@ class Negotiation:
                 )
 
     def _take(self, sender: int, message: Message) -> None:
-        engine, kind = self._engine, message[0]
-        if kind == "run":
-            engine.batches.run(message)
-        elif kind == "error":
-            engine.reject(Key(*message[1:4]), message[4], message[5])
-        elif kind == "joined":
-            engine.joining.joined(message[1])
-        elif kind == "join_done":
-            engine.joining.done(message[1])
-        elif kind == "join_error":
-            engine.joining.fail(PeerLostError(message[1]))
-        elif kind == "lane":
-            engine.joining.follow(message[1], message[2])
-        elif kind == "given_up":
-            engine.lane_given_up(sender, message[1], message[2])
-        elif kind == "ended":
-            engine.lane_ended(sender, message[1], message[2])
-        elif kind == "lane_error":
-            engine.lane_failed(message[1], message[2])
-        elif kind == "ping":
-            self.tell([sender], ["pong"])  # who has left meanwhile needs none
-        elif kind == "bye":
-            failed_first = not self.failed_with
-            self._note_departed(sender, message[1], message[2])
-            if self.coordinator is not None:
-                if failed_first and self.failed_with:  # before what ranks are answered because of it
-                    self.tell_everyone(["left", sender, *message[1:]])
-                self.coordinator.depart(sender, message[1])
-        elif kind == "left":
-            self._note_departed(*message[1:])
-        elif kind == "lost":
-            engine.fail(PeerLostError(message[2], message[1]))
-        elif kind != "pong":
-            if self.coordinator is None:
-                raise ValueError(f"{kind!r} is for the coordinator")
-            self.coordinator.receive(sender, message, monotonic())
+        engine = self._engine
+        match message:
+            case Run():
+                engine.batches.run(message)
+            case Reject():
+                engine.reject(Key(message.process_set, message.kind, message.name), message.text, message.cause)
+            case Joined(rank):
+                engine.joining.joined(rank)
+            case JoinDone(rank):
+                engine.joining.done(rank)
+            case JoinFailed(text):
+                engine.joining.fail(PeerLostError(text))
+            case LaneStarted(lane, sequence):
+                engine.joining.follow(lane, sequence)
+            case GivenUp(lane, step):
+                engine.lane_given_up(sender, lane, step)
+            case Ended(lane, step):
+                engine.lane_ended(sender, lane, step)
+            case LaneFailed(lane, text):
+                engine.lane_failed(lane, text)
+            case Ping():
+                self.tell([sender], Pong())  # who has left meanwhile needs none
+            case Pong():
+                pass  # to have heard of it was all
+            case Bye(reason, code):
+                failed_first = not self.failed_with
+                self._note_departed(sender, reason, code)
+                if self.coordinator is not None:
+                    if failed_first and self.failed_with:  # before what ranks are answered because of it
+                        self.tell_everyone(Left(sender, reason, code))
+                    self.coordinator.depart(sender, reason)
+            case Left(rank, reason, code):
+                self._note_departed(rank, reason, code)
+            case Lost(rank, text):
+                engine.fail(PeerLostError(text, rank))
+            case _:
+                if self.coordinator is None:
+                    raise ValueError(f"{type(message).__name__} is for the coordinator")
+                self.coordinator.receive(sender, message, monotonic())
 
     def _note_departed(self, rank: int, reason: str, code: int) -> None:
         self.departed[rank] = str(reason)

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.liveness import Liveness, Loss
+from hvdkit.engine.messages import Lost, Ping, Waits
 from hvdkit.errors import PeerLostError, StallError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Watch:
         """The calling thread goes on."""
         waiting = self._waiting.pop(threading.get_ident(), None)
         if waiting is not None and waiting.told_at and self._engine.error is None:
-            self._engine.later(["blocked", None, [], "", None])
+            self._engine.later(Waits(None, [], "", None))
 
     def look(self, now: float) -> None:
         """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""
@@ -138,14 +139,14 @@ class Watch:
             engine = self._engine
             if waiting.lane is not None:
                 lane = waiting.lane
-                message = ["blocked", lane.lane_id, sorted(self._awaited_on_lanes()), lane.waiting_for(), lane.name]
+                message = Waits(lane.lane_id, sorted(self._awaited_on_lanes()), lane.waiting_for(), lane.name)
             else:
                 assert waiting.handle is not None
                 key = next((k for k, s in engine.submissions.items() if s.handle is waiting.handle), None)
                 if key is None:
                     continue  # it runs; what it waits for is data
                 place = [key.process_set, key.kind, key.name]
-                message = ["blocked", place, [], waiting.handle.what, waiting.handle.label]
+                message = Waits(place, [], waiting.handle.what, waiting.handle.label)
             engine.negotiation.send_to_coordinator(message)
 
     def _awaited_on_lanes(self) -> set[int]:
@@ -224,10 +225,10 @@ class Watch:
         self._count_beats(awaited, now)
         to_ask, losses = self._liveness.check(awaited, now)
         for rank in to_ask:
-            engine.negotiation.send(rank, ["ping"])
+            engine.negotiation.send(rank, Ping())
         if losses:
             text = self.told_loss(losses[0])
-            engine.negotiation.tell_everyone(["lost", losses[0].rank, text])
+            engine.negotiation.tell_everyone(Lost(losses[0].rank, text))
             raise PeerLostError(text)
 
     def _count_beats(self, ranks: Collection[int], now: float) -> None:

@@ -7,6 +7,18 @@ import random
 import pytest
 
 from hvdkit.engine.coordinator import Coordinator, Entry
+from hvdkit.engine.messages import (
+    STALLED,
+    Ask,
+    Join,
+    JoinDone,
+    Joined,
+    JoinFailed,
+    NewSignature,
+    Reject,
+    Run,
+    Waits,
+)
 from hvdkit.engine.requests import Key
 
 
@@ -18,7 +30,7 @@ def allreduce(shape=(4,), dtype="float32", op=1, process_set=0, device="cpu"):
 
 
 def request(signature, name="x", detail=None):
-    return ["request", signature, name, detail]
+    return Ask(signature, name, detail)
 
 
 def sent_to(outgoing, rank):
@@ -33,7 +45,7 @@ def test_an_operation_runs_on_all_ranks_once_all_have_asked():
     coordinator.receive(1, request(allreduce()), 0.0)
     outgoing = coordinator.take_outgoing()
     assert [rank for rank, _ in outgoing] == [0, 1, 2]
-    assert all(message == ["run", 1, 0, "allreduce", [["x", None]], None] for _, message in outgoing)
+    assert all(message == Run(1, 0, "allreduce", [["x", None]], None) for _, message in outgoing)
 
 
 def test_all_ranks_get_the_same_order_whatever_order_they_asked_in():
@@ -45,7 +57,7 @@ def test_all_ranks_get_the_same_order_whatever_order_they_asked_in():
     for rank, name in asked:
         coordinator.receive(rank, request(allreduce(), name), 0.0)
         for target, message in coordinator.take_outgoing():
-            ran[target] += [told[0] for told in message[4]]
+            ran[target] += [told[0] for told in message.names]
     assert sorted(ran[0]) == sorted(names)
     assert ran[0] == ran[1] == ran[2] == ran[3]
 
@@ -53,11 +65,11 @@ def test_all_ranks_get_the_same_order_whatever_order_they_asked_in():
 def test_a_signature_travels_once():
     coordinator = Coordinator(2, 1 << 20)
     for rank in range(2):
-        coordinator.receive(rank, ["signature", 7, allreduce()], 0.0)
+        coordinator.receive(rank, NewSignature(7, allreduce()), 0.0)
     for name in ("a", "b"):
         for rank in range(2):
             coordinator.receive(rank, request(7, name), 0.0)
-        assert sent_to(coordinator.take_outgoing(), 0)[0][4] == [[name, None]]
+        assert sent_to(coordinator.take_outgoing(), 0)[0].names == [[name, None]]
     with pytest.raises(ValueError, match="unknown signature"):
         coordinator.receive(0, request(8, "c"), 0.0)
 
@@ -68,7 +80,7 @@ def test_ready_allreduces_that_match_are_batched_up_to_the_threshold():
         for name in ("a", "b", "c"):
             coordinator.receive(rank, request(allreduce(), name), 0.0)
         coordinator.receive(rank, request(allreduce(dtype="float64"), "d"), 0.0)
-    batches = [[name for name, _ in message[4]] for message in sent_to(coordinator.take_outgoing(), 1)]
+    batches = [[name for name, _ in message.names] for message in sent_to(coordinator.take_outgoing(), 1)]
     assert batches == [["a", "b"], ["c"], ["d"]]
 
 
@@ -84,12 +96,12 @@ def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, is_first):
     outgoing = [*first, *coordinator.take_outgoing()]
     assert [rank for rank, _ in first] == ([1] if is_first else [])
     assert sorted(rank for rank, _ in outgoing) == [0, 1]
-    texts = {message[4] for _, message in outgoing}
+    texts = {message.text for _, message in outgoing}
     assert len(texts) == 1
     assert "splits for alltoall 'x': rank 1" in texts.pop()
     coordinator.receive(0, good, 0.0)
     coordinator.receive(1, good, 0.0)
-    assert all(message[0] == "run" for _, message in coordinator.take_outgoing())
+    assert all(isinstance(message, Run) for _, message in coordinator.take_outgoing())
 
 
 def test_a_slow_rank_hears_of_each_failure_under_a_name_however_many_there_were():
@@ -102,10 +114,10 @@ def test_a_slow_rank_hears_of_each_failure_under_a_name_however_many_there_were(
         coordinator.receive(1, request(signature, detail=[3, None]), 0.0)
     told = coordinator.take_outgoing()
     for rank in range(3):
-        assert [message[4].split()[-1] for message in sent_to(told, rank)] == ["first", "second"]
+        assert [message.text.split()[-1] for message in sent_to(told, rank)] == ["first", "second"]
     for rank in range(3):
         coordinator.receive(rank, request(signature, detail=[3, None]), 0.0)
-    assert [message[0] for _, message in coordinator.take_outgoing()] == ["run"] * 3
+    assert [type(message) for _, message in coordinator.take_outgoing()] == [Run] * 3
 
 
 @pytest.mark.parametrize("dtypes", [("float32",), ("float16", "float32")])
@@ -124,7 +136,7 @@ def test_how_often_ready_operations_are_looked_at_grows_with_their_number_alone(
         for number in range(count):
             coordinator.receive(rank, request(allreduce(dtype=dtypes[number % len(dtypes)]), f"t{number}"), 0.0)
     (*batches,) = sent_to(coordinator.take_outgoing(), 0)
-    assert [name for batch in batches for name, _ in batch[4]] == [f"t{number}" for number in range(count)]
+    assert [name for batch in batches for name, _ in batch.names] == [f"t{number}" for number in range(count)]
     assert looked <= 2 * count  # once in its own batch, once where the batch before it ends
 
 
@@ -144,8 +156,8 @@ def test_a_mismatch_is_told_to_every_rank_with_what_each_sent(other, told):
     outgoing = coordinator.take_outgoing()
     assert [rank for rank, _ in outgoing] == [0, 1, 2]
     for _, message in outgoing:
-        assert message[:4] == ["error", 0, "allreduce", "x"]
-        assert told in message[4]
+        assert (message.process_set, message.kind, message.name) == (0, "allreduce", "x")
+        assert told in message.text
     # and the name can be used again
     for rank in range(3):
         coordinator.receive(rank, request(allreduce()), 1.0)
@@ -154,28 +166,28 @@ def test_a_mismatch_is_told_to_every_rank_with_what_each_sent(other, told):
 
 def test_a_rank_that_has_joined_is_counted_in_and_gets_the_signature():
     coordinator = Coordinator(3, 1 << 20)
-    coordinator.receive(1, ["join"], 0.0)
-    assert all(message == ["joined", 1] for _, message in coordinator.take_outgoing())
+    coordinator.receive(1, Join(), 0.0)
+    assert all(message == Joined(1) for _, message in coordinator.take_outgoing())
     for rank in (0, 2):
         coordinator.receive(rank, request(allreduce()), 0.0)
     outgoing = coordinator.take_outgoing()
-    assert sent_to(outgoing, 0)[0][5] is None
-    assert sent_to(outgoing, 1)[0][5] == [allreduce()]
-    coordinator.receive(2, ["join"], 0.0)
-    coordinator.receive(0, ["join"], 0.0)
-    done = [message for _, message in coordinator.take_outgoing() if message[0] == "join_done"]
-    assert done == [["join_done", 0]] * 3
+    assert sent_to(outgoing, 0)[0].signatures is None
+    assert sent_to(outgoing, 1)[0].signatures == [allreduce()]
+    coordinator.receive(2, Join(), 0.0)
+    coordinator.receive(0, Join(), 0.0)
+    done = [message for _, message in coordinator.take_outgoing() if isinstance(message, JoinDone)]
+    assert done == [JoinDone(0)] * 3
 
 
 def test_a_gather_is_refused_while_a_rank_has_joined():
     coordinator = Coordinator(2, 0)
-    coordinator.receive(1, ["join"], 0.0)
+    coordinator.receive(1, Join(), 0.0)
     coordinator.take_outgoing()
     gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
     coordinator.receive(0, request(gather, "g", [3]), 0.0)
     ((rank, message),) = coordinator.take_outgoing()
     assert rank == 0
-    assert "not supported with Join" in message[4]
+    assert "not supported with Join" in message.text
 
 
 def test_each_rank_learns_the_first_dimensions_of_all():
@@ -183,17 +195,17 @@ def test_each_rank_learns_the_first_dimensions_of_all():
     gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*", 2]], "device": "cpu"}
     for rank, rows in ((0, 3), (1, 5)):
         coordinator.receive(rank, request(gather, "g", [rows]), 0.0)
-    assert sent_to(coordinator.take_outgoing(), 1)[0][4] == [["g", [[3], [5]]]]
+    assert sent_to(coordinator.take_outgoing(), 1)[0].names == [["g", [[3], [5]]]]
 
 
 def test_process_sets_run_among_their_members_and_are_numbered():
     coordinator = Coordinator(4, 0)
     for rank in range(4):
         coordinator.receive(rank, request({"kind": "add_process_set", "ps": 0, "ranks": [1, 3]}, "p"), 0.0)
-    assert sent_to(coordinator.take_outgoing(), 2)[0][4] == [["p", 1]]
+    assert sent_to(coordinator.take_outgoing(), 2)[0].names == [["p", 1]]
     for rank in range(4):
         coordinator.receive(rank, request({"kind": "add_process_set", "ps": 0, "ranks": [1, 3]}, "q"), 0.0)
-    assert sent_to(coordinator.take_outgoing(), 0)[0][4] == [["q", None]], "a duplicate has no new number"
+    assert sent_to(coordinator.take_outgoing(), 0)[0].names == [["q", None]], "a duplicate has no new number"
     for rank in (1, 3):
         coordinator.receive(rank, request(allreduce(process_set=1)), 0.0)
     assert [rank for rank, _ in coordinator.take_outgoing()] == [1, 3]
@@ -208,7 +220,7 @@ def test_the_same_name_in_two_process_sets_is_two_operations():
 
 
 def blocked(process_set, kind="allreduce", name="x"):
-    return ["blocked", [process_set, kind, name], [], f"{kind} '{name}' in process set {process_set}", name]
+    return Waits([process_set, kind, name], [], f"{kind} '{name}' in process set {process_set}", name)
 
 
 def test_ranks_that_wait_for_each_other_in_different_process_sets_get_an_error():
@@ -223,7 +235,7 @@ def test_ranks_that_wait_for_each_other_in_different_process_sets_get_an_error()
     coordinator.receive(1, blocked(1), 0.5)
     outgoing = coordinator.take_outgoing()
     assert {rank for rank, _ in outgoing} == {0, 1}
-    assert all("rank 0 waits in" in message[4] and "rank 1 waits in" in message[4] for _, message in outgoing)
+    assert all("rank 0 waits in" in message.text and "rank 1 waits in" in message.text for _, message in outgoing)
     coordinator.receive(2, request(allreduce()), 0.5)
     assert [rank for rank, _ in coordinator.take_outgoing()] == [2], "a rank that comes late is told too"
 
@@ -235,12 +247,12 @@ def test_one_name_for_different_operations_is_an_error_on_every_rank_at_once():
     coordinator.receive(1, request(broadcast), 0.0)
     outgoing = coordinator.take_outgoing()
     assert {rank for rank, _ in outgoing} == {0, 1}
-    assert all("rank 0 sent allreduce; rank 1 sent broadcast" in message[4] for _, message in outgoing)
+    assert all("rank 0 sent allreduce; rank 1 sent broadcast" in message.text for _, message in outgoing)
     coordinator.receive(2, request(broadcast), 0.1)
-    assert [message[2] for _, message in coordinator.take_outgoing()] == ["broadcast"], "a late rank is told, once"
+    assert [message.kind for _, message in coordinator.take_outgoing()] == ["broadcast"], "a late rank is told, once"
     for rank in range(3):
         coordinator.receive(rank, request(allreduce()), 1.0)
-    assert [message[0] for _, message in coordinator.take_outgoing()] == ["run"] * 3
+    assert [type(message) for _, message in coordinator.take_outgoing()] == [Run] * 3
 
 
 def test_operations_of_all_kinds_may_be_ready_in_the_same_round():
@@ -250,24 +262,24 @@ def test_operations_of_all_kinds_may_be_ready_in_the_same_round():
         coordinator.receive(rank, request({"kind": "barrier", "ps": 0}, "b"), 0.0)
         coordinator.receive(rank, request({"kind": "plan", "ps": 0, "slots": []}, "p"), 0.0)
         coordinator.receive(rank, request(allreduce(), "c"), 0.0)
-    kinds = [message[3] for message in sent_to(coordinator.take_outgoing(), 1)]
+    kinds = [message.kind for message in sent_to(coordinator.take_outgoing(), 1)]
     assert kinds == ["allreduce", "barrier", "plan", "allreduce"]
 
 
 def test_what_waited_for_the_last_rank_to_join_runs_before_the_join_ends():
     coordinator = Coordinator(2, 0)
     coordinator.receive(0, request(allreduce()), 0.0)
-    coordinator.receive(0, ["join"], 0.0)
-    coordinator.receive(1, ["join"], 0.0)
-    assert [message[0] for message in sent_to(coordinator.take_outgoing(), 0)] == ["joined", "run", "join_done"]
+    coordinator.receive(0, Join(), 0.0)
+    coordinator.receive(1, Join(), 0.0)
+    assert [type(message) for message in sent_to(coordinator.take_outgoing(), 0)] == [Joined, Run, JoinDone]
 
 
 def test_a_join_fails_when_a_rank_leaves():
     coordinator = Coordinator(3, 0)
-    coordinator.receive(0, ["join"], 0.0)
+    coordinator.receive(0, Join(), 0.0)
     coordinator.depart(2, "it raised")
-    coordinator.receive(1, ["join"], 0.0)
-    errors = [(rank, message[1]) for rank, message in coordinator.take_outgoing() if message[0] == "join_error"]
+    coordinator.receive(1, Join(), 0.0)
+    errors = [(rank, message.text) for rank, message in coordinator.take_outgoing() if isinstance(message, JoinFailed)]
     assert [rank for rank, _ in errors] == [0, 1]
     assert all("rank 2, which has left the job: it raised" in text for _, text in errors)
 
@@ -275,13 +287,13 @@ def test_a_join_fails_when_a_rank_leaves():
 def test_a_rank_that_joined_is_not_told_of_an_error_it_had_no_part_in():
     coordinator = Coordinator(2, 0)
     gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
-    coordinator.receive(1, ["join"], 0.0)
+    coordinator.receive(1, Join(), 0.0)
     coordinator.receive(0, request(gather, "g", [3]), 0.0)
-    coordinator.receive(0, ["join"], 0.0)
+    coordinator.receive(0, Join(), 0.0)
     coordinator.take_outgoing()
     for rank in range(2):
         coordinator.receive(rank, request(gather, "g", [3]), 1.0)
-    assert [message[0] for _, message in coordinator.take_outgoing()] == ["run", "run"]
+    assert [type(message) for _, message in coordinator.take_outgoing()] == [Run, Run]
 
 
 def test_removing_a_process_set_ends_what_waits_in_it():
@@ -291,7 +303,8 @@ def test_removing_a_process_set_ends_what_waits_in_it():
     for rank in range(2):
         coordinator.receive(rank, request({"kind": "remove_process_set", "ps": 0, "id": 1}, "r"), 0.0)
     messages = sent_to(coordinator.take_outgoing(), 0)
-    assert sorted(message[0] for message in messages) == ["error", "run"]
+    assert {type(message) for message in messages} == {Reject, Run}
+    assert len(messages) == 2
 
 
 def test_a_rank_that_goes_on_is_not_in_a_dead_lock():
@@ -300,7 +313,7 @@ def test_a_rank_that_goes_on_is_not_in_a_dead_lock():
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.receive(1, request(allreduce(process_set=1)), 0.0)
     coordinator.receive(0, blocked(0), 0.3)
-    coordinator.receive(0, ["blocked", None, [], "", None], 0.35)
+    coordinator.receive(0, Waits(None, [], "", None), 0.35)
     coordinator.receive(1, blocked(1), 0.4)
     assert coordinator.take_outgoing() == []
 
@@ -312,7 +325,7 @@ def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
     coordinator.receive(1, request(allreduce()), 0.1)
     outgoing = coordinator.take_outgoing()
     assert [rank for rank, _ in outgoing] == [0, 1]
-    assert all("rank 2, which has left the job: it called hvd.shutdown()" in message[4] for _, message in outgoing)
+    assert all("rank 2, which has left the job: it called hvd.shutdown()" in message.text for _, message in outgoing)
 
 
 def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():
@@ -323,7 +336,7 @@ def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():
     assert (stall.key, stall.submitted, stall.missing) == (Key(0, "allreduce", "x"), [1], [0, 2])
     assert coordinator.new_stalls(72.0, 60.0) == []
     coordinator.give_up(stall.key, "too late")
-    assert coordinator.take_outgoing() == [(1, ["error", 0, "allreduce", "x", "too late", "stalled"])]
+    assert coordinator.take_outgoing() == [(1, Reject(0, "allreduce", "x", "too late", STALLED))]
 
 
 def test_plans_are_compared_parameter_by_parameter():
@@ -342,4 +355,4 @@ def test_plans_are_compared_parameter_by_parameter():
         outgoing = coordinator.take_outgoing()
         assert len(outgoing) == 2
         for _, message in outgoing:
-            assert told in message[4]
+            assert told in message.text

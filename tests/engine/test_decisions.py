@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.engine.liveness import Liveness, Loss
-from hvdkit.engine.messages import decode, encode
+from hvdkit.engine.messages import Ask, decode, encode
 from hvdkit.engine.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.topology import topology_of
 
@@ -170,8 +170,18 @@ def test_nodes_of_one_name_and_different_sizes_are_told_apart():
 
 
 def test_control_messages_survive_the_wire_and_nothing_else_is_taken():
-    message = ["request", 3, "näme", [[1, 2], None]]
+    message = Ask(3, "näme", [[1, 2], None])
     assert decode(encode(message)) == message
-    for garbage in (b"", b"{}", b"[]", b'["request"]', b'["unknown", 1]', b"\x80\x04K\x01.", b"[" * 10_000):
+    for garbage in (
+        b"",
+        b"{}",
+        b"[]",
+        b'["request"]',
+        b'["ping", 1]',
+        b"[[]]",
+        b'["unknown", 1]',
+        b"\x80\x04K\x01.",
+        b"[" * 10_000,
+    ):
         with pytest.raises(ValueError, match=r"control message|Expecting|codec|delimiter"):
             decode(garbage)

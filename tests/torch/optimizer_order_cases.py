@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hvdkit.engine import runtime
+from hvdkit.engine.messages import Ask
 from tests.torch.optimizer_support import assert_close
 
 SEEN = ["c", "a", "e", "b", "d"]  # by rank 0 in the first step; the others see the reverse
@@ -80,7 +81,9 @@ def case_planned_gradients_are_not_negotiated(hvd: Any) -> None:
         backward(hvd, net, SEEN)
         optimizer.step()
         # The plan itself is negotiated, so the count counts.
-        signatures = [message[1] for message in messages if message[0] == "request" and isinstance(message[1], dict)]
+        signatures = [
+            asked.signature for asked in messages if isinstance(asked, Ask) and isinstance(asked.signature, dict)
+        ]
         assert [signature["kind"] for signature in signatures].count("plan") == 1, messages
     optimizer.zero_grad()
     hvd.barrier()
