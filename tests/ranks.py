@@ -151,6 +151,12 @@ def run_ranks(
         for process in processes:
             outputs.append(_output(process, timeout, progress))
             statuses.append(process.returncode)
+    except subprocess.TimeoutExpired as stuck:
+        for process in processes:
+            process.kill()
+        outputs += [process.communicate()[0] for process in processes[len(outputs) :]]
+        stuck.output = "\n".join(outputs).encode()
+        raise
     finally:
         for process in processes:
             if process.poll() is None:

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 from hvdkit.config import Settings
 from hvdkit.engine.session import Session
 from hvdkit.environments.base import World
+from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Bytes, Transfer, Transport
 
 T = TypeVar("T")
 Way = tuple[int, int, int]  # sender, receiver and tag
 
-JOB_SECONDS = 60.0
+JOB_SECONDS = 150.0  # longer than the engine itself waits
 
 
 class _Receive:
@@ -65,6 +66,7 @@ class ThreadTransport(Transport):
 
     name = "threads"
     polling = False
+    beats = False
 
     def __init__(self, rank: int, size: int, wires: Wires) -> None:
         self.rank, self.size, self._wires = rank, size, wires
@@ -112,7 +114,7 @@ class ThreadTransport(Transport):
         self._wires.wakers[self.rank] = waker
 
     def lost_peers(self) -> dict[int, str]:
-        return {rank: how for rank, how in self._wires.lost.items() if rank != self.rank}
+        return {rank: how for rank, how in self._wires.lost.copy().items() if rank != self.rank}
 
     def close(self, graceful: bool) -> None:
         self._wires.wakers[self.rank] = lambda: None
@@ -127,8 +129,8 @@ def on_threads(
 ) -> list[T | None]:
     """What ``run(session)`` returns on each of ``size`` ranks, each a thread with a session of its own.
 
-    ``settings`` are fields of Settings. For one that ``Dies`` it is None. Raises what a rank raised, the lowest first,
-    and AssertionError for one that does not end.
+    ``settings`` are fields of Settings. For one that ``Dies`` it is None. Raises what a rank raised, and AssertionError
+    for one that does not end.
     """
     wires = Wires(size)
     asked = replace(Settings(), node_memory=False, verify=0, **settings)
@@ -145,7 +147,9 @@ def on_threads(
                 wires.cut(rank)
                 results[rank] = None
             finally:
-                session.close()
+                lost = session.close()
+            if lost is not None:
+                raise lost
         except BaseException as error:
             errors[rank] = error
 
@@ -154,8 +158,8 @@ def on_threads(
         thread.start()
     for thread in threads:
         thread.join(JOB_SECONDS)
-    if errors:
-        raise errors[min(errors)]
+    if errors:  # that of the engine's may follow from what failed on another rank
+        raise min(errors.items(), key=lambda one: (isinstance(one[1], HorovodInternalError), one[0]))[1]
     hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     assert not hanging, f"ranks {hanging} did not end in {JOB_SECONDS:g} s"
     return [results[rank] for rank in range(size)]

@@ -100,7 +100,7 @@ class Coordinator:
             case Join():
                 self._join(rank)
             case Waits():
-                self._break_dead_locks(rank, message)
+                self._break_dead_lock(rank, message)
             case _:
                 raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
 
@@ -218,8 +218,9 @@ class Coordinator:
         entry = self._pending.get(key)
         return [] if entry is None else self._missing(key, entry)
 
-    def _break_dead_locks(self, rank: int, message: Waits) -> None:
-        for found in self._dead_locks.told(rank, message):
+    def _break_dead_lock(self, rank: int, message: Waits) -> None:
+        found = self._dead_locks.told(rank, message)
+        if found is not None:
             self._fail([key for key in found.keys if key in self._pending], found.text)
             for lane, stuck in found.lanes:
                 self._outgoing += [(member, LaneFailed(lane, found.text)) for member in stuck]

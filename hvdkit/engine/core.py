@@ -1,4 +1,4 @@
-"""The engine of one process: takes requests, drives what is in flight, ends every wait with a result or an error."""
+"""The engine of one session: takes requests, drives what is in flight, ends every wait with a result or an error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REJECTED: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT
 
 
 class Engine(NamedOperations):
-    """All collective communication of this process."""
+    """All collective communication of this rank in its job."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Engine(NamedOperations):
     def _break(self, failure: HorovodInternalError, broken: bool) -> None:
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
-            rank = failure.rank if isinstance(failure, PeerLostError) else self.topology.rank
+            rank = failure.rank if isinstance(failure, PeerLostError) else None
             self.negotiation.tell_everyone(Lost(rank, str(failure)))
         self.fail(failure)
 

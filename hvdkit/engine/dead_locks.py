@@ -37,11 +37,11 @@ class DeadLocks:
         self._missing = missing
         self._blocked: dict[int, Blocked] = {}
 
-    def told(self, rank: int, message: Waits) -> list[DeadLock]:
-        """A rank tells that its only thread waits (or, with None, that it goes on): the dead-locks that this shows."""
+    def told(self, rank: int, message: Waits) -> DeadLock | None:
+        """A rank tells that its only thread waits (or, with None, that it goes on): the dead-lock that this shows."""
         if message.at is None:
             self._blocked.pop(rank, None)
-            return []
+            return None
         key = Key(*message.at) if isinstance(message.at, list) else None
         lane = message.at if isinstance(message.at, int) else None
         earlier = self._blocked.get(rank)
@@ -52,11 +52,10 @@ class DeadLocks:
             # What the others said before may be over: a rank that was slow to tell so must not be taken for stuck.
             for theirs in self._blocked.values():
                 theirs.tells = 0
-        found = []
-        for other, theirs in list(self._blocked.items()):
-            if other != rank and rank in self._blocked and self._wait_for_each_other(rank, ours, other, theirs):
-                found.append(self._broken(rank, ours, other, theirs))
-        return found
+        for other, theirs in self._blocked.items():
+            if other != rank and self._wait_for_each_other(rank, ours, other, theirs):
+                return self._broken(rank, ours, other, theirs)
+        return None
 
     def _waits_for(self, blocked: Blocked) -> list[int]:
         return blocked.waits_for if blocked.key is None else self._missing(blocked.key)

@@ -62,8 +62,9 @@ class Session:
             transport = connected.start(exchange, start_seconds, settings.timeout_seconds)
             transport = share_memory(transport, topology, settings, exchange)
             network = Network(0.0, 0.0)
-            if transport.size > 1:
+            if transport.size > 1 and transport.beats:
                 self._heartbeat = start_heartbeat(transport, world, exchange, settings.timeout_seconds, start_seconds)
+            if transport.size > 1:
                 network = measure_network(transport, topology.nodes, settings.timeout_seconds)
             self.engine = Engine(transport, topology, settings, network, process_sets, self._heartbeat, going_on)
         except BaseException:

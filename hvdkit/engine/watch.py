@@ -200,7 +200,8 @@ class Watch:
             if rank is not None and now - max(operation.since, self._departed_at[rank]) > DEPARTED_SECONDS:
                 raise PeerLostError(
                     f"{operation.what} on {self._engine.told()} waits for {self._engine.topology.told(rank)}, "
-                    f"which has left the job: {departed[rank]}."
+                    f"which has left the job: {departed[rank]}.",
+                    rank,
                 )
         if 0 in departed and (self._engine.submissions or self._engine.joining.waiting):
             if self._engine.joining.waiting:
@@ -229,7 +230,7 @@ class Watch:
         if losses:
             text = self.told_loss(losses[0])
             engine.negotiation.tell_everyone(Lost(losses[0].rank, text))
-            raise PeerLostError(text)
+            raise PeerLostError(text, losses[0].rank)
 
     def _count_beats(self, ranks: Collection[int], now: float) -> None:
         heartbeat = self._engine.heartbeat

@@ -1,4 +1,7 @@
-"""The checksum of bytes in numpy: what it means, and the fallback where no C++ was compiled."""
+"""The checksum of bytes in numpy: what it means, and the fallback where no C++ was compiled.
+
+Errors for wrong arguments are the native code's; here only what came from another rank is checked.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Everything is float32 arithmetic, one rounding an operation. The scale of a block that holds what is not finite is NaN,
 which decodes to NaN: nobody takes such a gradient for a good one.
+
+Errors for wrong arguments are the native code's; here only what came from another rank is checked.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A factor is a flat float32 array of vectors, one after the other: ``left`` has vectors as long as the matrix has rows,
 ``right`` as long as it has columns. Everything is float32 arithmetic (dot products of ``orthonormalise`` are float64),
 one rounding an operation, in an order that no processor changes: ranks compute the same factors each for itself.
+
+Errors for wrong arguments are the native code's; here only what came from another rank is checked.
 """
 
 from __future__ import annotations

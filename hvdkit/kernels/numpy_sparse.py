@@ -1,4 +1,7 @@
-"""The kernels around a sparse selection in numpy: what they mean, and the fallback where no C++ was compiled."""
+"""The kernels around a sparse selection in numpy: what they mean, and the fallback where no C++ was compiled.
+
+Errors for wrong arguments are the native code's; here only what came from another rank is checked.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1
     not ascend or are beyond ``out``, which is then as it was.
     """
     if values.size != indices.size:
-        raise ValueError(f"values: expected {indices.size} elements as in indices, got {values.size}")
+        raise ValueError(f"scatter_add_into: values: expected {indices.size} elements as in indices, got {values.size}")
     bad = indices >= out.size
     bad[1:] |= indices[1:] <= indices[:-1]
     if bad.any():

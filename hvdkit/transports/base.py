@@ -120,6 +120,8 @@ class Transport(ABC):
     bell: Any = None
     # The window, and the place in it, where this node's ranks count the signs of life of all; None: each by itself.
     signs_of_life: Any = None
+    # Whether ranks must beat for others to see that they live; not if they are threads of one process.
+    beats = True
     # The devices ("cuda", "cpu") for which there may be collectives; tensors on others are staged in host memory.
     device_types: frozenset[str] = frozenset()
     # Those of them ("cpu") whose memory is the host's, where our own kernels encode quicker than PyTorch's operations.

@@ -40,7 +40,8 @@ class Quantised(Coder):
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
         blocks = wanted.view(len(wanted), -1, self._codec.block)
         scales = blocks.abs().amax(dim=2) / self._largest
-        multiples = blocks / torch.where(scales == 0, 1.0, scales)[:, :, None]
+        # Not divided: as on the host, or what is near the middle of two codes would get another one.
+        multiples = blocks * (1.0 / torch.where(scales == 0, 1.0, scales))[:, :, None]
         if self._codec.stochastic:
             generator = torch.Generator(wanted.device)
             generator.manual_seed((self._words + phase * 0xC2B2AE35) % 2**63)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hvdkit.kernels import numpy_kernels
+from hvdkit.kernels import ReduceOp, numpy_kernels
 from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, HALVES
 
 Array = npt.NDArray[Any]
@@ -22,6 +22,7 @@ except ImportError:
 
 needs_native = pytest.mark.skipif(native is None, reason="hvdkit.kernels._native is not built: no C++ compiler found")
 
+KERNEL_OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 BACKENDS = [
     pytest.param(numpy_kernels, id="numpy"),
     pytest.param(native, id="native", marks=needs_native),

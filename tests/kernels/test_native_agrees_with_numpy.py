@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hvdkit.kernels import numpy_kernels
 from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS
-from hvdkit.kernels.reduce_op import KERNEL_OPS, ReduceOp
+from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.kernels.scale import LARGEST_DIVISOR, Scale
-from tests.kernels.arrays import assert_same_bits, destinations, misaligned, native, needs_native, values
+from tests.kernels.arrays import KERNEL_OPS, assert_same_bits, destinations, misaligned, native, needs_native, values
 
 pytestmark = needs_native
 SUM = ReduceOp.SUM

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, RandomK, TopK
@@ -68,6 +68,7 @@ def on_host(codec: LossyCodec, values: np.ndarray, kept: np.ndarray) -> tuple[np
 
 @pytest.mark.parametrize("name", EXACT)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 700), st.floats(1e-6, 1e6))
+@example(583, 583, 87450.25)  # a value in the middle of two codes
 @settings(deadline=None, max_examples=40)
 def test_a_payload_stands_for_what_it_stands_for_on_the_host(name: str, seed: int, count: int, size: float) -> None:
     codec, draw = EXACT[name], np.random.default_rng(seed)

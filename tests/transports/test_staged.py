@@ -20,8 +20,7 @@ from hvdkit.collectives.group import partition
 from hvdkit.collectives.staging import Mode
 from hvdkit.kernels import ReduceOp, Scale, numpy_kernels
 from hvdkit.kernels.dtypes import DTYPES
-from hvdkit.kernels.reduce_op import KERNEL_OPS
-from tests.kernels.arrays import Array, assert_same_bits, misaligned, values
+from tests.kernels.arrays import KERNEL_OPS, Array, assert_same_bits, misaligned, values
 from tests.transports.shared import LINE, bells_in, native, needs_memory_files, needs_native, new_window
 
 pytestmark = [needs_native, needs_memory_files]
