@@ -90,13 +90,13 @@ class Coordinator:
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
         match message:
-            case NewSignature(number, signature):
-                self._signatures[rank, number] = signature
             case Ask(asked, name, detail):
                 known = asked if isinstance(asked, dict) else self._signatures.get((rank, asked))
                 if known is None or known.get("kind") not in KINDS:
                     raise ValueError(f"rank {rank} sent a request with an unknown signature {asked!r}")
                 self._request(rank, Key(known["ps"], known["kind"], name), Request(known, detail), now)
+            case NewSignature(number, signature):
+                self._signatures[rank, number] = signature
             case Join():
                 self._join(rank)
             case Waits():

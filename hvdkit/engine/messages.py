@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 # Causes of an operation's error.
@@ -195,12 +197,22 @@ KINDS: dict[str, type[Message]] = {
     "left": Left,
     "lost": Lost,
 }
-_FIELDS = {cls: (kind, cls.__match_args__) for kind, cls in KINDS.items()}  # type: ignore[attr-defined]
+
+
+def _fields_of(cls: type[Message]) -> Callable[[Any], tuple[Any, ...]]:
+    names = cls.__match_args__  # type: ignore[attr-defined]
+    if len(names) > 1:
+        return attrgetter(*names)  # a tuple, made in one go
+    return lambda message: tuple(getattr(message, name) for name in names)
+
+
+_WRITTEN = {cls: (kind, _fields_of(cls)) for kind, cls in KINDS.items()}
+_LENGTHS = {kind: 1 + len(cls.__match_args__) for kind, cls in KINDS.items()}  # type: ignore[attr-defined]
 
 
 def encode(message: Message) -> bytes:
-    kind, names = _FIELDS[type(message)]
-    return _ENCODER.encode([kind, *(getattr(message, name) for name in names)]).encode()
+    kind, fields = _WRITTEN[type(message)]
+    return _ENCODER.encode((kind, *fields(message))).encode()
 
 
 def decode(payload: bytes) -> Message:
@@ -210,7 +222,6 @@ def decode(payload: bytes) -> Message:
     except RecursionError:
         raise ValueError("a control message nested too deeply") from None
     kind = array[0] if isinstance(array, list) and array else None
-    cls = KINDS.get(kind) if isinstance(kind, str) else None
-    if cls is None or len(array) != 1 + len(_FIELDS[cls][1]):
+    if not isinstance(kind, str) or _LENGTHS.get(kind) != len(array):
         raise ValueError(f"not a control message: {payload[:80]!r}")
-    return cls(*array[1:])
+    return KINDS[kind](*array[1:])
