@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
 from typing import Any
@@ -19,10 +20,19 @@ from hvdkit.engine.session import Session
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from tests.threads import Dies, on_threads
+from tests.transports.node_leaks import grown, held
 
 made_up = settings(max_examples=100, deadline=None)
 fewer = settings(max_examples=20, deadline=None)  # whose ends take a part of a second
 sizes = st.integers(1, 5)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    before = held()
+    yield
+    assert not grown(before, held())
+
 
 REDUCTIONS = {
     "sum": (ReduceOp.SUM, np.add),
