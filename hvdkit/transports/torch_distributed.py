@@ -6,6 +6,7 @@ Tensors on CUDA may travel by NCCL, in process groups of our own too.
 from __future__ import annotations
 
 import logging
+import re
 import struct
 import threading
 from collections import deque
@@ -90,9 +91,10 @@ class TorchTransport(Transport):
             with ends_process_after(start_timeout_seconds + LONGEST_ANSWER_SECONDS, late):
                 self._group = gloo(self._sealed("gloo"), world.rank, world.size, options)
         except RuntimeError as error:
+            reason = str(error).splitlines()[0]
             raise TransportUnavailableError(
                 f"rank {world.rank} could not connect to all ranks within {start_timeout_seconds:g} s: "
-                f"{str(error).splitlines()[0]}\n"
+                f"{_silent(reason)}{reason}\n"
                 "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
             ) from error
         if session is not None:
@@ -233,6 +235,12 @@ class TorchTransport(Transport):
 
     def abort(self, code: int) -> None:
         """Peers notice the broken connections when this process ends; there is no job-wide end to call for."""
+
+
+def _silent(reason: str) -> str:
+    """Which rank Gloo waited for, if for one: the addresses of each are under a key that ends in its number."""
+    key = re.search(r"wait timeout.* keys: \S*gloo\S*/(\d+)$", reason)
+    return f"rank {key[1]} did not say where it listens; " if key else ""
 
 
 def _gloo_options(world: World, start_timeout_seconds: float) -> Any:
