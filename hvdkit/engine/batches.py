@@ -36,16 +36,11 @@ class Batches:
         engine = self._engine
         if engine.error is not None:
             return  # everyone is learning of it
-        process_set_id, kind, names, signatures = (
-            message.process_set,
-            message.kind,
-            message.names,
-            message.signatures,
-        )
+        process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
         group = engine.groups.group(process_set_id)  # may fail, so before anything is taken from who waits
         submissions = [
             self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
-            for index, (name, _) in enumerate(names)
+            for index, (name, _) in enumerate(message.names)
         ]
         row, direct = KINDS[kind], submissions[0].signature.get("direct")
         tag = message.sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
@@ -74,7 +69,7 @@ class Batches:
                 engine.timeline_end(submission.key)
                 submission.handle.fail(error)
 
-        batch = Batch(group, submissions, [extra for _, extra in names], tag, trace=trace)
+        batch = Batch(group, submissions, [extra for _, extra in message.names], tag, trace=trace)
         if batch.codec.encodes:
             submissions[0].turn = self._turn(submissions[0].key)
         trace(kind.upper(), batch)
