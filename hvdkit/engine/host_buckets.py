@@ -55,14 +55,14 @@ class Part(NamedTuple):
         into[...] = source if source is not None else 0 if array is None else array
 
 
-def parts_of(piece: Piece, bucket: Bucket, slots: Sequence[Slot], offers: Sequence[Offer | None]) -> list[Part]:
-    """The slots' runs in a piece; ``offers`` are by slot."""
+def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
+    """The slots' runs in a piece, as parts of zeros."""
     parts = []
     for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
         first = max(0, piece.begin - offset)
         last = min(slots[slot].elements, piece.end - offset)
         if first < last:
-            parts.append(Part(slot, first, last - first, offset + first - piece.begin, offers[slot]))
+            parts.append(Part(slot, first, last - first, offset + first - piece.begin, None))
     return parts
 
 
@@ -88,6 +88,7 @@ class HostBuckets(Buckets):
         self._slots = list(slots)
         self.memories = Memories(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
         self._buckets: list[Bucket] = []
+        self._runs: dict[Piece, list[Part]] = {}  # what lies in a piece of these buckets
         self._small = node.small if node is not None else _block_of_small(slots)
         self._small_offers = {slot: offer_of(memory) for slot, memory in self._small.items()}
         self._nbytes = [slot.elements * slot.dtype.itemsize for slot in slots]
@@ -101,6 +102,7 @@ class HostBuckets(Buckets):
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
+        self._runs = {}
         self.memories.lay_out(buckets)
 
     def small(self, slot: int) -> Array | None:
@@ -156,8 +158,10 @@ class HostBuckets(Buckets):
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
         number, self._number = self._number, self._number + 1
         bucket = self._buckets[piece.bucket]
-        nothing: list[Offer | None] = [None] * len(self._slots)
-        parts = parts_of(piece, bucket, self._slots, nothing if joined else self._offers)
+        runs = self._runs.get(piece)
+        if runs is None:
+            runs = self._runs[piece] = runs_in(piece, bucket, self._slots)
+        parts = list(runs) if joined else [Part(*run[:4], self._offers[run.slot]) for run in runs]
         return self._steps(piece, bucket, parts, joined, self.memories.of_piece(piece), number, tag)
 
     def _steps(

@@ -139,9 +139,18 @@ class Lane:
         return self._step
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether nothing is reduced before the step is finished; gradients may as well be handed over then."""
+        return self.home.takes_turns
+
+    def begin(self) -> None:
+        """A gradient of this step is complete, and will be handed over: until the step is over, it is in flight."""
+        self._begun = True
+
+    @property
     def in_flight(self) -> bool:
-        """Whether some slot was handed over in this step."""
-        return bool(self._ready)
+        """Whether some slot was handed over in this step, or will be."""
+        return self._begun or bool(self._ready)
 
     def finish(self) -> None:
         """Wait until every bucket is reduced. Every slot must be ready.
@@ -361,6 +370,7 @@ class Lane:
         self._observes = self._step == 0
         self._verifies = self.verification.due(self._step + 1)
         self._finishing = False
+        self._begun = False
         self._ready: set[int] = set()
         self._left = [len(bucket.slots) for bucket in self._buckets]
         self._marks: list[list[Any]] = [[] for _ in self._buckets]

@@ -9,9 +9,9 @@ import torch
 
 from hvdkit.api.gradient_settings import GradientSettings, names_of
 from hvdkit.keras.torch_hooks import TrainStepHooks
-from hvdkit.torch.gradient_planned import ChangedInFlightError
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer, is_current
+from hvdkit.torch.gradient_watch import ChangedInFlightError
 from hvdkit.torch.verification import OptimizerVerification
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"

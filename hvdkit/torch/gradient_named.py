@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.gradient_planned import overlapping
+from hvdkit.torch.gradient_layout import overlapping
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.ops_allreduce import allreduce_async_, grouped_allreduce_async_
 from hvdkit.torch.ops_sparse import sparse_allreduce_async

@@ -3,163 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 
 from hvdkit.arena import ARENA
 from hvdkit.engine.arrangement import UNSEEN
-from hvdkit.engine.offers import FILLED, Offer
-from hvdkit.engine.plan import Slot
-from hvdkit.torch.arrays import as_array, as_tensor
-from hvdkit.torch.half_summed import mark_half_summed
-
-_NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-}
-
-CHANGED_IN_FLIGHT = (
-    "The gradients of {names} were changed after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition.\n"
-    "HINT: call optimizer.synchronize() before gradients are clipped, unscaled or cleared, and then "
-    "'with optimizer.skip_synchronize(): optimizer.step()'."
+from hvdkit.engine.offers import FILLED
+from hvdkit.torch.gradient_layout import (
+    fits,
+    has_storage_alone,
+    layout_of,
+    offer_from,
+    overlapping,
+    storage_of,
+    tensor_on,
 )
-
-
-def can_be_planned(parameter: torch.Tensor) -> bool:
-    """True for the gradients that fusion buffers hold: real floating point, dense."""
-    return parameter.dtype in _NUMPY_DTYPES and parameter.layout is torch.strided
-
-
-def memory_order(parameter: torch.Tensor) -> list[int] | None:
-    """The axes from the slowest to the fastest where a parameter fills its memory in another order than its shape's.
-
-    None for the usual order, and for a parameter whose elements do not fill one block of memory.
-    """
-    if parameter.is_contiguous():
-        return None
-    strides: tuple[int, ...] = parameter.stride()
-    order = sorted(range(parameter.dim()), key=lambda axis: (strides[axis], parameter.shape[axis]), reverse=True)
-    return order if parameter.permute(order).is_contiguous() else None
-
-
-def slot_of(name: str, parameter: torch.Tensor, codec: int = 0) -> Slot:
-    """A parameter's slot; ``codec`` is the number of its codec in the plan.
-
-    Ranks whose memory orders differ (channels_last on some) differ in the slot's name.
-    """
-    shape = tuple(parameter.shape)
-    order = memory_order(parameter)
-    if order is not None:
-        name, shape = f"{name} (axes in memory: {order})", tuple(parameter.shape[axis] for axis in order)
-    return Slot(name, shape, _NUMPY_DTYPES[parameter.dtype], codec)
-
-
-def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its dtype."""
-    return as_tensor(memory).as_strided(like.shape, like.stride())
-
-
-class Watched(NamedTuple):
-    """A gradient as it was when its backward pass had completed it."""
-
-    gradient: torch.Tensor
-    version: int
-    address: int
-
-    def is_moved(self, gradient: torch.Tensor | None) -> bool:
-        """Whether the parameter's ``gradient`` is another tensor now, or lies elsewhere."""
-        return gradient is not self.gradient or _address(gradient) != self.address
-
-
-def watch(gradient: torch.Tensor) -> Watched:
-    """Remember a gradient as it is."""
-    return Watched(gradient, gradient._version, _address(gradient))
-
-
-def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.Tensor | None]) -> list[int]:
-    """The keys of gradients that somebody has changed or replaced since, as far as PyTorch tells: ``.data`` does not.
-
-    Views of one buffer count their versions together: what a backward pass added to another one is no change.
-    """
-    moved = {key: one.is_moved(gradients[key]) for key, one in watched.items()}
-    changed = [key for key, one in watched.items() if moved[key] or one.gradient._version != one.version]
-    if not changed:
-        return []
-    versions: dict[int, set[int]] = {}
-    for one in watched.values():
-        versions.setdefault(_storage_of(one.gradient) or id(one.gradient), set()).add(one.version)
-
-    def is_anothers(one: torch.Tensor) -> bool:
-        return one._version in versions[_storage_of(one) or id(one)]
-
-    return [key for key in changed if moved[key] or not is_anothers(watched[key].gradient)]
-
-
-def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether a gradient's elements are one block of memory in the order of its slot, which is that of ``like``."""
-    return (
-        gradient.layout is torch.strided
-        and gradient.dtype is like.dtype
-        and gradient.shape == like.shape
-        and (gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()))
-        and not gradient.is_neg()
-    )
-
-
-def holders(tensor: torch.Tensor) -> int:
-    """How many tensors, and others, hold a tensor's storage, as far as a constant."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-# What ``holders`` says of a storage that one tensor has.
-_ALONE = holders(torch.empty(1))
-
-
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The one block of memory that a tensor's elements fill."""
-    # .data: what the engine writes there must not count as a change of the tensor.
-    return tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
-    """A tensor that fills one block of memory, for the engine, which takes it ``as_tensor`` or as an array."""
-    own = tensor.data  # now: set_() may make the tensor itself another size while it is in flight
-    if as_tensor:
-        return Offer(0, lambda: flat_view(own))
-    return Offer(tensor.data_ptr(), lambda: as_array(flat_view(own)))
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Bytes from a strided tensor's first element to the end of its last one, with what lies between them."""
-    if tensor.numel() == 0:
-        return 0
-    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (sum(steps) + 1) * tensor.element_size()
-
-
-def overlapping(tensors: Sequence[torch.Tensor], keep: Sequence[bool]) -> list[int]:
-    """Which of these dense tensors may have memory in common with one before them; those to ``keep`` come first."""
-    begins = [tensor.data_ptr() for tensor in tensors]
-    found, reached = [], 0
-    for one in sorted(range(len(tensors)), key=lambda one: (begins[one], not keep[one])):
-        if begins[one] < reached:
-            found.append(one)
-        reached = max(reached, begins[one] + extent(tensors[one]))
-    return found
-
-
-class ChangedInFlightError(AssertionError):
-    """Gradients were changed while they were being reduced; ``names`` are those of their parameters."""
-
-    names = ""
+from hvdkit.torch.gradient_watch import CHANGED_IN_FLIGHT, ChangedInFlightError, Watched, changed_since, watch
+from hvdkit.torch.half_summed import mark_half_summed
 
 
 class PlannedGradients:
@@ -179,10 +42,12 @@ class PlannedGradients:
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._sparse_dims = sparse_dims  # by id: gradients that optimizers must see as sparse tensors
         self._device = device
-        self._like = [_layout_of(parameter) for parameter in self.parameters]  # .to() may change a parameter
+        self._like = [layout_of(parameter) for parameter in self.parameters]  # .to() may change a parameter
         self._small = {
             i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
         }
+        # All at the end take less time than each at its own, when caches hold what the backward pass needs.
+        self._hands_over_late = lane.takes_turns
         self._start_step()
 
     def _start_step(self) -> None:
@@ -201,6 +66,10 @@ class PlannedGradients:
                 return  # check_unchanged() will say so
         elif gradient is not None:
             self._watched[i] = watch(gradient)
+        if self._hands_over_late:
+            self.lane.begin()
+            self._waiting[i] = perf_counter() if since is None else since
+            return
         if gradient is None or i in self._small or self.lane.on_device:
             self._hand_over(i, since)
             return
@@ -240,8 +109,8 @@ class PlannedGradients:
         return (
             gradient.device == self._device
             and fits(gradient, self._like[i])
-            and holders(gradient) == _ALONE
-            and _storage_of(gradient) not in self._repeated
+            and has_storage_alone(gradient)
+            and storage_of(gradient) not in self._repeated
             and self._in_place.get(gradient.data_ptr(), i) == i
         )
 
@@ -267,20 +136,42 @@ class PlannedGradients:
         unready = self.lane.unready_slots() if self._in_place else []
         if not unready:
             return []
-        in_flight = {_storage_of(self.parameters[i].grad) for i in self._in_place.values()}
-        return [i for i in unready if _storage_of(self.parameters[i].grad) in in_flight - {None}]
+        in_flight = {storage_of(self.parameters[i].grad) for i in self._in_place.values()}
+        return [i for i in unready if storage_of(self.parameters[i].grad) in in_flight - {None}]
 
     def finish(self) -> None:
         """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
         unready = self.lane.unready_slots()
         # What is to be copied for one parameter must not be reduced where it lies for another.
-        storages = Counter(_storage_of(self.parameters[i].grad) for i in unready)
+        storages = Counter(storage_of(self.parameters[i].grad) for i in unready)
         self._repeated = {storage for storage, times in storages.items() if times > 1}
+        filled = self._fill_small(unready)
         for i in unready:
-            self._hand_over(i, self._waiting.get(i, UNSEEN))
+            since = self._waiting.get(i, UNSEEN)
+            if i in filled:
+                self.lane.ready(i, FILLED, since)
+            else:
+                self._hand_over(i, since)
         self.lane.finish()
         self._give_back()
         self._start_step()
+
+    def _fill_small(self, slots: Sequence[int]) -> set[int]:
+        """Copy dense gradients of small slots, all of them in one go; returns of which slots."""
+        started = perf_counter()
+        gradients = {
+            i: gradient
+            for i in slots
+            if i in self._small
+            and self.parameters[i].requires_grad
+            and (gradient := self.parameters[i].grad) is not None
+            and not gradient.is_sparse
+        }
+        if gradients:
+            torch._foreach_copy_([self._small[i] for i in gradients], list(gradients.values()))
+        for i in gradients:
+            self.lane.copied(i, started)
+        return set(gradients)
 
     def _give_back(self) -> None:
         """Every gradient holds its result: those that were reduced elsewhere get it now."""
@@ -348,22 +239,3 @@ class PlannedGradients:
         """Give the lane back."""
         self.lane.close()
         self._small = {}
-
-
-def _storage_of(gradient: torch.Tensor | None) -> int | None:
-    """The address of a dense gradient's storage."""
-    if gradient is None or gradient.layout is not torch.strided:
-        return None
-    return gradient.untyped_storage().data_ptr()
-
-
-def _address(gradient: torch.Tensor | None) -> int:
-    """Where a dense gradient begins; 0 for others."""
-    return 0 if gradient is None or gradient.layout is not torch.strided else gradient.data_ptr()
-
-
-def _layout_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, of a parameter's shape and dtype, whose strides are those of its slot."""
-    fills_memory = parameter.is_contiguous() or memory_order(parameter) is not None
-    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return meta.as_strided(parameter.shape, parameter.stride()) if fills_memory else meta

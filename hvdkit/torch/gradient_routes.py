@@ -11,9 +11,11 @@ import torch
 from hvdkit.api.planning import form_groups, next_title
 from hvdkit.engine.plans import HOST
 from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.gradient_layout import can_be_planned, slot_of
 from hvdkit.torch.gradient_named import NamedGradients
-from hvdkit.torch.gradient_planned import PlannedGradients, Watched, can_be_planned, slot_of
+from hvdkit.torch.gradient_planned import PlannedGradients
 from hvdkit.torch.gradient_settings import Settings
+from hvdkit.torch.gradient_watch import Watched
 from hvdkit.torch.ops_allgather import allgather_async
 from hvdkit.torch.ops_sync import synchronize
 

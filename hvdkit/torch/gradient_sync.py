@@ -20,9 +20,10 @@ from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitialized
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import compression_state
 from hvdkit.torch.gradient_hooks import GradientHooks
-from hvdkit.torch.gradient_planned import PlannedGradients, Watched, watch
+from hvdkit.torch.gradient_planned import PlannedGradients
 from hvdkit.torch.gradient_routes import Routes
 from hvdkit.torch.gradient_settings import Settings
+from hvdkit.torch.gradient_watch import Watched, watch
 from hvdkit.torch.half_summed import HALF_SUMMED, STEP_FAILED, is_half_summed, some_are_half_summed
 from hvdkit.torch.ops_allreduce import allreduce_async_
 from hvdkit.torch.ops_sync import synchronize
