@@ -59,6 +59,13 @@ def is_served() -> bool:
     return os.environ.get("HVDKIT_ARENA", "1") != "0"
 
 
+def is_reduced_early(optimizer: Any) -> bool:
+    """Whether gradients are reduced where they lie while the backward pass runs, and not when the step is completed."""
+    takes_turns = optimizer._synchronizer._routes.planned.lane.takes_turns
+    assert not (takes_turns and "HVDKIT_FUSION_THRESHOLD" in os.environ), "a job with small buckets overlaps"
+    return is_served() and not takes_turns
+
+
 def assert_born_in_arena(tensors: Iterable[torch.Tensor]) -> None:
     """Those of a served size lie in the arena, if there is one, and the others never do."""
     for tensor in tensors:
