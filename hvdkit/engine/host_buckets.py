@@ -66,6 +66,11 @@ def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
     return parts
 
 
+def with_offers(runs: Sequence[Part], offers: Sequence[Offer | None]) -> list[Part]:
+    """Runs as parts of what is offered, by slot."""
+    return [run._replace(offer=offers[run.slot]) for run in runs]
+
+
 class HostBuckets(Buckets):
     """``node``: where the ranks of this node reach each other's gradients; None where no two share memory.
 
@@ -158,18 +163,26 @@ class HostBuckets(Buckets):
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
         number, self._number = self._number, self._number + 1
         bucket = self._buckets[piece.bucket]
-        runs = self._runs.get(piece)
-        if runs is None:
-            runs = self._runs[piece] = runs_in(piece, bucket, self._slots)
-        parts = list(runs) if joined else [Part(*run[:4], self._offers[run.slot]) for run in runs]
-        return self._steps(piece, bucket, parts, joined, self.memories.of_piece(piece), number, tag)
+        offers = [None] * len(self._slots) if joined else self._offers.copy()
+        return self._steps(piece, bucket, offers, joined, self.memories.of_piece(piece), number, tag)
 
     def _steps(
-        self, piece: Piece, bucket: Bucket, parts: list[Part], joined: bool, memory: Memory, number: int, tag: int
+        self,
+        piece: Piece,
+        bucket: Bucket,
+        offers: Sequence[Offer | None],
+        joined: bool,
+        memory: Memory,
+        number: int,
+        tag: int,
     ) -> Steps[None]:
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
         codec, node = self.memories.codec(piece.bucket), self._node
-        self._prepare(piece, parts)
+        runs = self._runs_in(piece, bucket)
+        parts: list[Part] = []  # of what lies where others reach it, none is needed
+        if node is None or codec.everywhere or self._reduction.prescale != 1.0 or self.memories.owes(piece.bucket):
+            parts = with_offers(runs, offers)
+            self._prepare(piece, parts)
         if node is None or codec.everywhere:
             for order in self._orders:
                 order.leave(number)
@@ -177,8 +190,10 @@ class HostBuckets(Buckets):
             return
         yield list(node.ready(number, joined))
         absent = node.absent(number)
-        staged = set(node.staged([part.slot for part in parts], absent))
-        in_chunks = [part for part in parts if part.slot in staged]
+        staged = set(node.staged([run.slot for run in runs], absent))
+        in_chunks = [one for one in parts or runs if one.slot in staged]
+        if not parts:
+            in_chunks = with_offers(in_chunks, offers)
         assert self.layout is not None
         shares = self.memories.shares(piece, self.layout, len(node.members))
         if len(self.layout.nodes) == 1:
@@ -194,6 +209,11 @@ class HostBuckets(Buckets):
         yield list(node.done(number))
         node.over(number)
         self._group.bytes_sent += node_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
+
+    def _runs_in(self, piece: Piece, bucket: Bucket) -> list[Part]:
+        if piece not in self._runs:
+            self._runs[piece] = runs_in(piece, bucket, self._slots)
+        return self._runs[piece]
 
     def _prepare(self, piece: Piece, parts: list[Part]) -> None:
         """What this rank does with its own gradients before anybody sums them."""
