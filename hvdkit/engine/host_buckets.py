@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -66,9 +66,9 @@ def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
     return parts
 
 
-def with_offers(runs: Sequence[Part], offers: Sequence[Offer | None]) -> list[Part]:
-    """Runs as parts of what is offered, by slot."""
-    return [run._replace(offer=offers[run.slot]) for run in runs]
+def with_offers(runs: Sequence[Part], offers: Mapping[int, Offer | None]) -> list[Part]:
+    """Runs as parts of what is offered, by slot; of slots that are not among the offers, of zeros."""
+    return [run._replace(offer=offers.get(run.slot)) for run in runs]
 
 
 class HostBuckets(Buckets):
@@ -163,14 +163,14 @@ class HostBuckets(Buckets):
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
         number, self._number = self._number, self._number + 1
         bucket = self._buckets[piece.bucket]
-        offers = [None] * len(self._slots) if joined else self._offers.copy()
+        offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
         return self._steps(piece, bucket, offers, joined, self.memories.of_piece(piece), number, tag)
 
     def _steps(
         self,
         piece: Piece,
         bucket: Bucket,
-        offers: Sequence[Offer | None],
+        offers: Mapping[int, Offer | None],
         joined: bool,
         memory: Memory,
         number: int,
@@ -179,9 +179,11 @@ class HostBuckets(Buckets):
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
         codec, node = self.memories.codec(piece.bucket), self._node
         runs = self._runs_in(piece, bucket)
-        parts: list[Part] = []  # of what lies where others reach it, none is needed
-        if node is None or codec.everywhere or self._reduction.prescale != 1.0 or self.memories.owes(piece.bucket):
-            parts = with_offers(runs, offers)
+        is_flat = node is None or codec.everywhere
+        prepares = self._reduction.prescale != 1.0 or self.memories.owes(piece.bucket)
+        # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
+        parts = with_offers(runs, offers) if is_flat or prepares else []
+        if prepares:
             self._prepare(piece, parts)
         if node is None or codec.everywhere:
             for order in self._orders:
@@ -191,9 +193,9 @@ class HostBuckets(Buckets):
         yield list(node.ready(number, joined))
         absent = node.absent(number)
         staged = set(node.staged([run.slot for run in runs], absent))
-        in_chunks = [one for one in parts or runs if one.slot in staged]
-        if not parts:
-            in_chunks = with_offers(in_chunks, offers)
+        in_chunks = [part for part in parts if part.slot in staged]
+        if not prepares:
+            in_chunks = with_offers([run for run in runs if run.slot in staged], offers)
         assert self.layout is not None
         shares = self.memories.shares(piece, self.layout, len(node.members))
         if len(self.layout.nodes) == 1:
@@ -218,8 +220,6 @@ class HostBuckets(Buckets):
     def _prepare(self, piece: Piece, parts: list[Part]) -> None:
         """What this rank does with its own gradients before anybody sums them."""
         prescale = self._reduction.prescale
-        if prescale == 1.0 and not self.memories.owes(piece.bucket):
-            return
         gradients = []
         for number, part in enumerate(parts):
             array, source = part.array(), part.source()

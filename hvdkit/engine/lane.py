@@ -124,9 +124,9 @@ class Lane:
             if not self.home.takes_turns:
                 self._engine.wake()
 
-    def copied(self, slot: int, started: float) -> None:
-        """For the timeline: the gradient was copied into its slot between ``started`` (perf_counter) and now."""
-        self._records.copied(slot, started)
+    def copied(self, slots: Sequence[int], started: float) -> None:
+        """For the timeline: gradients were copied into their slots between ``started`` (perf_counter) and now."""
+        self._records.copied(slots, started)
 
     def unready_slots(self) -> list[int]:
         """The slots not handed over in this step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -32,12 +33,16 @@ class LaneRecords:
         """All slots of a bucket are ready; its pieces wait for those before them."""
         self._engine.timeline_begin(self._row(bucket), "WAIT_FOR_TURN")
 
-    def copied(self, slot: int, started: float) -> None:
-        """A gradient was copied into its slot between ``started`` (perf_counter) and now."""
+    def copied(self, slots: Sequence[int], started: float) -> None:
+        """Gradients were copied into their slots between ``started`` (perf_counter) and now."""
         timeline = self._engine.timeline
-        if timeline is not None:
-            row = self._row(self.plan.bucket_of[slot])
-            timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, perf_counter(), tensor=self._slots[slot].name)
+        if timeline is None:
+            return
+        ended, names = perf_counter(), defaultdict[str, list[str]](list)
+        for slot in slots:
+            names[self._row(self.plan.bucket_of[slot])].append(self._slots[slot].name)
+        for row, tensors in names.items():
+            timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, ended, tensor=", ".join(tensors))
 
     def reduction(self, place: int, joined: bool, steps: Steps[None]) -> Steps[None]:
         """``steps``, which reduce a piece, recorded."""

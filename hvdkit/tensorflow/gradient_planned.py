@@ -127,7 +127,7 @@ class PlannedGradients:
         else:
             offers = [self._offer(place, as_array(gradient)) for place, gradient in zip(places, gradients, strict=True)]
         for place, offer in zip(places, offers, strict=True):
-            self._lane.copied(place, started)
+            self._lane.copied([place], started)
             self._left.discard(place)
             self._lane.ready(place, offer)
 

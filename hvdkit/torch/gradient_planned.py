@@ -57,8 +57,15 @@ class PlannedGradients:
         self._repeated: set[int | None] = set()  # addresses of storages that several parameters' gradients have
         self._copies: dict[int, torch.Tensor] = {}  # what is reduced in the place of a gradient
 
+    def _takes_part(self, i: int) -> bool:
+        """Whether a gradient counts in this step: also that of a parameter that was frozen after it was complete."""
+        return self.parameters[i].requires_grad or i in self._watched
+
     def hand_over(self, i: int, since: float | None = None, watched: Watched | None = None) -> None:
-        """A gradient is complete, ``since`` if not just now: let it be reduced. ``watched``: as it was then."""
+        """A gradient is complete, ``since`` if not just now: let it be reduced, now or when the step is completed.
+
+        ``watched``: as it was then.
+        """
         gradient = self.parameters[i].grad
         if watched is not None:
             self._watched[i] = watched
@@ -84,21 +91,21 @@ class PlannedGradients:
         """``is_free``: what ``_is_free`` says of the gradient, where that was asked already."""
         parameter, small = self.parameters[i], self._small.get(i)
         gradient, started = parameter.grad, perf_counter()
-        if not parameter.requires_grad:
+        if not self._takes_part(i):
             self.lane.ready(i, None, since)
         elif small is not None:
             if gradient is None:
                 small.zero_()
             else:
                 small.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            self.lane.copied(i, started)
+            self.lane.copied([i], started)
             self.lane.ready(i, FILLED, since)
         elif gradient is not None and (self._is_free(i, gradient) if is_free is None else is_free):
             self._in_place[gradient.data_ptr()] = i
             self.lane.ready(i, offer_from(gradient, self.lane.on_device), since)
         else:
             copy = self._copies[i] = self._copied(i, gradient)
-            self.lane.copied(i, started)
+            self.lane.copied([i], started)
             self.lane.ready(i, offer_from(copy, self.lane.on_device), since)
 
     def _is_free(self, i: int, gradient: torch.Tensor) -> bool:
@@ -163,14 +170,13 @@ class PlannedGradients:
             i: gradient
             for i in slots
             if i in self._small
-            and self.parameters[i].requires_grad
+            and self._takes_part(i)
             and (gradient := self.parameters[i].grad) is not None
             and not gradient.is_sparse
         }
         if gradients:
             torch._foreach_copy_([self._small[i] for i in gradients], list(gradients.values()))
-        for i in gradients:
-            self.lane.copied(i, started)
+        self.lane.copied(list(gradients), started)
         return set(gradients)
 
     def _give_back(self) -> None:
@@ -179,7 +185,7 @@ class PlannedGradients:
         results: list[torch.Tensor | None] = []
         owners: list[int] = []
         for i, parameter in enumerate(self.parameters):
-            if not parameter.requires_grad:
+            if not self._takes_part(i):
                 continue
             gradient, result = parameter.grad, self._copies.get(i, self._small.get(i))
             sparse_dim = self._sparse_dims.get(id(parameter))

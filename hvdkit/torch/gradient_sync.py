@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
@@ -60,11 +60,12 @@ def is_current(engine: Any) -> bool:
 
 
 class GradientSynchronizer:
-    """Reduces the gradients of ``optimizer``'s parameters as they become complete, and waits for them.
+    """Reduces the gradients of ``optimizer``'s parameters as they become complete, or then all, and waits for them.
 
     The ranks agree on routes when a step is completed, never inside backward(): there all ranks are at the same line
     of the program, and a rank that computed nothing comes there too. So the first step's gradients travel when the step
-    is completed; from the second on they travel during the backward pass.
+    is completed; from the second on they travel during the backward pass, unless the ranks' threads have every core of
+    their one host (``Lane.takes_turns``).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, class_name: str) -> None:
@@ -113,12 +114,13 @@ class GradientSynchronizer:
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
 
-    def _trainable(self) -> dict[int, torch.Tensor]:
+    def _trainable(self, complete: Collection[int] = ()) -> dict[int, torch.Tensor]:
+        """Parameters by id; also those in ``complete``, whose gradients were complete before they were frozen."""
         return {
             id(parameter): parameter
             for group in self._groups()
             for parameter in group["params"]
-            if parameter.requires_grad
+            if parameter.requires_grad or id(parameter) in complete
         }
 
     def _bind(self) -> None:
@@ -209,7 +211,7 @@ class GradientSynchronizer:
         try:
             self._raise_unraised()
             if self._routes is None:
-                self._routes = self._agree(trainable)
+                self._routes = self._agree(self._trainable({id(parameter) for parameter, _, _ in self._early}))
                 for parameter, since, watched in self._early:
                     self._routes.hand_over(parameter, since, watched)
                 self._routes.finish(self.name_of)
@@ -350,7 +352,7 @@ class GradientSynchronizer:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a gradient was handed over in a step that is not over."""
+        """Whether a gradient was complete in a step that is not over."""
         return self.in_flight or (self._routes is not None and self._routes.in_flight)
 
     def give_up(self) -> None:

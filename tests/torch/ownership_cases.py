@@ -11,6 +11,7 @@ import torch.multiprocessing
 from torch import nn
 
 from hvdkit.arena import ARENA
+from hvdkit.torch.half_summed import is_half_summed
 from tests.forking import in_child
 from tests.torch.optimizer_support import expect
 from tests.torch.ownership_support import (
@@ -298,6 +299,7 @@ def case_gradients_of_a_step_that_was_given_up_are_not_stepped_on(hvd: Any) -> N
     for step in range(3):
         optimizer.zero_grad()
         wide_loss(net, wide_batch(hvd.rank(), 9)).backward()
+        own = [gradient.clone() for gradient in gradients(net)]
         if step > 0:  # the first step's gradients do not travel before it is completed
             optimizer.load_state_dict(optimizer.state_dict())
             for change in (None, clip, lambda: wide_loss(net, wide_batch(hvd.rank(), 8)).backward()):
@@ -306,6 +308,9 @@ def case_gradients_of_a_step_that_was_given_up_are_not_stepped_on(hvd: Any) -> N
                 if is_reduced_early(optimizer):
                     with expect(ValueError, "that was given up", "zero_grad", "HINT"):
                         optimizer.step()
+                elif change is None:  # nothing was summed yet: they are this rank's, and may be used
+                    assert all(map(torch.equal, gradients(net), own))
+                    assert not any(map(is_half_summed, gradients(net)))
                 else:
                     optimizer.load_state_dict(optimizer.state_dict())
             optimizer.zero_grad(set_to_none=step == 1)
@@ -313,6 +318,26 @@ def case_gradients_of_a_step_that_was_given_up_are_not_stepped_on(hvd: Any) -> N
         optimizer.step()
         plain.zero_grad()
         joined_loss(alone, hvd.size(), step if step > 0 else 9).backward()
+        plain.step()
+        assert_equal_to(net, alone)
+    bits_on_all_ranks(hvd, list(net.parameters()))
+
+
+def case_a_parameter_that_is_frozen_after_backward_is_reduced_all_the_same(hvd: Any) -> None:
+    """As in the loop of a GAN, which freezes one network while the other learns."""
+    net, alone = wide_net(), wide_net()
+    optimizer, plain = sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        wide_loss(net, wide_batch(hvd.rank(), step)).backward()
+        frozen = list(net.parameters())[step % 2 :: 2]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        optimizer.step()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        plain.zero_grad()
+        joined_loss(alone, hvd.size(), step).backward()
         plain.step()
         assert_equal_to(net, alone)
     bits_on_all_ranks(hvd, list(net.parameters()))
