@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from hvdkit.api import backends
 
-def backend() -> str:
+
+def backend_name() -> str:
     """Its name, "tensorflow" or "torch". Raises NotImplementedError for another one."""
     import keras
 
     name = str(keras.backend.backend())
-    if name not in ("tensorflow", "torch"):
+    if name not in backends.ADAPTERS:
         raise NotImplementedError(
             f"hvdkit.keras: Keras runs on {name}, which hvdkit does not reduce gradients for.\n"
             "HINT: set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported."
@@ -21,15 +22,9 @@ def backend() -> str:
 
 def adapter() -> Any:
     """The module with the operations on the backend's tensors."""
-    return importlib.import_module(f"hvdkit.{backend()}")
+    return backends.adapter(backend_name())
 
 
-def tensor(value: Any) -> Any:
-    """A tensor of the backend of anything that it can make one of."""
-    if backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.convert_to_tensor(value)
-    import torch
-
-    return torch.as_tensor(value)
+def backend() -> backends.Backend:
+    """What Keras asks of it beyond operations."""
+    return backends.backend(backend_name())

@@ -11,7 +11,7 @@ from hvdkit.api import checks, guard
 from hvdkit.api.compression import Compressions
 from hvdkit.engine import runtime
 from hvdkit.engine.requests import Call, ReduceRequest
-from hvdkit.keras.backend import adapter, backend, tensor
+from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -31,7 +31,7 @@ def allreduce(
     backend's allreduce().
     """
     result = adapter().allreduce(
-        tensor(value),
+        backend().tensor(value),
         name=name,
         op=checks.op_or_average("allreduce", op, average),
         prescale_factor=prescale_factor,
@@ -44,17 +44,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """The ranks' tensors one after the other along the first dimension, the only one in which they may differ."""
-    return adapter().allgather(tensor(value), name=name)
+    return adapter().allgather(backend().tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """The tensor of ``root_rank``, on all ranks."""
-    return adapter().broadcast(tensor(value), root_rank, name=name)
+    return adapter().broadcast(backend().tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Any:
     """This rank's share, along the first dimension, of the reduced tensor."""
-    return adapter().reducescatter(tensor(value), name=name, op=op)
+    return adapter().reducescatter(backend().tensor(value), name=name, op=op)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
@@ -62,20 +62,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
     Raises ValueError for variables without values yet, HorovodInternalError on every rank where ranks disagree.
     """
-    variables = list(variables)
-    if backend() == "tensorflow":
-        from hvdkit.tensorflow.functions import broadcast_variables as broadcast_tensorflow
-
-        broadcast_tensorflow(variables, root_rank)
-        return
-    import torch
-
-    from hvdkit.torch import broadcast_parameters
-
-    with torch.no_grad():
-        # By place: of a model that one rank loaded the variables have other paths.
-        named = [(f"variables[{place}]", variable.value.data) for place, variable in enumerate(variables)]
-        broadcast_parameters(named, root_rank)
+    backend().broadcast_variables(variables, root_rank)
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from hvdkit.api import planning
 from hvdkit.api.compression import Compressions
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.keras.backend import backend
+from hvdkit.keras.backend import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
 from hvdkit.keras.settings import check_settings
@@ -71,10 +71,10 @@ def DistributedOptimizer(
         )
     if is_distributed(optimizer) or distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    if backend() != "tensorflow" and is_keras_2(optimizer):
+    if backend_name() != "tensorflow" and is_keras_2(optimizer):
         raise ValueError(
             "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
-            f"{backend()} here\nHINT: set KERAS_BACKEND=tensorflow."
+            f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
         )
     wrapped: Optimizer = wrap(
         optimizer,

@@ -54,10 +54,7 @@ def distributed_class(base: Any, settings: OptimizerSettings) -> Any:
 
 def _unconverted(applying: type) -> dict[str, Any]:
     """Its methods as TensorFlow's AutoGraph leaves them, in a training loop of the user's, where it comes upon them."""
-    if applying is Applying and backend() != "tensorflow":
-        return {}
-    from hvdkit.tensorflow.unconverted import as_written
-
+    as_written = backend().as_written
     return {name: as_written(one) for name, one in vars(applying).items() if isinstance(one, types.FunctionType)}
 
 

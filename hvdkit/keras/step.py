@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.api.backends import Gradients
 from hvdkit.api.guard import WATCH
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.settings import OptimizerSettings
@@ -18,18 +17,6 @@ SETTINGS = "_hvdkit_settings"
 STEP = "_hvdkit_step"
 
 Apply = Callable[[list[Any], list[Any]], None]
-# Gradients, their variables and the local ones among these in, reduced gradients out.
-Reduce = Callable[[Sequence[Any], Sequence[Any], Collection[int]], list[Any]]
-
-
-class Early(Protocol):
-    """What can take gradients from a backward pass."""
-
-    def begin_backward(self, local: Collection[Any]) -> None:
-        """All that this backward pass computes comes to ``reduce`` as it is; ``local``: the local variables."""
-
-    def end_backward(self) -> None:
-        """Its step is over, also if it failed."""
 
 
 class DistributedStep:
@@ -38,8 +25,7 @@ class DistributedStep:
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings
         self.local: dict[int, Any] = {}
-        self._reduce: Reduce | None = None
-        self._early: Early | None = None
+        self._gradients: Gradients | None = None
         self.may_begin = False  # a step's backward pass, which has not begun
         self._accumulators: dict[int, Any] = {}  # by the variable's id
         self._passes: Any = None
@@ -109,31 +95,32 @@ class DistributedStep:
     @contextmanager
     def in_train_step(self) -> Iterator[None]:
         """Keras's own ``train_step`` runs in this context."""
-        self.may_begin = self._early is not None and self.settings.backward_passes_per_step == 1
+        gradients = self._gradients
+        self.may_begin = gradients is not None and gradients.is_early and self.settings.backward_passes_per_step == 1
         try:
             yield
         finally:
             self.may_begin = False
-            if self._early is not None:
-                self._early.end_backward()
+            if self._gradients is not None:
+                self._gradients.end_backward()
 
     def begin_backward(self) -> None:
         """The backward pass of Keras's own ``train_step`` begins: its gradients may travel as they become complete."""
         self.may_begin = False
-        if self._early is not None:
-            self._early.begin_backward(self.local.values())
+        if self._gradients is not None:
+            self._gradients.begin_backward(self.local.values())
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of variables, reduced over all ranks. Collective."""
-        if self._reduce is None:
-            self._reduce, self._early = _reduction(self.settings.gradients)
+        if self._gradients is None:
+            self._gradients = backend().gradients(self.settings.gradients)
         replaced = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if gradient is not None and is_overwritten(variable) and id(variable) not in self.local
         ]
         others = [None if place in replaced else gradient for place, gradient in enumerate(gradients)]
-        reduced = self._reduce(others, variables, self.local)
+        reduced = self._gradients.reduce(others, variables, self.local)
         for place, value in zip(replaced, self._largest([gradients[place] for place in replaced]), strict=True):
             reduced[place] = value
         return reduced
@@ -175,15 +162,3 @@ def is_overwritten(variable: Any) -> bool:
     Keras takes the largest of several.
     """
     return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def _reduction(settings: GradientSettings) -> tuple[Reduce, Early | None]:
-    """What reduces the gradients of the backend, and what takes them earlier, if anything does."""
-    if backend() == "tensorflow":
-        from hvdkit.tensorflow.gradients import reduce_gradients
-
-        return partial(reduce_gradients, settings), None
-    from hvdkit.keras.torch_gradients import TorchGradients
-
-    made = TorchGradients(settings)
-    return made.reduce, made

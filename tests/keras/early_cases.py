@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdkit.engine.driver import Driver
 from hvdkit.errors import HorovodInternalError
-from hvdkit.keras.torch_gradients import TorchGradients
+from hvdkit.torch.for_keras import TorchGradients
 from hvdkit.torch.gradient_named import NamedGradients
 from tests.keras.batches import FEATURES, batches, joined, train
 from tests.keras.models import check_close, check_same_bits
@@ -117,7 +117,7 @@ def case_gradients_travel_during_the_backward_pass_of_keras_own_step(hvd: Any) -
         assert early == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
         check(hvd, ours, one_process(hvd, 5))
         # What is computed first travels first.
-        lane = lane_of(vars(optimizer)["_hvdkit_step"]._early)
+        lane = lane_of(vars(optimizer)["_hvdkit_step"]._gradients)
         assert GRADIENTS - 1 in lane._buckets[lane._pieces[0].bucket].slots
         assert 0 in lane._buckets[lane._pieces[-1].bucket].slots
 
@@ -375,7 +375,7 @@ def case_who_waits_for_a_late_rank_can_be_interrupted(hvd: Any) -> None:
             is_interrupted.touch()
             continue
         # And until it has said so: it may have sent all that this rank needs for the step.
-        lane = lane_of(vars(ours.optimizer)["_hvdkit_step"]._early)
+        lane = lane_of(vars(ours.optimizer)["_hvdkit_step"]._gradients)
         deadline = time.monotonic() + 60
         while not is_interrupted.exists() or lane.error is None:
             assert time.monotonic() < deadline, "rank 0 still waits for this rank"

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer's step on the PyTorch backend."""
+"""What Keras asks of PyTorch's adapter: above all the gradients of an optimizer's step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from hvdkit.api import backends
 from hvdkit.api.gradient_settings import GradientSettings, names_of
-from hvdkit.keras.torch_hooks import TrainStepHooks
+from hvdkit.torch.for_keras_hooks import TrainStepHooks
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer, is_current
 from hvdkit.torch.gradient_watch import ChangedInFlightError
+from hvdkit.torch.parameters import broadcast_tensors
 from hvdkit.torch.verification import OptimizerVerification
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"
@@ -63,8 +65,10 @@ class _Synchronizer(GradientSynchronizer):
         self._hooks.cancel()
 
 
-class TorchGradients:
+class TorchGradients(backends.Gradients):
     """Reduces the gradients of the parameters under Keras's variables."""
+
+    is_early = True
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
@@ -84,11 +88,7 @@ class TorchGradients:
                 self._synchronizer.give_up()
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
-        """The gradients as all ranks of the process set have them; None stays None.
-
-        ``local`` are ids of variables whose gradients stay this rank's. Collective: every rank has gradients for the
-        same variables. Raises HorovodInternalError on every rank where ranks disagree.
-        """
+        """See Gradients."""
         settings = self._settings
         if self._synchronizer is not None:
             self._synchronizer.end()
@@ -148,3 +148,29 @@ class TorchGradients:
         )
         synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
         return synchronizer
+
+
+class ForKeras:
+    """See backends.Backend."""
+
+    def tensor(self, value: Any) -> torch.Tensor:
+        """See Backend."""
+        return torch.as_tensor(value)
+
+    def gradients(self, settings: GradientSettings) -> TorchGradients:
+        """See Backend."""
+        return TorchGradients(settings)
+
+    @torch.no_grad()
+    def broadcast_variables(self, variables: Sequence[Any], root_rank: int) -> None:
+        """See Backend."""
+        # By place: of a model that one rank loaded the variables have other paths.
+        named = ((f"variables[{place}]", variable.value.data) for place, variable in enumerate(variables))
+        broadcast_tensors(list(named), root_rank)
+
+    def as_written(self, function: backends.Function) -> backends.Function:
+        """The function: nothing is translated here."""
+        return function
+
+
+BACKEND: backends.Backend = ForKeras()

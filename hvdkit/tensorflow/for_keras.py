@@ -1,0 +1,48 @@
+"""What Keras asks of TensorFlow's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import backends
+from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.tensorflow.functions import broadcast_variables
+from hvdkit.tensorflow.gradients import reduce_gradients
+from hvdkit.tensorflow.unconverted import as_written
+
+
+class TensorFlowGradients(backends.Gradients):
+    """Reduces gradients when they are applied: in a graph each part leaves as soon as it is computed."""
+
+    def __init__(self, settings: GradientSettings) -> None:
+        self._settings = settings
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
+        """See Gradients."""
+        return reduce_gradients(self._settings, gradients, variables, local)
+
+
+class ForKeras:
+    """See backends.Backend."""
+
+    def tensor(self, value: Any) -> Any:
+        """See Backend."""
+        return tf.convert_to_tensor(value)
+
+    def gradients(self, settings: GradientSettings) -> TensorFlowGradients:
+        """See Backend."""
+        return TensorFlowGradients(settings)
+
+    def broadcast_variables(self, variables: Sequence[Any], root_rank: int) -> None:
+        """See Backend."""
+        broadcast_variables(variables, root_rank)
+
+    def as_written(self, function: backends.Function) -> backends.Function:
+        """See unconverted.as_written()."""
+        return as_written(function)
+
+
+BACKEND: backends.Backend = ForKeras()
