@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from hvdkit.api.guard import WATCH, is_marked
 from hvdkit.keras import keras_2
+from hvdkit.keras.early import begin_backward
 from hvdkit.keras.step import distributed_step, step_of
 
 SKIPPED = (
@@ -26,6 +28,14 @@ class Applying:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
         else:
             apply_reduced(self, grads, trainable_variables, super().apply)  # type: ignore[misc]
+
+    apply.reduces_first = True  # type: ignore[attr-defined]
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        """The loss, scaled as by its class."""
+        scaled = super().scale_loss(loss)  # type: ignore[misc]
+        begin_backward(self, sys._getframe(1).f_code)
+        return scaled
 
 
 class ApplyingPairs:

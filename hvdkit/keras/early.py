@@ -11,7 +11,6 @@ import inspect
 import sys
 from typing import Any
 
-from hvdkit.keras.applying import Applying
 from hvdkit.keras.step import DistributedStep, distributed_step
 
 # Where Keras's own step calls scale_loss() from.
@@ -38,20 +37,25 @@ def train_step_with_early_gradients(train_step: Any) -> Any:
     return train_step_with
 
 
+def begin_backward(optimizer: Any, caller: Any) -> None:
+    """The code ``caller`` has had an optimizer scale a loss, as Keras's step does just before its backward pass."""
+    step = _step_of(optimizer) if caller is _own_code else None
+    if step is not None and step.may_begin:
+        step.begin_backward()
+
+
 def scale_loss_and_begin(scale_loss: Any) -> Any:
-    """An optimizer's ``scale_loss``, which Keras's step calls just before its backward pass."""
+    """``scale_loss`` of a LossScaleOptimizer, which may have a distributed optimizer inside."""
 
     def scale_loss_with(self: Any, loss: Any) -> Any:
-        step = _step_of(self)
-        if step is not None and step.may_begin and sys._getframe(1).f_code is _own_code:
-            step.begin_backward()
-        return scale_loss(self, loss)
+        scaled = scale_loss(self, loss)
+        begin_backward(self, sys._getframe(1).f_code)
+        return scaled
 
     return scale_loss_with
 
 
 def _step_of(optimizer: Any) -> DistributedStep | None:
     """What reduces the gradients of an optimizer as they come from backward(), if nothing of the user's comes first."""
-    apply = getattr(type(optimizer), "apply", None)
-    is_ours = apply is Applying.apply or getattr(apply, "reduces_first", False)
+    is_ours = getattr(getattr(type(optimizer), "apply", None), "reduces_first", False)
     return distributed_step(optimizer) if is_ours and "apply" not in vars(optimizer) else None

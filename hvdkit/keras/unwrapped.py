@@ -41,8 +41,7 @@ def install() -> None:
         from keras.src.backend.torch.trainer import TorchTrainer
 
         _replace(TorchTrainer, "train_step", train_step_with_early_gradients)
-        for holder in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
-            _replace(holder, "scale_loss", scale_loss_and_begin)
+        _replace(loss_scale_optimizer.LossScaleOptimizer, "scale_loss", scale_loss_and_begin)
     _replace(base_optimizer.BaseOptimizer, "apply", _warning)
     _replace(loss_scale_optimizer.LossScaleOptimizer, "apply", _reducing_first)
     for holder in (trainer.Trainer, trainer):
