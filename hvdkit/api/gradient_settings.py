@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from hvdkit.api import checks, planning
 from hvdkit.api.compression import NoneCompressor
@@ -12,27 +12,43 @@ from hvdkit.api.compression_policy import Policy, check_policy
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
+Kind = TypeVar("Kind", bound="GradientSettings")
+
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """What a user asked of a DistributedGradientTape or a DistributedOptimizer. ``title`` is which of them."""
+    """What a user asked of a DistributedGradientTape or a DistributedOptimizer. ``title``: what the ranks call it."""
 
     title: str
     op: ReduceOp = ReduceOp.AVERAGE
-    compression: Any = NoneCompressor
     predivide: float = 1.0
     groups: int | list[list[Any]] | None = None
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
+    policy: Policy = field(default_factory=Policy)  # which codec encodes which gradient
+    backward_passes_per_step: int = 1
     scale_local_gradients: bool = True
     device_dense: str = ""
     device_sparse: str = ""
-    policy: Policy = field(default_factory=Policy)  # which codec encodes which gradient
 
     @property
     def scales(self) -> tuple[float, float]:
         """What a gradient is multiplied with before and after the sum; the division of an average is not in it."""
         return (1.0 / self.predivide, self.predivide) if self.op is ReduceOp.AVERAGE else (1.0, 1.0)
+
+    @property
+    def compressor(self) -> Any:
+        """What compresses tensor by tensor, for gradients that are not in a plan."""
+        return self.policy.compression if self.policy.by_tensor else NoneCompressor
+
+    def as_kind(self, kind: type[Kind], **others: Any) -> Kind:
+        """The same, but for ``others``, in an object of a class that has more."""
+        return kind(**{**{one.name: getattr(self, one.name) for one in fields(GradientSettings)}, **others})
+
+
+def is_variable(source: Any) -> bool:
+    """Whether it is a tf.Variable, or a variable of Keras."""
+    return hasattr(source, "assign") and hasattr(source, "shape")
 
 
 def check_settings(
@@ -45,37 +61,40 @@ def check_settings(
     groups: Any,
     sparse_as_dense: bool,
     process_set: Any,
-    scale_local_gradients: bool,
-    device_dense: str,
-    device_sparse: str,
+    backward_passes_per_step: Any = 1,
+    scale_local_gradients: bool = True,
+    device_dense: str = "",
+    device_sparse: str = "",
     title: str | None = None,
+    members: str = "variables",
+    is_member: Callable[[Any], bool] = is_variable,
 ) -> GradientSettings:
-    """The settings of ``function``'s arguments; ``title`` if they are to be told by another name.
+    """The settings of ``function``'s arguments, which it was given by the user itself.
 
-    Raises TypeError or ValueError for what makes no sense.
+    ``title`` if they are to be told by another name; ``members``, ``is_member``: what groups consist of. Raises
+    TypeError or ValueError for what makes no sense.
     """
+    passes = checks.check_passes(function, backward_passes_per_step)
     reduce_op = checks.check_op(function, op)
+    policy = check_policy(function, compression, reduce_op)
+    predivide = planning.check_predivide(function, gradient_predivide_factor, reduce_op)
     checks.check_registered(function, process_set)
+    groups = planning.groups_or_number(groups, num_groups)
     if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return GradientSettings(
         title=title or function,
         op=reduce_op,
-        compression=compression,
-        predivide=planning.check_predivide(function, gradient_predivide_factor, reduce_op),
-        groups=planning.check_groups(function, planning.groups_or_number(groups, num_groups), "variables", is_variable),
+        predivide=predivide,
+        groups=planning.check_groups(function, groups, members, is_member),
         sparse_as_dense=bool(sparse_as_dense),
         process_set=process_set,
+        policy=policy,
+        backward_passes_per_step=passes,
         scale_local_gradients=bool(scale_local_gradients),
         device_dense=device_dense,
         device_sparse=device_sparse,
-        policy=check_policy(function, compression, reduce_op),
     )
-
-
-def is_variable(source: Any) -> bool:
-    """Whether it is a tf.Variable, or a variable of Keras."""
-    return hasattr(source, "assign") and hasattr(source, "shape")
 
 
 def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:

@@ -79,7 +79,7 @@ def groups_or_number(groups: Any, num_groups: int) -> Any:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups` and will be removed.",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=4,  # who called the function that has this argument
         )
         return num_groups if groups is None else groups
     return groups

@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 
 from hvdkit.api import planning
 from hvdkit.api.compression import Compressions
+from hvdkit.api.gradient_settings import check_settings
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
-from hvdkit.keras.settings import check_settings
+from hvdkit.keras.settings import FUNCTION, OptimizerSettings, check_sums
 from hvdkit.keras.step import distributed_step, is_distributed
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -76,24 +77,24 @@ def DistributedOptimizer(
             "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
             f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
         )
-    wrapped: Optimizer = wrap(
-        optimizer,
-        check_settings(
-            name or f"Distributed{type(optimizer).__name__}",
-            op=op,
-            compression=compression,
-            gradient_predivide_factor=gradient_predivide_factor,
-            num_groups=num_groups,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-            backward_passes_per_step=backward_passes_per_step,
-            average_aggregated_gradients=average_aggregated_gradients,
-        ),
+    check_sums(op)
+    settings = check_settings(
+        FUNCTION,
+        op=op,
+        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        backward_passes_per_step=backward_passes_per_step,
+        scale_local_gradients=scale_local_gradients,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        title=name or f"Distributed{type(optimizer).__name__}",
     )
+    average = bool(average_aggregated_gradients)
+    wrapped: Optimizer = wrap(optimizer, settings.as_kind(OptimizerSettings, average_aggregated_gradients=average))
     return wrapped
 
 

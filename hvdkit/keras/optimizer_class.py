@@ -19,7 +19,7 @@ class Distributed:
     @property
     def process_set(self) -> Any:
         """The ranks among which gradients are reduced."""
-        return step_of(self).settings.gradients.process_set
+        return step_of(self).settings.process_set
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to each rank."""

@@ -113,7 +113,7 @@ class DistributedStep:
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of variables, reduced over all ranks. Collective."""
         if self._gradients is None:
-            self._gradients = backend().gradients(self.settings.gradients)
+            self._gradients = backend().gradients(self.settings)
         replaced = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
@@ -127,10 +127,10 @@ class DistributedStep:
 
     def _largest(self, values: list[Any]) -> list[Any]:
         """The elementwise largest of all ranks."""
-        process_set = self.settings.gradients.process_set
+        process_set = self.settings.process_set
         if not values or not process_set.included():
             return values
-        name = f"{self.settings.gradients.title}.overwritten"
+        name = f"{self.settings.title}.overwritten"
         largest = adapter().grouped_allreduce(values, name=name, op=ReduceOp.MAX, process_set=process_set)
         return list(largest)
 

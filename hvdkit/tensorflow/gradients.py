@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.compression import NoneCompressor
 from hvdkit.api.gradient_settings import GradientSettings, is_variable, names_of
 from hvdkit.api.planning import form_groups, plain_name
 from hvdkit.engine import runtime
@@ -208,7 +207,7 @@ def _named(
     return grouped_allreduce(
         gradients,
         device_dense=settings.device_dense,
-        compression=settings.compression if settings.policy.by_tensor else NoneCompressor,
+        compression=settings.compressor,
         op=settings.op,
         prescale_factor=prescale,
         postscale_factor=postscale,

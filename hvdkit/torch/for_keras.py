@@ -131,21 +131,10 @@ class TorchGradients(backends.Gradients):
         if isinstance(groups, list):
             groups = [[variable.value for variable in group] for group in groups]
         names = names_of(variables, use_generic_names=False)
-        synchronizer = _Synchronizer(
-            self._parameters,  # type: ignore[arg-type]  # only asked for its param_groups
-            Settings(
-                names=list(zip(names, [variable.value for variable in variables], strict=True)),
-                compression=settings.compression,
-                backward_passes_per_step=1,
-                op=settings.op,
-                gradient_predivide_factor=settings.predivide,
-                groups=groups,
-                sparse_as_dense=settings.sparse_as_dense,
-                process_set=settings.process_set,
-                policy=settings.policy,
-            ),
-            settings.title,
-        )
+        named = list(zip(names, [variable.value for variable in variables], strict=True))
+        # Who adds up several passes does so before.
+        ours = settings.as_kind(Settings, groups=groups, names=named, backward_passes_per_step=1)
+        synchronizer = _Synchronizer(self._parameters, ours)  # type: ignore[arg-type]  # asked for its param_groups
         synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
         return synchronizer
 

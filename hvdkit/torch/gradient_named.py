@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.gradient_settings import GradientSettings
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradient_layout import overlapping
-from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.ops_allreduce import allreduce_async_, grouped_allreduce_async_
 from hvdkit.torch.ops_sparse import sparse_allreduce_async
 from hvdkit.torch.ops_sync import synchronize
@@ -42,7 +42,7 @@ class NamedGradients:
         self,
         parameters: Sequence[torch.Tensor],
         names: dict[int, str],
-        settings: Settings,
+        settings: GradientSettings,
         sparse_dims: dict[int, int],
         groups: Sequence[Sequence[torch.Tensor]] = (),
     ) -> None:

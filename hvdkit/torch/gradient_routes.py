@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.checks import check_registered
+from hvdkit.api.gradient_settings import GradientSettings
 from hvdkit.api.planning import form_groups, next_title
 from hvdkit.engine.plans import HOST
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradient_layout import can_be_planned, slot_of
 from hvdkit.torch.gradient_named import NamedGradients
 from hvdkit.torch.gradient_planned import PlannedGradients
-from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_watch import Watched
 from hvdkit.torch.ops_allgather import allgather_async
 from hvdkit.torch.ops_sync import synchronize
@@ -44,12 +45,12 @@ class Routes:
     """Who reduces which gradient. To construct it is collective; ranks whose parameters differ raise there."""
 
     def __init__(
-        self, engine: Any, parameters: dict[int, torch.Tensor], name_of: NameOf, settings: Settings, class_name: str
+        self, engine: Any, parameters: dict[int, torch.Tensor], name_of: NameOf, settings: GradientSettings
     ) -> None:
         self.ids = list(parameters)
         members = list(parameters.values())
         process_set = settings.process_set
-        title = next_title(engine, process_set.process_set_id, class_name)
+        title = next_title(engine, check_registered(settings.title, process_set), settings.title)
         sparse_dims = agree_on_sparse(members, title, process_set)
         self.sparse_dims = sparse_dims
 
@@ -70,7 +71,7 @@ class Routes:
         )
 
     def _register(
-        self, engine: Any, parameters: list[torch.Tensor], name_of: NameOf, settings: Settings, title: str
+        self, engine: Any, parameters: list[torch.Tensor], name_of: NameOf, settings: GradientSettings, title: str
     ) -> PlannedGradients:
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
         prescale, postscale = settings.scales
@@ -128,7 +129,7 @@ class Routes:
             self.planned.finish()
         self.named.finish()
 
-    def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf, settings: Settings) -> None:
+    def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf, settings: GradientSettings) -> None:
         """Reduce gradients that were computed before these routes were agreed on, one by one."""
         names = {id(parameter): f"newcomer.{name_of(parameter)}" for parameter in parameters}
         NamedGradients(parameters, names, settings, self.sparse_dims).finish()

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -68,12 +69,11 @@ class GradientSynchronizer:
     their one host (``Lane.takes_turns``).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, class_name: str) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
         self.settings = settings
         self.should_synchronize = True
         self.verification = OptimizerVerification(settings.process_set)
         self._optimizer = weakref.ref(optimizer)
-        self._class_name = class_name
         self._names = {id(parameter): name for name, parameter in settings.names}
         self._hooks: Any = self._new_hooks()
         self._engine: Any = None
@@ -172,7 +172,7 @@ class GradientSynchronizer:
 
     def set_passes(self, passes: int) -> None:
         """Expect ``passes`` backward passes a step from now on."""
-        self.settings.backward_passes_per_step = passes
+        self.settings = replace(self.settings, backward_passes_per_step=passes)
         self._hooks.set_passes(passes)
 
     def _complete(self, parameter: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ class GradientSynchronizer:
         for parameter in trainable.values():
             self._hooks.attach(parameter)
         self._serve()
-        routes = Routes(self._engine, trainable, self.name_of, self.settings, self._class_name)
+        routes = Routes(self._engine, trainable, self.name_of, self.settings)
         self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)
         saved, self._kept = self._kept, None
         process_set = self.settings.process_set
@@ -386,7 +386,7 @@ class GradientSynchronizer:
             return loss
         value = torch.as_tensor(loss).detach().to(torch.float64).reshape(1).clone()
         op = ReduceOp.SUM if self.settings.op is ReduceOp.SUM else ReduceOp.AVERAGE
-        name = f"loss.{self._class_name}"
+        name = f"loss.{self.settings.title}"
         value = synchronize(allreduce_async_(value, name=name, op=op, process_set=self.settings.process_set))
         if isinstance(loss, torch.Tensor):
             return value.reshape(loss.shape).to(loss)

@@ -7,17 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvdkit.api import checks, planning
-from hvdkit.api.compression_policy import check_policy
+from hvdkit.api.gradient_settings import check_settings
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.optimizer_class import is_distributed, wrap
 from hvdkit.torch.optimizer_names import check_names
-
-_FUNCTION = "DistributedOptimizer"
-
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -76,28 +72,22 @@ def DistributedOptimizer(
         )
     if is_distributed(optimizer):
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    passes = checks.check_passes(_FUNCTION, backward_passes_per_step)
-    reduce_op = checks.check_op(_FUNCTION, op)
-    policy = check_policy(_FUNCTION, compression, reduce_op)
-    predivide = planning.check_predivide(_FUNCTION, gradient_predivide_factor, reduce_op)
-    checks.check_registered(_FUNCTION, process_set)
-    groups = planning.groups_or_number(groups, num_groups)
-    if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
-        raise NotImplementedError("Adasum does not support non-global process sets yet.")
-    wrapped: Optimizer = wrap(
-        optimizer,
-        Settings(
-            names=check_names(named_parameters, optimizer.param_groups),
-            compression=compression,
-            backward_passes_per_step=passes,
-            op=ReduceOp.AVERAGE if reduce_op is ReduceOp.ADASUM and process_set.size() == 1 else reduce_op,
-            gradient_predivide_factor=predivide,
-            groups=planning.check_groups(
-                _FUNCTION, groups, "torch.Tensor", lambda member: isinstance(member, torch.Tensor)
-            ),
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            policy=policy,
-        ),
+    settings = check_settings(
+        "DistributedOptimizer",
+        op=op,
+        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        backward_passes_per_step=backward_passes_per_step,
+        title=type(optimizer).__name__,
+        members="torch.Tensor",
+        is_member=lambda member: isinstance(member, torch.Tensor),
     )
+    names = check_names(named_parameters, optimizer.param_groups)
+    alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
+    op = ReduceOp.AVERAGE if alone else settings.op
+    wrapped: Optimizer = wrap(optimizer, settings.as_kind(Settings, op=op, names=names))
     return wrapped

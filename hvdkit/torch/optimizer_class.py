@@ -37,10 +37,10 @@ def is_distributed(optimizer: Any) -> bool:
     return hasattr(type(optimizer), _SETTINGS)
 
 
-def synchronizer_for(optimizer: torch.optim.Optimizer, settings: Settings, class_name: str) -> GradientSynchronizer:
+def synchronizer_for(optimizer: torch.optim.Optimizer, settings: Settings) -> GradientSynchronizer:
     """What stands between backward() and step() for these settings."""
     is_adasum = settings.op is ReduceOp.ADASUM
-    return (AdasumSynchronizer if is_adasum else GradientSynchronizer)(optimizer, settings, class_name)
+    return (AdasumSynchronizer if is_adasum else GradientSynchronizer)(optimizer, settings)
 
 
 def wrap(optimizer: torch.optim.Optimizer, settings: Settings) -> Any:
@@ -49,7 +49,7 @@ def wrap(optimizer: torch.optim.Optimizer, settings: Settings) -> Any:
     # A learning rate scheduler made earlier has put its own step on the object; it must not bypass ours.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._wrapped_optimizer = optimizer
-    wrapped._synchronizer = synchronizer_for(wrapped, settings, type(optimizer).__name__)
+    wrapped._synchronizer = synchronizer_for(wrapped, settings)
     return wrapped
 
 
@@ -168,7 +168,7 @@ def distributed_class(base: Any) -> Any:
             settings = state.pop(_SETTINGS, None)
             super().__setstate__(state)
             if settings is not None:
-                self._synchronizer = synchronizer_for(self, settings, base.__name__)
+                self._synchronizer = synchronizer_for(self, settings)
 
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
             return _new, (base,), self.__getstate__()
