@@ -9,6 +9,7 @@ import torch
 
 from hvdkit.api import backends
 from hvdkit.api.gradient_settings import GradientSettings, names_of
+from hvdkit.engine.driver import ROUND_SECONDS
 from hvdkit.torch.for_keras_hooks import TrainStepHooks
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_sync import GradientSynchronizer, is_current
@@ -63,6 +64,22 @@ class _Synchronizer(GradientSynchronizer):
     def cancel(self) -> None:
         """It was not completed, or is over already."""
         self._hooks.cancel()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a gradient was complete in a step that is not over."""
+        return self.in_flight or (self._routes is not None and self._routes.in_flight)
+
+    def give_up(self) -> None:
+        """Forget a step that an exception ended. Nothing is waited for; ranks that use the step get an error."""
+        self._unraised = None
+        routes, current = self._routes, is_current(self._engine)
+        if routes is not None:
+            # What runs must not be in the middle of a sum; in a forked child nothing does.
+            with self._engine.driver.halted(ROUND_SECONDS if current else 0.0):
+                if routes.give_up(current):
+                    self._routes = None
+        self._start_step()
 
 
 class TorchGradients(backends.Gradients):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
@@ -16,9 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.engine import runtime
-from hvdkit.engine.driver import ROUND_SECONDS
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
-from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import compression_state
 from hvdkit.torch.gradient_hooks import GradientHooks
 from hvdkit.torch.gradient_planned import PlannedGradients
@@ -26,22 +23,9 @@ from hvdkit.torch.gradient_routes import Routes
 from hvdkit.torch.gradient_settings import Settings
 from hvdkit.torch.gradient_watch import Watched, watch
 from hvdkit.torch.half_summed import HALF_SUMMED, STEP_FAILED, is_half_summed, some_are_half_summed
-from hvdkit.torch.ops_allreduce import allreduce_async_
-from hvdkit.torch.ops_sync import synchronize
 from hvdkit.torch.optimizer_names import default_names
 from hvdkit.torch.verification import OptimizerVerification
 
-STEP_AFTER_SYNCHRONIZE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
-    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-    "optimizer.synchronize() in your code.\n"
-    "HINT: with optimizer.skip_synchronize(): optimizer.step()"
-)
-SKIPPED_IN_FLIGHT = (
-    "optimizer.step() called inside optimizer.skip_synchronize() context after loss.backward() but before "
-    "optimizer.synchronize(). The gradients are those of this rank alone, and the ranks would diverge.\n"
-    "HINT: call optimizer.synchronize() before optimizer.skip_synchronize(), or call optimizer.step() outside of it."
-)
 INTERRUPTED = (
     "The gradients of this step were being reduced when hvd.shutdown() ended the job; they may be half summed.\n"
     "HINT: after hvd.init(), call optimizer.zero_grad() and run the forward and backward pass again."
@@ -71,7 +55,6 @@ class GradientSynchronizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
         self.settings = settings
-        self.should_synchronize = True
         self.verification = OptimizerVerification(settings.process_set)
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
@@ -82,8 +65,6 @@ class GradientSynchronizer:
         # Complete before there were routes: when (perf_counter), and as it was then.
         self._early: list[tuple[torch.Tensor, float, Watched | None]] = []
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
-        self._is_synchronized = False
-        self._for_scaler = False
         self._kept: Any = None  # what was loaded, or kept by codecs before, for when there are routes
         self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was given up
         with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step asks again
@@ -96,11 +77,6 @@ class GradientSynchronizer:
     def in_flight(self) -> bool:
         """True between a backward pass and the synchronisation of its gradients."""
         return bool(self._hooks.touched)
-
-    @property
-    def is_synchronized(self) -> bool:
-        """True when gradients were synchronised, and neither stepped with nor computed anew since."""
-        return self._is_synchronized and not self._hooks.touched
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The user's name of a parameter, else its place in the optimizer."""
@@ -197,8 +173,6 @@ class GradientSynchronizer:
             with torch.no_grad():
                 self._finish_step()
             self.verification.finished()
-        self._is_synchronized = True
-        self._for_scaler = False
 
     def _check_cleared(self) -> None:
         for parameter in self._trainable().values() if some_are_half_summed() else ():
@@ -297,47 +271,9 @@ class GradientSynchronizer:
         if self._routes is not None and self._routes.planned is not None:
             self._routes.planned.lane.home.reset()
 
-    def synchronize_for_scaler(self) -> None:
-        """A GradScaler is about to read the gradients for step(), which need not synchronise again."""
-        if self.should_synchronize and not self.is_synchronized:
-            self.synchronize()
-            self._for_scaler = True
-
-    def step(self, base_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Synchronise and then call the wrapped optimizer's ``step``, whose closure, if any, synchronises itself."""
-        if args and callable(args[0]):
-            args = (self._synchronized_closure(args[0]), *args[1:])
-        elif callable(kwargs.get("closure")):
-            kwargs = {**kwargs, "closure": self._synchronized_closure(kwargs["closure"])}
-        elif self.should_synchronize and not (self._for_scaler and self.is_synchronized):
-            if self.is_synchronized:
-                warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
-            self.synchronize(updates=True)
-        else:
-            self._check_synchronized()
-        self.forget_synchronized()
-        try:
-            result = base_step(*args, **kwargs)
-        finally:  # the others compare what they have then, also if it raised here
-            self.verification.updated(self._groups(), self.name_of)
-        self.forget_synchronized()
-        return result
-
-    def _check_synchronized(self) -> None:
-        if self.in_flight:
-            raise AssertionError(SKIPPED_IN_FLIGHT)
-        self._check_cleared()
-
-    def forget_synchronized(self) -> None:
-        """The gradients that were synchronised have been used, or cleared."""
-        self._is_synchronized = False
-        self._for_scaler = False
-
     def abandon(self) -> None:
         """Forget a step that an exception left half done."""
         self._start_step()
-        self.forget_synchronized()
-        self.should_synchronize = True
         if self._routes is None:
             return
         if is_current(self._engine):
@@ -349,48 +285,6 @@ class GradientSynchronizer:
         if not is_current(self._engine) or self._routes.error is not None:
             self._routes.move_out()
             self._routes = None
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether a gradient was complete in a step that is not over."""
-        return self.in_flight or (self._routes is not None and self._routes.in_flight)
-
-    def give_up(self) -> None:
-        """Forget a step that an exception ended. Nothing is waited for; ranks that use the step get an error."""
-        self._unraised = None
-        routes, current = self._routes, is_current(self._engine)
-        if routes is not None:
-            # What runs must not be in the middle of a sum; in a forked child nothing does.
-            with self._engine.driver.halted(ROUND_SECONDS if current else 0.0):
-                if routes.give_up(current):
-                    self._routes = None
-        self._start_step()
-        self.forget_synchronized()
-
-    def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure after which gradients are reduced, and the loss with them, so that all ranks decide alike."""
-        should_synchronize = self.should_synchronize
-
-        def closure_and_synchronize() -> Any:
-            loss = closure()
-            if not should_synchronize:
-                self._check_synchronized()
-                return loss
-            self.synchronize()
-            return self._reduce_loss(loss)
-
-        return closure_and_synchronize
-
-    def _reduce_loss(self, loss: Any) -> Any:
-        if not self._distributed or loss is None:
-            return loss
-        value = torch.as_tensor(loss).detach().to(torch.float64).reshape(1).clone()
-        op = ReduceOp.SUM if self.settings.op is ReduceOp.SUM else ReduceOp.AVERAGE
-        name = f"loss.{self.settings.title}"
-        value = synchronize(allreduce_async_(value, name=name, op=op, process_set=self.settings.process_set))
-        if isinstance(loss, torch.Tensor):
-            return value.reshape(loss.shape).to(loss)
-        return value.item()
 
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end

@@ -13,12 +13,12 @@ import torch
 from torch._compile import _disable_dynamo
 
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.gradient_sync import GradientSynchronizer
 from hvdkit.torch.ops_allreduce import allreduce_async_
 from hvdkit.torch.ops_sync import synchronize
+from hvdkit.torch.optimizer_step import OptimizerSynchronizer
 
 
-class AdasumSynchronizer(GradientSynchronizer):
+class AdasumSynchronizer(OptimizerSynchronizer):
     """Leaves gradients to their rank and combines the ranks' steps."""
 
     def _complete(self, parameter: torch.Tensor) -> None:

@@ -14,8 +14,8 @@ from hvdkit.engine import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression_state import KEY
 from hvdkit.torch.gradient_settings import Settings
-from hvdkit.torch.gradient_sync import GradientSynchronizer
 from hvdkit.torch.optimizer_adasum import AdasumSynchronizer
+from hvdkit.torch.optimizer_step import OptimizerSynchronizer
 from hvdkit.torch.scaler_guard import guard_scalers
 
 _SETTINGS = "_distributed_settings"
@@ -37,10 +37,10 @@ def is_distributed(optimizer: Any) -> bool:
     return hasattr(type(optimizer), _SETTINGS)
 
 
-def synchronizer_for(optimizer: torch.optim.Optimizer, settings: Settings) -> GradientSynchronizer:
+def synchronizer_for(optimizer: torch.optim.Optimizer, settings: Settings) -> OptimizerSynchronizer:
     """What stands between backward() and step() for these settings."""
     is_adasum = settings.op is ReduceOp.ADASUM
-    return (AdasumSynchronizer if is_adasum else GradientSynchronizer)(optimizer, settings)
+    return (AdasumSynchronizer if is_adasum else OptimizerSynchronizer)(optimizer, settings)
 
 
 def wrap(optimizer: torch.optim.Optimizer, settings: Settings) -> Any:
@@ -67,7 +67,7 @@ def distributed_class(base: Any) -> Any:
         base.step.hooked = True
 
     class Distributed(base):  # type: ignore[misc]  # the base is known at run time only
-        _synchronizer: GradientSynchronizer
+        _synchronizer: OptimizerSynchronizer
         _wrapped_optimizer: Any = None
 
         @property
