@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdkit.engine import runtime
+from hvdkit.torch.gradient_hooks import ParameterHooks
 
 COMPUTED_TWICE = (
     "The gradient of '{name}' was added to once more in a backward pass that had completed it before.\n"
@@ -18,19 +19,15 @@ COMPUTED_TWICE = (
 )
 
 
-class TrainStepHooks:
+class TrainStepHooks(ParameterHooks):
     """Hooks on parameters that call ``complete(parameter)`` from ``begin()`` to ``end()``.
 
     The first backward pass is only looked at: one that completes a gradient twice, as passes inside of it do, is none
-    to hand over from. Other optimizers may have hooks on the same parameters. They hold no reference to this object.
+    to hand over from. Other optimizers may have hooks on the same parameters.
     """
 
-    superseded = False
-
     def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
-        self._complete = weakref.WeakMethod(complete)
-        self._name_of = weakref.WeakMethod(name_of)
-        self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        super().__init__(complete, name_of)
         self._seen: dict[int, int] = {}  # by parameter, how often its gradient was complete since begin()
         self._looks = False
         self._hands_over = False
@@ -38,27 +35,11 @@ class TrainStepHooks:
         self._is_ever_twice = False  # whether one that was to do so did not
         self.touched = False  # whether a gradient was handed over since reset()
 
-    def attach(self, parameter: torch.Tensor) -> None:
-        """Hook a parameter; once is enough."""
-        attached = self._handles.get(id(parameter))
-        if attached is not None and attached[0]() is parameter:
-            return
-        this = weakref.ref(self)
-
-        def hook(hooked: torch.Tensor) -> None:
-            hooks = this()
-            if hooks is not None:
-                hooks._saw(hooked)
-
-        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._handles[id(parameter)] = weakref.ref(parameter), handle
-        self._is_known = False
-
-    def detach(self) -> None:
-        """Take all hooks off again."""
-        for _, handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+    def attach(self, parameter: torch.Tensor) -> bool:
+        """Hook a parameter; with a new one the next backward pass is only looked at."""
+        is_new = super().attach(parameter)
+        self._is_known = self._is_known and not is_new
+        return is_new
 
     def reset(self) -> None:
         """A new step."""
@@ -84,24 +65,19 @@ class TrainStepHooks:
         """It was not completed, or is over already."""
         self._looks = self._hands_over = False
 
-    def _saw(self, parameter: torch.Tensor) -> None:
+    def _computed(self, parameter: torch.Tensor) -> None:
         if not self._looks or runtime.is_forked():
             return
         times = self._seen[id(parameter)] = self._seen.get(id(parameter), 0) + 1
         if not self._hands_over:
             return
         if times > 1:
-            name_of = self._name_of()
-            name = "a parameter" if name_of is None else name_of(parameter)
             self._is_ever_twice = True
-            raise AssertionError(COMPUTED_TWICE.format(name=name))
+            raise AssertionError(COMPUTED_TWICE.format(name=self._name(parameter)))
         complete = self._complete()
         if complete is not None and parameter.grad is not None and not parameter.grad.requires_grad:
             self.touched = True  # before: Ctrl-C may come in between
             complete(parameter)
-
-    def __del__(self) -> None:
-        self.detach()
 
 
 def _is_last(reference: weakref.ref[torch.Tensor], handle: RemovableHandle) -> bool:

@@ -29,22 +29,66 @@ GRAPH_IN_GRADIENT = (
 _OWNERS: Any = WeakIdKeyDictionary()
 
 
-class GradientHooks:
-    """Hooks on parameters that count down ``passes`` backward passes and then call ``complete(parameter)``.
+class ParameterHooks:
+    """Hooks on parameters that may call ``complete(parameter)`` when a backward pass has computed its gradient.
 
-    The hooks hold no reference to this object: an optimizer that nobody keeps takes its hooks along. A parameter that
-    gets hooks here loses those of an earlier object, which from then on is ``superseded``.
+    They hold no reference to this object: an optimizer that nobody keeps takes its hooks along.
+    """
+
+    superseded = False
+
+    def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
+        self._complete = weakref.WeakMethod(complete)
+        self._name_of = weakref.WeakMethod(name_of)
+        self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+
+    def _computed(self, parameter: torch.Tensor) -> None:
+        """A backward pass has added to a gradient."""
+        raise NotImplementedError
+
+    def attach(self, parameter: torch.Tensor) -> bool:
+        """Hook a parameter; once is enough, again changes nothing. Returns whether it had no hook of ours."""
+        attached = self._handles.get(id(parameter))
+        if attached is not None and attached[0]() is parameter:
+            return False
+        this = weakref.ref(self)
+
+        def hook(hooked: torch.Tensor) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks._computed(hooked)
+
+        hook.__module__ = type(self).__module__  # which tells of what kind it is
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles[id(parameter)] = weakref.ref(parameter), handle
+        return True
+
+    def detach(self) -> None:
+        """Take all hooks off again."""
+        for _, handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        name_of = self._name_of()
+        return name_of(parameter) if name_of is not None else "a parameter"
+
+    def __del__(self) -> None:
+        self.detach()
+
+
+class GradientHooks(ParameterHooks):
+    """Hooks that count down ``passes`` backward passes and then call ``complete(parameter)``.
+
+    A parameter that gets hooks here loses those of an earlier object, which from then on is ``superseded``.
     """
 
     def __init__(
         self, passes: int, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]
     ) -> None:
+        super().__init__(complete, name_of)
         self.passes = passes
-        self.superseded = False
-        self._complete = weakref.WeakMethod(complete)
-        self._name_of = weakref.WeakMethod(name_of)
         self._left: dict[int, int] = {}
-        self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
 
     @property
     def touched(self) -> bool:
@@ -60,37 +104,19 @@ class GradientHooks:
         self.passes = passes
         self._left = {key: passes if left > 0 else 0 for key, left in self._left.items()}
 
-    def attach(self, parameter: torch.Tensor) -> None:
-        """Hook a parameter that requires a gradient; once is enough, again changes nothing.
-
-        A parameter of a lazy module gets its hook when this is called after its first forward pass.
-        """
-        attached = self._handles.get(id(parameter))
-        if (attached is not None and attached[0]() is parameter) or is_lazy(parameter):
-            return
+    def attach(self, parameter: torch.Tensor) -> bool:
+        """Hook a parameter; one of a lazy module gets its hook when this is called after its first forward pass."""
+        if is_lazy(parameter) or not super().attach(parameter):
+            return False
         owner = _OWNERS.get(parameter)
         earlier = owner() if owner is not None else None
         if earlier is not None and earlier is not self:
             earlier.superseded = True
             earlier.detach()
-        this = weakref.ref(self)
+        _OWNERS[parameter] = weakref.ref(self)
+        return True
 
-        def hook(hooked: torch.Tensor) -> None:
-            hooks = this()
-            if hooks is not None:
-                hooks._count(hooked)
-
-        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._handles[id(parameter)] = weakref.ref(parameter), handle
-        _OWNERS[parameter] = this
-
-    def detach(self) -> None:
-        """Take all hooks off again."""
-        for _, handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-
-    def _count(self, parameter: torch.Tensor) -> None:
+    def _computed(self, parameter: torch.Tensor) -> None:
         if runtime.is_forked():
             return  # the child's gradients are its own, and no rank's
         left = self._left.get(id(parameter), self.passes) - 1
@@ -103,10 +129,3 @@ class GradientHooks:
             complete = self._complete()
             if complete is not None:
                 complete(parameter)
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        name_of = self._name_of()
-        return name_of(parameter) if name_of is not None else "a parameter"
-
-    def __del__(self) -> None:
-        self.detach()
