@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from hvdkit.api.gradient_settings import GradientSettings
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 # The adapters by the names that Keras gives their frameworks. Each has ``BACKEND``, a Backend, in ``for_keras``.
 ADAPTERS = {"tensorflow": "hvdkit.tensorflow", "torch": "hvdkit.torch"}
 
 
 class Gradients:
-    """The gradients of one optimizer. What ``reduce`` alone needs is here; early ones travel before it."""
-
-    is_early = False  # whether gradients may travel during the backward pass
+    """The gradients of one optimizer. Some may travel before ``reduce`` is called, during the backward pass."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
         """The gradients as all ranks of the process set have them; None stays None.
@@ -34,23 +31,18 @@ class Gradients:
         """Its step is over, also if it failed."""
 
 
-class Backend(Protocol):
-    """An adapter, as Keras uses it."""
+@dataclass(frozen=True)
+class Backend:
+    """An adapter, as Keras uses it.
 
-    def tensor(self, value: Any) -> Any:
-        """A tensor of anything that the framework can make one of."""
+    ``broadcast_variables`` raises ValueError for variables without values yet, HorovodInternalError on every rank where
+    ranks disagree.
+    """
 
-    def gradients(self, settings: GradientSettings) -> Gradients:
-        """What reduces the gradients of an optimizer with these settings."""
-
-    def broadcast_variables(self, variables: Sequence[Any], root_rank: int) -> None:
-        """Write the values of ``root_rank`` into Keras variables on all ranks.
-
-        Raises ValueError for variables without values yet, HorovodInternalError on every rank where ranks disagree.
-        """
-
-    def as_written(self, function: Function) -> Function:
-        """``function``, which the framework runs as it is and does not translate."""
+    tensor: Callable[[Any], Any]  # of anything that the framework can make one of
+    gradients: Callable[[GradientSettings], Gradients]  # of an optimizer with these settings
+    broadcast_variables: Callable[[Sequence[Any], int], None]  # writes a root's values into Keras variables
+    as_written: Callable[[Any], Any]  # the same function, which the framework does not translate
 
 
 def adapter(name: str) -> Any:

@@ -95,8 +95,7 @@ class DistributedStep:
     @contextmanager
     def in_train_step(self) -> Iterator[None]:
         """Keras's own ``train_step`` runs in this context."""
-        gradients = self._gradients
-        self.may_begin = gradients is not None and gradients.is_early and self.settings.backward_passes_per_step == 1
+        self.may_begin = self._gradients is not None and self.settings.backward_passes_per_step == 1
         try:
             yield
         finally:

@@ -25,24 +25,4 @@ class TensorFlowGradients(backends.Gradients):
         return reduce_gradients(self._settings, gradients, variables, local)
 
 
-class ForKeras:
-    """See backends.Backend."""
-
-    def tensor(self, value: Any) -> Any:
-        """See Backend."""
-        return tf.convert_to_tensor(value)
-
-    def gradients(self, settings: GradientSettings) -> TensorFlowGradients:
-        """See Backend."""
-        return TensorFlowGradients(settings)
-
-    def broadcast_variables(self, variables: Sequence[Any], root_rank: int) -> None:
-        """See Backend."""
-        broadcast_variables(variables, root_rank)
-
-    def as_written(self, function: backends.Function) -> backends.Function:
-        """See unconverted.as_written()."""
-        return as_written(function)
-
-
-BACKEND: backends.Backend = ForKeras()
+BACKEND = backends.Backend(tf.convert_to_tensor, TensorFlowGradients, broadcast_variables, as_written)

@@ -21,10 +21,10 @@ from hvdkit.engine.plans import HOST, place_for
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.arrays import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.bridge import call, check_functions, in_order
 from hvdkit.tensorflow.device import Device, device_of_job
 from hvdkit.tensorflow.exceptions import RUNNING, mark
+from hvdkit.tensorflow.unconverted import as_written
 from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
 
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
@@ -179,7 +179,7 @@ class PlannedGradients:
         self._engine = self._lane = None
 
 
-@not_converted
+@as_written
 def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: Sequence[Verified] = ()) -> list[Any]:
     """The reduced gradients, one for each slot of the plan, in eager execution or in a graph.
 
@@ -197,7 +197,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
         handed_over.append(in_order(hand_over, first=number == 0, last=False))
     looked = look_in_graph(plan.verification, variables, handed_over[0])
 
-    @not_converted
+    @as_written
     def end() -> list[Any]:
         try:
             # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
@@ -216,7 +216,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
 
 
 def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, gradients: Sequence[Any]) -> Any:
-    @not_converted
+    @as_written
     def begin(*arrays: Any) -> Any:
         try:
             wanted = plan.begin() if is_first else 0

@@ -18,7 +18,6 @@ from hvdkit.engine.plan import Slot
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.bridge import backward, check_functions, in_order
 from hvdkit.tensorflow.exceptions import mark, raised_as_tensorflows
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
@@ -84,7 +83,7 @@ def takes_part(settings: GradientSettings) -> bool:
     if not tf.executing_eagerly():
         check_functions()
 
-        @not_converted
+        @as_written
         def check() -> Any:
             now = _ranks(settings.process_set) if runtime.is_initialized() else traced
             if now != traced:

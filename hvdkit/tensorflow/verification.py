@@ -14,8 +14,8 @@ from hvdkit.api.machine import machine
 from hvdkit.api.verification import Verification
 from hvdkit.engine.verifying import Statement
 from hvdkit.tensorflow.arrays import as_array
-from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.exceptions import mark
+from hvdkit.tensorflow.unconverted import as_written
 
 BROADCAST = "hvd.broadcast_variables(model.variables, root_rank=0), or BroadcastGlobalVariablesCallback(0) in fit()"
 
@@ -87,7 +87,7 @@ def look_now(verification: VariableVerification, variables: Sequence[Verified], 
     verification.told(variables)
 
 
-@not_converted
+@as_written
 def look_in_graph(verification: VariableVerification, variables: Sequence[Verified], wanted: Any) -> list[Any]:
     """In a graph, where ``wanted`` is a tensor: the operations after which it is done.
 
@@ -102,7 +102,7 @@ def look_in_graph(verification: VariableVerification, variables: Sequence[Verifi
                 done = [tf.cond(wanted >= level, look, lambda: tf.constant(0, tf.int64))]
     if done:
 
-        @not_converted
+        @as_written
         def tell() -> Any:
             verification.told(variables)
             return np.int64(0)
@@ -118,7 +118,7 @@ def _looking_at(
     """The branch that looks at some variables, one after the other."""
 
     def hashing(place: int) -> Callable[[Any], Any]:
-        @not_converted
+        @as_written
         def look(value: Any) -> Any:
             try:
                 verification.look(place, value)
@@ -128,7 +128,7 @@ def _looking_at(
 
         return look
 
-    @not_converted
+    @as_written
     def branch() -> Any:
         last = tf.constant(0, tf.int64)
         for place in places:

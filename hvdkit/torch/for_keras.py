@@ -85,8 +85,6 @@ class _Synchronizer(GradientSynchronizer):
 class TorchGradients(backends.Gradients):
     """Reduces the gradients of the parameters under Keras's variables."""
 
-    is_early = True
-
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
         self._parameters = _Parameters()
@@ -156,27 +154,15 @@ class TorchGradients(backends.Gradients):
         return synchronizer
 
 
-class ForKeras:
-    """See backends.Backend."""
-
-    def tensor(self, value: Any) -> torch.Tensor:
-        """See Backend."""
-        return torch.as_tensor(value)
-
-    def gradients(self, settings: GradientSettings) -> TorchGradients:
-        """See Backend."""
-        return TorchGradients(settings)
-
-    @torch.no_grad()
-    def broadcast_variables(self, variables: Sequence[Any], root_rank: int) -> None:
-        """See Backend."""
-        # By place: of a model that one rank loaded the variables have other paths.
-        named = ((f"variables[{place}]", variable.value.data) for place, variable in enumerate(variables))
-        broadcast_tensors(list(named), root_rank)
-
-    def as_written(self, function: backends.Function) -> backends.Function:
-        """The function: nothing is translated here."""
-        return function
+@torch.no_grad()
+def _broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+    # By place: of a model that one rank loaded the variables have other paths.
+    named = [(f"variables[{place}]", variable.value.data) for place, variable in enumerate(variables)]
+    broadcast_tensors(named, root_rank)
 
 
-BACKEND: backends.Backend = ForKeras()
+def _as_written(function: Any) -> Any:
+    return function  # nothing is translated here
+
+
+BACKEND = backends.Backend(torch.as_tensor, TorchGradients, _broadcast_variables, _as_written)
