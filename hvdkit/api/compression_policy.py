@@ -58,12 +58,7 @@ class Policy:
             chosen = next((one for pattern, one in self.compression.items() if _matches(name, pattern)), None)
         else:
             chosen = self.compression(plain_name(name), parameter)
-        codec = CASTS["none"] if chosen is None else codec_of(chosen)
-        if codec is None:
-            raise TypeError(
-                f"DistributedOptimizer: compression of '{name}' must be one of hvd.Compression or None, got {chosen!r}"
-            )
-        return codec
+        return _codec_or_dense(f"DistributedOptimizer: compression of '{name}'", chosen)
 
     def is_lossy_for(self, name: str, parameter: Any) -> bool:
         """Whether the user asked that this gradient be encoded, by more than a cast."""
@@ -105,6 +100,14 @@ def is_worth_it(parameter: Any) -> bool:
     return len(shape) > 1 and None not in shape and prod(shape) >= SMALL_ELEMENTS
 
 
+def _codec_or_dense(told: str, compression: Any) -> Codec:
+    """The codec of what was asked for one gradient. Raises TypeError for what is none, ``told`` as this."""
+    codec = CASTS["none"] if compression is None else codec_of(compression)
+    if codec is None:
+        raise TypeError(f"{told} must be one of hvd.Compression or None, got {compression!r}")
+    return codec
+
+
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(plain_name(name), pattern)
 
@@ -124,12 +127,7 @@ def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:
         for pattern, one in compression.items():
             if not isinstance(pattern, str):
                 raise TypeError(f"{function}: compression: patterns must be strings, got {pattern!r}")
-            codec = CASTS["none"] if one is None else codec_of(one)
-            if codec is None:
-                raise TypeError(
-                    f"{function}: compression[{pattern!r}] must be one of hvd.Compression or None, got {one!r}"
-                )
-            check_codec_op(function, codec, op)
+            check_codec_op(function, _codec_or_dense(f"{function}: compression[{pattern!r}]", one), op)
     elif op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"{function}: a function for compression goes with op=hvd.Average or Sum only")
     return policy

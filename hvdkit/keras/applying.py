@@ -24,10 +24,7 @@ class Applying:
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         """Reduce the gradients over all ranks, and update the variables. Collective."""
-        if WATCH.inside:  # an optimizer around this one has reduced them
-            super().apply(grads, trainable_variables)  # type: ignore[misc]
-        else:
-            apply_reduced(self, grads, trainable_variables, super().apply)  # type: ignore[misc]
+        apply_reduced(self, grads, trainable_variables, super().apply)  # type: ignore[misc]
 
     apply.reduces_first = True  # type: ignore[attr-defined]
 
@@ -60,9 +57,11 @@ class ApplyingPairs:
 
 
 def apply_reduced(optimizer: Any, grads: Any, trainable_variables: Any, apply: Any) -> None:
-    """The step of an optimizer that is distributed, or has a distributed one inside."""
-    step = distributed_step(optimizer)
-    assert step is not None
+    """The step of an optimizer that is distributed, has a distributed one inside, or neither."""
+    step = None if WATCH.inside else distributed_step(optimizer)  # if it is, one around this one has reduced them
+    if step is None:
+        apply(grads, trainable_variables)
+        return
     variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
     grads = list(grads)
     if len(grads) != len(variables):
@@ -81,10 +80,9 @@ def apply_pairs(
 ) -> Any:
     """The same in Keras 2; ``skips``: how the user said that gradients are summed already, None if nobody did."""
     pairs = list(grads_and_vars)
-    if WATCH.inside or not pairs:
+    step = None if WATCH.inside else distributed_step(optimizer)
+    if step is None or not pairs:
         return apply(pairs)
-    step = distributed_step(optimizer)
-    assert step is not None
     grads, variables = zip(*pairs, strict=True)
     if skips is not None:
         if not (any(map(is_marked, grads)) or any(map(WATCH.knows, variables))):

@@ -59,8 +59,7 @@ def _replace(holder: Any, name: str, make: Any) -> None:
 
 def _warning(apply: Any) -> Any:
     def warn_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if not (WATCH.inside or is_distributed(self) or _is_reduced(self, grads, trainable_variables)):
-            _warn(self)
+        _warn_if_alone(self, grads, trainable_variables)
         return apply(self, grads, trainable_variables)
 
     return warn_and_apply
@@ -71,23 +70,18 @@ def _warning_of_pairs(apply: Any) -> Any:
 
     def warn_and_apply(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
         pairs = list(grads_and_vars)
-        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
-        if not (WATCH.inside or is_distributed(self) or _is_reduced(self, grads, variables)):
-            _warn(self)
+        _warn_if_alone(self, [grad for grad, _ in pairs], [variable for _, variable in pairs])
         return apply(self, pairs, *args, **options)
 
     return warn_and_apply
 
 
-def _is_reduced(optimizer: Any, grads: Any, variables: Any) -> bool:
-    """Whether the user's program seems to have reduced the gradients that it gives to an optimizer."""
+def _warn_if_alone(optimizer: Any, grads: Any, variables: Any) -> None:
+    """Once for each optimizer, if there are other ranks and the user's program does not seem to reduce gradients."""
     grads = grads if isinstance(grads, list | tuple) else []
     known = variables if isinstance(variables, list | tuple) else getattr(optimizer, "_trainable_variables", ())
-    return any(map(is_marked, grads)) or any(map(WATCH.knows, known))
-
-
-def _warn(optimizer: Any) -> None:
-    """Once for each optimizer, if there are other ranks."""
+    if WATCH.inside or is_distributed(optimizer) or any(map(is_marked, grads)) or any(map(WATCH.knows, known)):
+        return
     if vars(optimizer).get(_WARNED) or not runtime.is_initialized() or runtime.topology().size == 1:
         return
     vars(optimizer)[_WARNED] = True
@@ -101,10 +95,7 @@ def _reducing_first(apply: Any) -> Any:
     """Ranks must agree on whether gradients are finite: they are reduced before a loss scale looks at them."""
 
     def reduce_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        if WATCH.inside or is_distributed(self) or distributed_step(self) is None:
-            apply(self, grads, trainable_variables)
-        else:
-            apply_reduced(self, grads, trainable_variables, functools.partial(apply, self))
+        apply_reduced(self, grads, trainable_variables, functools.partial(apply, self))
 
     reduce_and_apply.reduces_first = True  # type: ignore[attr-defined]
     return reduce_and_apply
@@ -114,13 +105,9 @@ def _reducing_pairs_first(apply: Any) -> Any:
     """The same in Keras 2."""
 
     def reduce_and_apply(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
-        if WATCH.inside or is_distributed(self) or distributed_step(self) is None:
-            return apply(self, grads_and_vars, *args, **options)
-
-        def update(pairs: Any) -> Any:
-            return apply(self, pairs, *args, **options)
-
-        return apply_pairs(self, grads_and_vars, update, keras_2.skips(options))
+        return apply_pairs(
+            self, grads_and_vars, lambda pairs: apply(self, pairs, *args, **options), keras_2.skips(options)
+        )
 
     return reduce_and_apply
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,12 +93,8 @@ class NamedGradients:
 
     def _submit(self, group: Sequence[torch.Tensor]) -> None:
         self._submitted.update(id(member) for member in group)
-        if len(group) > 1:
-            self._pending.append(self._submit_group(group))
-        elif id(group[0]) in self._sparse_dims and not self._settings.sparse_as_dense:
-            self._pending.append(self._submit_sparse(group[0]))
-        else:
-            self._pending.append(self._submit_dense(group[0]))
+        is_sparse = id(group[0]) in self._sparse_dims and not self._settings.sparse_as_dense
+        self._pending.append(self._submit_sparse(group[0]) if is_sparse else self._submit_dense(group))
 
     def _compressed(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
         gradient = parameter.grad
@@ -117,26 +114,12 @@ class NamedGradients:
         sparse_dim = self._sparse_dims.get(id(parameter))
         return gradient if sparse_dim is None else gradient.to_sparse(sparse_dim)
 
-    def _submit_dense(self, parameter: torch.Tensor) -> Pending:
-        compressed, context = self._compressed(parameter)
+    def _submit_dense(self, group: Sequence[torch.Tensor]) -> Pending:
+        compressed, contexts = zip(*map(self._compressed, group), strict=True)
+        is_single = len(group) == 1
+        start = partial(allreduce_async_, compressed[0]) if is_single else partial(grouped_allreduce_async_, compressed)
         prescale, postscale = self._settings.scales
-        handle = allreduce_async_(
-            compressed,
-            name=self._names[id(parameter)],
-            op=self._settings.op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            process_set=self._settings.process_set,
-        )
-        return lambda: synchronize(handle), lambda reduced: [
-            (parameter, self._decompressed(parameter, reduced, context))
-        ]
-
-    def _submit_group(self, group: Sequence[torch.Tensor]) -> Pending:
-        compressed, contexts = zip(*(self._compressed(member) for member in group), strict=True)
-        prescale, postscale = self._settings.scales
-        handle = grouped_allreduce_async_(
-            compressed,
+        handle = start(
             name=self._names[id(group[0])],
             op=self._settings.op,
             prescale_factor=prescale,
@@ -144,10 +127,11 @@ class NamedGradients:
             process_set=self._settings.process_set,
         )
 
-        def adopt(reduced: Sequence[torch.Tensor]) -> Results:
+        def adopt(reduced: Any) -> Results:
+            gradients = [reduced] if is_single else reduced
             return [
                 (member, self._decompressed(member, gradient, context))
-                for member, gradient, context in zip(group, reduced, contexts, strict=True)
+                for member, gradient, context in zip(group, gradients, contexts, strict=True)
             ]
 
         return lambda: synchronize(handle), adopt
