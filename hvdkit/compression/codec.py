@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from hvdkit.compression.memory import RESIDUAL
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -38,9 +41,9 @@ class Codec(ABC):
         return ()
 
     @property
-    def gain(self) -> float:
-        """What comes of a gradient in the end, in gradients."""
-        return 1.0
+    def owes(self) -> Mapping[str, float]:
+        """By array: which part of it, added to the next gradient, does what the array would have done if kept."""
+        return {RESIDUAL: 1.0}
 
     @property
     def on_device(self) -> bool:

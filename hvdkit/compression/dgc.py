@@ -5,6 +5,7 @@ Lin et al., 2018, "Deep gradient compression: reducing the communication bandwid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.compression.checks import check_number
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import Memory
+from hvdkit.compression.memory import RESIDUAL, Memory
 from hvdkit.compression.sparse import TopK, pairs_in
 
 VELOCITY = "velocity"
@@ -56,9 +57,9 @@ class DGC(TopK):
         return (*super().keeps, VELOCITY)
 
     @property
-    def gain(self) -> float:
-        """A gradient comes again with each turn of the velocity."""
-        return 1.0 / (1.0 - self.momentum)
+    def owes(self) -> Mapping[str, float]:
+        """A gradient comes again with each turn of the velocity, 1 / (1 - momentum) times in the end."""
+        return {RESIDUAL: 1.0 - self.momentum, VELOCITY: self.momentum}
 
     def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
         """Add the gradient to the velocity and that to what is kept; of the gradient stays what is not finite."""

@@ -13,6 +13,8 @@ Array = npt.NDArray[Any]
 
 # The residual of error feedback: what a rank owes to the sum because it was not sent yet.
 RESIDUAL = "residual"
+# What is added once to this rank's next gradient: of what was kept elsewhere.
+OWED = "owed"
 TURN = "turn"
 # What is remembered of a place: its name, and the elements (begin, end) counted from the start of the memory.
 Place = tuple[str, int, int]

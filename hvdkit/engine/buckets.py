@@ -13,6 +13,7 @@ import numpy as np
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, early_scale
 from hvdkit.compression import Codec
+from hvdkit.compression.memory import OWED
 from hvdkit.engine.memories import Memories, Report, State
 from hvdkit.engine.ops import effective
 from hvdkit.engine.plan import Bucket
@@ -94,16 +95,11 @@ class Buckets(ABC):
     def close(self) -> None:
         """Give back what is held for reducing; nothing can be reduced afterwards."""
 
-    def contribution(self) -> float:
-        """What a gradient, after its own factor, is multiplied with to become part of the result.
+    def units(self) -> list[dict[str, float]]:
+        """By bucket and array: what a number that is kept there is multiplied with to become part of the result.
 
-        0.0 where nothing can be added to it: the result is no sum, or gradients are on a device.
+        0.0 for what is owed where nothing can be added to the result, which is no sum.
         """
-        op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
-        return scale.number if op == ReduceOp.SUM and not self.on_device else 0.0
-
-    def units(self) -> list[float]:
-        """By bucket: what a number that a codec keeps is multiplied with to become part of the result."""
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
         units = []
         for number, bucket in enumerate(self._buckets):
@@ -111,7 +107,8 @@ class Buckets(ABC):
             over_nodes = self.layout is not None and len(self.layout.nodes) > 1
             dense_first = over_nodes and not codec.everywhere
             late = early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale
-            units.append(late.number)
+            kept = {name: part * late.number for name, part in codec.owes.items()}
+            units.append({**kept, OWED: scale.number if op == ReduceOp.SUM else 0.0})
         return units
 
     def reports(self) -> list[Report]:
@@ -128,20 +125,11 @@ class Buckets(ABC):
 
     def kept(self) -> State:
         """A copy of what codecs keep, between two steps."""
-        return self.memories.state(self.place(), self.units(), self.contribution())
+        return self.memories.state(self.place(), self.units())
 
-    def go_on_from(self, state: State) -> None:
-        """Take over what codecs kept of the same slots, between two steps."""
-        self.memories.restore(state, self.place(), self.units(), self.contribution())
-
-    def owe(self, slot: int, state: State, old_slot: int) -> None:
-        """Take over what was kept elsewhere of one tensor, between two steps."""
-        units, contribution = self.units(), self.contribution()
-        self.memories.start_at(state.turn)
-        self.memories.owe(slot, state.slots[old_slot], state.units[old_slot], units, contribution)
-        owed = state.owed[old_slot]
-        if owed is not None:
-            self.memories.owe_gradient(slot, owed, state.contribution, units, contribution)
+    def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
+        """Take over what codecs kept, between two steps; see ``Memories.restore``."""
+        self.memories.restore(state, self.place(), self.units(), slots)
 
     def place(self) -> str:
         """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
@@ -149,10 +137,11 @@ class Buckets(ABC):
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
         encoded = [
             (
-                bucket.slots, bucket.offsets, str(bucket.dtype), codec.told, unit,
+                bucket.slots, bucket.offsets, str(bucket.dtype), codec.told,
                 sorted((piece.begin, piece.end) for piece in self.pieces if piece.bucket == number),
             )
-            for number, (bucket, unit) in enumerate(zip(self._buckets, self.units(), strict=True))
+            for number, bucket in enumerate(self._buckets)
             if (codec := self.memories.codec(number)).encodes
         ]  # fmt: skip
-        return hashlib.sha256(repr((group.rank, group.size, nodes, encoded)).encode()).hexdigest()
+        place = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, encoded
+        return hashlib.sha256(repr(place).encode()).hexdigest()

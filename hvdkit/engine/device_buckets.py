@@ -17,6 +17,8 @@ from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
 
+Parts = Sequence[tuple[int, Any]]  # where each begins in a bucket, and a flat tensor
+
 
 def stays_on_device(
     codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], members: Sequence[int], encodes: bool = True
@@ -115,16 +117,10 @@ class DeviceBuckets(Buckets):
         self._pull(range(len(self._kept)))
         return super().kept()
 
-    def go_on_from(self, state: State) -> None:
+    def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
         self._pull(range(len(self._kept)))
-        super().go_on_from(state)
+        super().go_on_from(state, slots)
         self._push(range(len(self._kept)))
-
-    def owe(self, slot: int, state: State, old_slot: int) -> None:
-        buckets = [number for number, bucket in enumerate(self._buckets) if slot in bucket.slots]
-        self._pull(buckets)
-        super().owe(slot, state, old_slot)
-        self._push(buckets)
 
     def small(self, slot: int) -> Any:
         return None
@@ -138,15 +134,6 @@ class DeviceBuckets(Buckets):
     def rescue(self) -> None:
         """What is in flight here is the device's own work, which ends with the communicator."""
 
-    def _tensors(self, bucket: Bucket, joined: bool) -> tuple[list[Any], bool]:
-        """The slots' flat tensors, and whether some of them were made of zeros just now."""
-        offers = [None if joined else self._offers[slot] for slot in bucket.slots]
-        made = any(offer is None for offer in offers)
-        return [
-            self._collectives.allocate(self._slots[slot].elements, str(bucket.dtype)) if offer is None else offer.array
-            for slot, offer in zip(bucket.slots, offers, strict=True)
-        ], made
-
     def mark(self) -> Any:
         while self._changed:
             bucket = self._changed.pop()
@@ -154,25 +141,33 @@ class DeviceBuckets(Buckets):
         return self._collectives.mark()
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
-        bucket = self._buckets[piece.bucket]
-        tensors, made = self._tensors(bucket, joined)
+        number, bucket = piece.bucket, self._buckets[piece.bucket]
+        offers = [None if joined else self._offers[slot] for slot in bucket.slots]
+        tensors = [  # the slots' flat ones, of zeros where there is no gradient
+            self._collectives.allocate(self._slots[slot].elements, str(bucket.dtype)) if offer is None else offer.array
+            for slot, offer in zip(bucket.slots, offers, strict=True)
+        ]
+        parts = list(zip(bucket.offsets, tensors, strict=True))
+        paying = self.memories.owes(number)
+        debtors = [part for part, offer in zip(parts, offers, strict=True) if paying and offer is not None]
         memory = self.memories.of_piece(piece)
-        if self.memories.encodes(piece.bucket):
-            flat = self._collectives.allocate(bucket.elements, str(bucket.dtype))
-            parts = list(zip(bucket.offsets, tensors, strict=True))
-            return self._encoded_steps(piece.bucket, flat, parts, memory, [*marks, self.mark()])
-        codec = self.memories.codec(piece.bucket)
-        marks = [*marks, self.mark()] if made else marks
-        return self._steps(tensors, "none" if codec.encodes else codec.name, marks)
+        encodes, marks = self.memories.encodes(number), list(marks)
+        buffer = self._collectives.allocate(bucket.elements, str(bucket.dtype)) if encodes else None
+        if encodes or None in offers:
+            marks.append(self.mark())
+        if debtors or encodes:
+            self._pulled.discard(number)
+        if encodes:
+            return self._encoded_steps(number, buffer, parts, debtors, memory, marks)
+        return self._steps(number, tensors, debtors, marks)
 
     def _encoded_steps(
-        self, bucket: int, buffer: Any, parts: Sequence[tuple[int, Any]], memory: Memory, marks: Sequence[Any]
+        self, bucket: int, buffer: Any, parts: Parts, debtors: Parts, memory: Memory, marks: Sequence[Any]
     ) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         codec = cast("LossyCodec", self.memories.codec(bucket))
         op, scale = effective(reduction.op, reduction.postscale, size)
         assert op == ReduceOp.SUM, op
-        self._pulled.discard(bucket)
         memory.turn = int(memory.recall(TURN) or memory.turn)
         way, _ = codec.way(memory.elements, size)
         sent = sent_bytes(codec, way, size, memory)
@@ -189,18 +184,28 @@ class DeviceBuckets(Buckets):
             memory.matrices(),
             memory.turn,
             marks,
+            debtors,
         )
         memory.keep(TURN, memory.turn + 1)
         self._group.bytes_sent += int(sent)
         yield [transfer]
+        self._forget_paid(bucket)
 
-    def _steps(self, tensors: Sequence[Any], codec: str, marks: Sequence[Any]) -> Steps[None]:
+    def _steps(self, bucket: int, tensors: Sequence[Any], debtors: Parts, marks: Sequence[Any]) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         op, scale = effective(reduction.op, reduction.postscale, size)
-        transfer = self._collectives.allreduce(tensors, op, reduction.prescale, scale, codec, marks)
+        codec = self.memories.codec(bucket)
+        cast_name = "none" if codec.encodes else codec.name
+        kept = self._kept[bucket]
+        transfer = self._collectives.allreduce(tensors, op, reduction.prescale, scale, cast_name, marks, kept, debtors)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._group.bytes_sent += 2 * nbytes * (size - 1) // size  # as a ring sends, whatever the library does
         yield [transfer]
+        self._forget_paid(bucket)
+
+    def _forget_paid(self, bucket: int) -> None:
+        if self.memories.owes(bucket):
+            self._kept[bucket].forget_paid(self.memories.of_bucket(bucket))
 
     def forget(self, quiet: bool) -> None:
         self.end_step()

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from hvdkit.collectives.group import Array
 from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
 from hvdkit.compression import Codec, Memory
-from hvdkit.compression.memory import RESIDUAL, TURN, Place, Tally
+from hvdkit.compression.memory import OWED, RESIDUAL, TURN, Tally
 from hvdkit.engine.plan import Bucket, Slot
 from hvdkit.engine.schedule import Piece
 
 Kept = dict[str, Array]  # by name: flat arrays of one tensor
+# A number or an array that a codec keeps of some elements of a bucket: the bucket's slots, its name, begin and end.
+Note = tuple[tuple[int, ...], str, int, int, Any]
 # An encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it.
 Report = tuple[Slot, str, Tally, float]
 
 
 @dataclass
 class State:
-    """What a lane's memories hold, to go on from elsewhere.
+    """What a lane's memories hold, to go on from.
 
     ``place`` says what the arrays are of: only a rank at the same place of a lane of the same shape goes on with the
-    same bits. ``units``: what a number in an array is multiplied with to become part of the result; ``contribution``:
-    the same for what is owed.
+    same bits. Elsewhere what is ``owed`` is added once to the next gradients.
     """
 
     place: str
     slots: list[Kept]
-    units: list[float]  # by slot
-    owed: list[Array | None]  # by slot
-    contribution: float
+    units: list[dict[str, float]]  # by slot and array: what a number there is multiplied with to be part of the result
     turn: int  # how often elements were reduced
-    numbers: dict[tuple[int, ...], dict[Place, float]]  # by the slots of a bucket
-    vectors: dict[tuple[int, ...], dict[Place, Array]]
+    notes: list[Note]
+
+    def owed(self, slot: int) -> Array | None:
+        """What one tensor's part of the result lacks, as a vector in the unit of the result; None if nothing."""
+        units = self.units[slot]
+        parts = [array * np.float32(units[name]) for name, array in self.slots[slot].items() if name in units]
+        return np.sum(parts, axis=0) if parts else None
 
 
 class Memories:
@@ -49,25 +55,23 @@ class Memories:
         self._slots, self._codecs, self._over_nodes = list(slots), list(codecs), over_nodes
         self._buckets: list[Bucket] = []
         self._memories: list[Memory] = []
-        self._owed: list[Array | None] = []  # by bucket: what is added to this rank's next gradients
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
         self._totals = [Tally() for _ in slots]
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """From now on the lane has these buckets."""
         kept = {slot: self.of_slot(slot) for bucket in self._buckets for slot in bucket.slots}
-        earlier = dict(zip(self._buckets, zip(self._memories, self._owed, strict=True), strict=True))
-        self._buckets, self._memories, self._owed = list(buckets), [], []
+        earlier = dict(zip(self._buckets, self._memories, strict=True))
+        self._buckets, self._memories = list(buckets), []
         for bucket in buckets:
             memory = Memory(bucket.elements, self._keeps(bucket))
-            before, owed = earlier.get(bucket, (memory, None))
-            memory.shared = before.shared
+            memory.shared = earlier.get(bucket, memory).shared
             memory.shared.matrices = self._matrices(bucket)
             self._memories.append(memory)
-            self._owed.append(owed)
         for slot, arrays in kept.items():
-            for name, array in self.of_slot(slot).items():
-                array[...] = arrays[name]
+            for name, array in arrays.items():
+                if array.any():
+                    self._array(slot, name)[...] = array
 
     def codec(self, bucket: int) -> Codec:
         """What encodes a bucket."""
@@ -130,6 +134,14 @@ class Memories:
         bucket, begin, end = self._where(slot)
         return self._memories[bucket].part(begin, end).arrays
 
+    def _array(self, slot: int, name: str) -> Array:
+        """What is kept of one tensor under a name. Of what is owed there is an array only while something is."""
+        bucket, begin, end = self._where(slot)
+        arrays = self._memories[bucket].arrays
+        if name not in arrays:
+            arrays[name] = np.zeros(self._buckets[bucket].elements, dtype=np.float32)
+        return arrays[name][begin:end]
+
     def _where(self, slot: int) -> tuple[int, int, int]:
         for number, bucket in enumerate(self._buckets):
             if slot in bucket.slots:
@@ -167,17 +179,18 @@ class Memories:
 
     def owes(self, bucket: int) -> bool:
         """Whether something is added to this rank's next gradients of a bucket."""
-        return self._owed[bucket] is not None
+        return OWED in self._memories[bucket].arrays
 
     def pay(self, piece: Piece, gradients: Sequence[tuple[int, Array]]) -> None:
         """Add what is owed to this rank's gradients in a piece: where each begins in it, and its values."""
-        owed = self._owed[piece.bucket]
+        arrays = self._memories[piece.bucket].arrays
+        owed = arrays.get(OWED)
         if owed is None:
             return
         for begin, values in gradients:
             _pay(owed[piece.begin + begin : piece.begin + begin + values.size], values)
         if not owed.any():
-            self._owed[piece.bucket] = None
+            del arrays[OWED]
 
     def clear_gaps(self, piece: Piece, flat: Array) -> None:
         """Zero what lies between tensors in ``flat``, a piece, and in what is kept of it.
@@ -194,110 +207,77 @@ class Memories:
         for number, bucket in enumerate(self._buckets):
             memory = Memory(bucket.elements, self._keeps(bucket))
             memory.shared = self._memories[number].shared
-            self._memories[number], self._owed[number] = memory, None
+            self._memories[number] = memory
 
     # -- from run to run ----------------------------------------------------------------------------------------------
 
     @property
     def keeps_anything(self) -> bool:
         """Whether some codec keeps something."""
-        kept = any(memory.arrays or memory.shared.numbers or memory.shared.vectors for memory in self._memories)
-        return kept or any(owed is not None for owed in self._owed)
+        return any(memory.arrays or memory.shared.numbers or memory.shared.vectors for memory in self._memories)
 
     def reset(self) -> None:
         """Forget what was not sent, and all that codecs remember of earlier steps."""
         for memory in self._memories:
+            memory.arrays.pop(OWED, None)
             for array in memory.arrays.values():
                 array[...] = 0
             memory.shared.numbers.clear()
             memory.shared.vectors.clear()
             memory.shared.turn = 0
-        self._owed = [None] * len(self._buckets)
 
-    def state(self, place: str, units: Sequence[float], contribution: float) -> State:
+    def state(self, place: str, units: Sequence[dict[str, float]]) -> State:
         """A copy of all that is not zero; ``units`` are by bucket."""
-        slots: list[Kept] = []
-        of_slots: list[float] = []
-        all_owed: list[Array | None] = []
-        for slot in range(len(self._slots)):
-            bucket, begin, end = self._where(slot)
-            slots.append({name: array.copy() for name, array in self.of_slot(slot).items() if array.any()})
-            of_slots.append(units[bucket])
-            owed = self._owed[bucket]
-            all_owed.append(None if owed is None else owed[begin:end].astype(np.float32))
-        shared = {bucket.slots: memory.shared for bucket, memory in zip(self._buckets, self._memories, strict=True)}
-        numbers = {slots: dict(one.numbers) for slots, one in shared.items()}
-        vectors = {
-            slots: {where: vector.copy() for where, vector in one.vectors.items()} for slots, one in shared.items()
-        }
-        turns = [number for ours in numbers.values() for (name, _, _), number in ours.items() if name == TURN]
-        turn = int(max([one.turn for one in shared.values()] + turns, default=0))
-        return State(place, slots, of_slots, all_owed, contribution, turn, numbers, vectors)
+        numbered = range(len(self._slots))
+        slots = [{name: array.copy() for name, array in self.of_slot(slot).items() if array.any()} for slot in numbered]
+        shared = [memory.shared for memory in self._memories]
+        notes: list[Note] = [
+            (bucket.slots, *where, deepcopy(one))
+            for bucket, ours in zip(self._buckets, shared, strict=True)
+            for where, one in [*ours.numbers.items(), *ours.vectors.items()]
+        ]
+        turns = [one.turn for one in shared] + [one for _, name, _, _, one in notes if name == TURN]
+        units = [units[self._where(slot)[0]] for slot in numbered]
+        return State(place, slots, units, int(max(turns, default=0)), notes)
 
-    def restore(self, state: State, place: str, units: Sequence[float], contribution: float) -> None:
-        """Go on from a state, whose slots are those of this lane; see ``owe``."""
+    def restore(
+        self, state: State, place: str, units: Sequence[dict[str, float]], slots: Sequence[int | None] | None = None
+    ) -> None:
+        """Go on from a state: with the same bits at the same place, elsewhere by owing what was owed there.
+
+        ``slots``: which one here each of the state's is, None if none; the same ones if left out. ``units`` as above.
+        """
         self.start_at(state.turn)
-        for slot, owed in enumerate(state.owed):
-            if owed is not None:
-                self.owe_gradient(slot, owed, state.contribution, units, contribution)
-        if state.place != place:
-            for slot, (kept, unit) in enumerate(zip(state.slots, state.units, strict=True)):
-                self.owe(slot, kept, unit, units, contribution)
+        same = list(range(len(self._slots)))
+        slots = same if slots is None else list(slots)
+        if state.place != place or slots != same:
+            for old, new in enumerate(slots):
+                owed = state.owed(old)
+                if new is not None and owed is not None:
+                    self.owe(new, owed, units[self._where(new)[0]][OWED])
             return
         for slot, kept in enumerate(state.slots):
-            for name, array in self.of_slot(slot).items():
-                array += kept.get(name, np.float32(0))
-        for bucket, memory in zip(self._buckets, self._memories, strict=True):
-            memory.shared.numbers = dict(state.numbers.get(bucket.slots, {}))
-            memory.shared.vectors = {
-                where: vector.copy() for where, vector in state.vectors.get(bucket.slots, {}).items()
-            }
+            for name, array in kept.items():
+                self._array(slot, name)[...] = array
+        shared = {bucket.slots: memory.shared for bucket, memory in zip(self._buckets, self._memories, strict=True)}
+        for bucket_slots, name, begin, end, one in state.notes:
+            ours = shared[bucket_slots]
+            notes = ours.vectors if isinstance(one, np.ndarray) else ours.numbers
+            notes[name, begin, end] = deepcopy(one)
 
     def start_at(self, turn: int) -> None:
         """Elements that are not known to have been reduced count as if they were, so many times."""
         for memory in self._memories:
             memory.shared.turn = max(memory.shared.turn, turn)
 
-    def owe(
-        self, slot: int, kept: Mapping[str, Array], unit: float, units: Sequence[float], contribution: float
-    ) -> None:
-        """Take over what was kept of a tensor elsewhere, where a number was multiplied with ``unit``.
+    def owe(self, slot: int, values: Array, unit: float) -> None:
+        """Add to this rank's next gradient of a tensor, once, what adds ``values`` to the result.
 
-        It goes where it was if this rank encodes its own gradients; else what was not sent is added to the next
-        gradient, since it may be of elements that another rank sends here. ``units`` and ``contribution`` are what a
-        number in an array, and in a gradient, is multiplied with here to become part of the result.
+        ``unit``: what a gradient is multiplied with, after its own factor, to become part of the result; 0.0 where
+        that is no sum, to which nothing can be added.
         """
-        bucket, _, _ = self._where(slot)
-        mine = self.of_slot(slot)
-        if self.encodes_its_own(self.codec(bucket)) and RESIDUAL in mine:
-            for name, array in mine.items():
-                if name in kept and units[bucket] != 0.0:
-                    array += kept[name] * np.float32(unit / units[bucket])
-        elif RESIDUAL in kept:
-            self._add_owed(slot, kept[RESIDUAL], unit / self._gain(bucket), contribution)
-
-    def owe_gradient(self, slot: int, owed: Array, unit: float, units: Sequence[float], contribution: float) -> None:
-        """Take over what was owed to a tensor elsewhere, and had not been added to a gradient yet."""
-        bucket, _, _ = self._where(slot)
-        residual = self.of_slot(slot).get(RESIDUAL)
-        if self.encodes_its_own(self.codec(bucket)) and residual is not None and units[bucket] != 0.0:
-            residual += owed * np.float32(unit * self._gain(bucket) / units[bucket])
-        else:
-            self._add_owed(slot, owed, unit, contribution)
-
-    def _gain(self, bucket: int) -> float:
-        codec = self.codec(bucket)
-        return codec.gain if self._keeps(self._buckets[bucket]) else 1.0
-
-    def _add_owed(self, slot: int, values: Array, unit: float, contribution: float) -> None:
-        if contribution == 0.0:
-            return
-        bucket, begin, end = self._where(slot)
-        owed = self._owed[bucket]
-        if owed is None:
-            dtype = np.float64 if self._buckets[bucket].dtype == np.float64 else np.float32
-            owed = self._owed[bucket] = np.zeros(self._buckets[bucket].elements, dtype)
-        owed[begin:end] += values * np.float32(unit / contribution)
+        if unit != 0.0 and values.any():
+            self._array(slot, OWED)[...] += values / np.float32(unit)
 
 
 def _pay(owed: Array, gradient: Array) -> None:
@@ -305,7 +285,8 @@ def _pay(owed: Array, gradient: Array) -> None:
     with np.errstate(all="ignore"):
         if not np.isfinite(gradient).all():
             return
-        total = (gradient.astype(owed.dtype) + owed).astype(gradient.dtype)
+        wide = np.float64 if gradient.dtype == np.float64 else np.float32
+        total = (gradient.astype(wide) + owed).astype(gradient.dtype)
         fits = np.isfinite(total)
         np.copyto(gradient, total, where=fits)
         owed[fits] = 0

@@ -257,6 +257,8 @@ class GradientSynchronizer:
 
     def load_compression_state(self, saved: Any) -> None:
         """Let codecs go on from what this or other ranks kept; from nothing if ``saved`` is None."""
+        if saved is not None:
+            compression_state.check(saved)
         self.reset_compression()
         process_set = self.settings.process_set
         if saved is None or self._routes is None or self._routes.planned is None:

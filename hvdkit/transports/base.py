@@ -53,9 +53,21 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def allreduce(
-        self, buffers: Sequence[Any], op: ReduceOp, prescale: float, scale: Scale, codec: str, after: Sequence[Any]
+        self,
+        buffers: Sequence[Any],
+        op: ReduceOp,
+        prescale: float,
+        scale: Scale,
+        codec: str,
+        after: Sequence[Any],
+        memory: Any = None,
+        debtors: Sequence[tuple[int, Any]] = (),
     ) -> Transfer:
-        """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``."""
+        """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``.
+
+        ``debtors`` are those of them, and where each begins in ``memory``, to which what is owed there is added once
+        they are multiplied with ``prescale``.
+        """
 
     @abstractmethod
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> Any:
@@ -78,13 +90,14 @@ class DeviceCollectives(ABC):
         matrices: Sequence[tuple[int, int, int]],
         turn: int,
         after: Sequence[Any],
+        debtors: Sequence[tuple[int, Any]] = (),
     ) -> Transfer:
         """Replace tensors by ``scale * prescale`` times their sums, as far as the codec lets it through.
 
         ``parts`` are where each begins in ``buffer``, and the tensor; all are flat, and the buffer's content is lost.
 
         ``way`` (that of the codec: two_phase, gather, sums), ``matrices`` (where tensors begin, their rows and columns)
-        and ``turn`` (how often the buffer was reduced before) are the same on all ranks.
+        and ``turn`` (how often the buffer was reduced before) are the same on all ranks. ``debtors``: as above.
         """
 
     @abstractmethod

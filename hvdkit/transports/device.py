@@ -164,9 +164,18 @@ class TorchDeviceCollectives(DeviceCollectives):
         return self._stream.mark(self._device)
 
     def allreduce(
-        self, buffers: Sequence[Tensor], op: ReduceOp, prescale: float, scale: Scale, codec: str, after: Sequence[Any]
+        self,
+        buffers: Sequence[Tensor],
+        op: ReduceOp,
+        prescale: float,
+        scale: Scale,
+        codec: str,
+        after: Sequence[Any],
+        memory: DeviceMemory | None = None,
+        debtors: Sequence[tuple[int, Tensor]] = (),
     ) -> Transfer:
         def work(wait: Wait) -> None:
+            before = prescale if memory is None else memory.pay(debtors, prescale)
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for buffer in buffers:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer.view(-1))
@@ -174,17 +183,18 @@ class TorchDeviceCollectives(DeviceCollectives):
                 there = [flat for flat in flats if flat.numel()]
                 apart = len({flat.data_ptr() for flat in there}) == len(there)  # one may be there twice
                 if len(there) > 1 and apart and dtype not in _HALVES and codec == "none" and self._coalesces:
-                    self._reduce_coalesced(there, op, prescale, scale, wait)
+                    self._reduce_coalesced(there, op, before, scale, wait)
                     continue
                 fused = flats[0] if len(flats) == 1 else torch.cat(flats)
-                self._reduce(fused, op, prescale, scale, codec, wait)
+                self._reduce(fused, op, before, scale, codec, wait)
                 if len(flats) > 1:
                     for flat, part in zip(
                         flats, torch.split_with_sizes(fused, [flat.numel() for flat in flats]), strict=True
                     ):
                         flat.copy_(part)
 
-        return self._launch(after, list(buffers), work)
+        kept = [] if memory is None else memory.tensors()
+        return self._launch(after, [*buffers, *kept], work)
 
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> DeviceMemory:
         return DeviceMemory(elements, names, gaps, self._device)
@@ -201,11 +211,13 @@ class TorchDeviceCollectives(DeviceCollectives):
         matrices: Sequence[tuple[int, int, int]],
         turn: int,
         after: Sequence[Any],
+        debtors: Sequence[tuple[int, Tensor]] = (),
     ) -> Transfer:
         def work(wait: Wait) -> None:
+            before = memory.pay(debtors, prescale)
             for begin, tensor in parts:
                 buffer[begin : begin + tensor.numel()].copy_(tensor)
-            rescale_(buffer, Scale(prescale))
+            rescale_(buffer, Scale(before))
             place = Exchange(self._group, self._rank, self._size, scale, codec, way, turn, matrices, wait)
             reduce_encoded(place, buffer, memory)
             for begin, tensor in parts:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from hvdkit.compression import DGC, Codec, LossyCodec, Memory, PowerSGD
 from hvdkit.compression.dgc import VELOCITY
-from hvdkit.compression.memory import RESIDUAL, Place
+from hvdkit.compression.memory import OWED, RESIDUAL, Place
 from hvdkit.kernels import Scale
 from hvdkit.transports.device_codecs import CODERS, Coder
 from hvdkit.transports.device_scale import rescale_
@@ -40,6 +40,7 @@ class DeviceMemory:
         self.arrays: dict[str, Tensor | None] = dict.fromkeys(names)
         self.vectors: dict[Place, Tensor] = {}  # of PowerSGD: [rank, columns]
         self._gaps = torch.tensor([place for begin, end in gaps for place in range(begin, end)], dtype=torch.int64)
+        self._is_paid = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def array(self, name: str) -> Tensor | None:
         """A kept array, zeros at first; None if the codec keeps none of that name."""
@@ -63,6 +64,32 @@ class DeviceMemory:
         velocity = self.array(VELOCITY)
         if velocity is not None:
             velocity.masked_fill_(torch.isfinite(values) & (values != 0), 0.0)
+
+    def pay(self, debtors: Sequence[tuple[int, Tensor]], prescale: float) -> float:
+        """Multiply flat gradients with ``prescale`` and add what is owed to them, by the rules of ``Memories.pay``.
+
+        ``debtors`` are where each begins, and the gradient. Returns what is left for all gradients to be multiplied
+        with: 1.0, which leaves zeros of others as they are, if there are any debtors.
+        """
+        owed = self.array(OWED) if debtors else None
+        if owed is None:
+            return prescale
+        for begin, gradient in debtors:
+            mine = owed[begin : begin + gradient.numel()]
+            rescale_(gradient, Scale(prescale))
+            total = (gradient + mine).to(gradient.dtype)
+            fits = torch.isfinite(total) & torch.isfinite(gradient).all()
+            gradient.copy_(torch.where(fits, total, gradient))
+            mine.masked_fill_(fits, 0.0)
+        self._is_paid.copy_(~owed.any(), non_blocking=True)
+        return 1.0
+
+    def forget_paid(self, memory: Memory) -> None:
+        """After a payment: if all was paid, nothing is owed here any more, nor in a memory of the host."""
+        if self._is_paid:
+            for arrays in (self.arrays, memory.arrays):
+                arrays.pop(OWED, None)
+            self._is_paid.fill_(False)
 
     def tensors(self) -> list[Tensor]:
         """All that lies on the device."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.compression import CASTS
+from hvdkit.compression import CASTS, DGC, TopK
+from hvdkit.compression.dgc import VELOCITY
+from hvdkit.compression.memory import OWED, RESIDUAL, Memory
 from hvdkit.engine.memories import Memories
 from hvdkit.engine.plan import Slot, lay_out
 from hvdkit.engine.schedule import Piece
@@ -17,7 +19,7 @@ def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:
     memories.lay_out([bucket])
     owed = np.full(64, 0.25, dtype=np.float32)
     owed[3] = 65000.0
-    memories.owe_gradient(0, owed, 1.0, [1.0], 1.0)
+    memories.owe(0, owed, 1.0)
     piece = Piece(0, 0, bucket.elements, 0, 1)
     gradient = np.ones(bucket.elements, dtype=np.float16)
     gradient[3] = 65000.0
@@ -32,3 +34,67 @@ def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:
     memories.pay(piece, [(0, gradient)])
     assert gradient[4] == 0
     assert gradient[3] == np.float16(65000.0)
+
+
+SLOTS = [Slot("p", (40,), np.dtype(np.float32)), Slot("q", (9,), np.dtype(np.float32))]
+UNITS = [{RESIDUAL: 0.5, OWED: 0.25}] * 2
+
+
+def made() -> Memories:
+    """With a bucket for each slot."""
+    memories = Memories(SLOTS, [TopK(0.1)])
+    memories.lay_out(lay_out(SLOTS, [0, 1], 1))
+    return memories
+
+
+def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tensor() -> None:
+    memories = made()
+    memories.of_slot(0)[RESIDUAL][...] = np.arange(40)
+    memories.owe(1, np.full(9, 3.0, dtype=np.float32), 1.0)
+    memories.lay_out(lay_out(SLOTS, [1, 0], 1 << 20))
+    assert memories.of_slot(0)[RESIDUAL].tolist() == list(range(40))
+    assert memories.of_slot(1)[OWED].tolist() == [3.0] * 9
+    gradient = np.zeros(9, dtype=np.float32)
+    memories.pay(Piece(0, 0, 64, 0, 1), [(0, gradient)])
+    assert gradient.tolist() == [3.0] * 9
+    assert not memories.owes(0), "a debt is paid once"
+
+
+def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
+    memories = made()
+    memories.of_slot(0)[RESIDUAL][...] = 2.0
+    memories.owe(0, np.full(40, 3.0, dtype=np.float32), 0.25)
+    memories.of_bucket(0).keep("number", 5.0)
+    state = memories.state("here", UNITS)
+    assert state.owed(0).tolist() == [2.0 * 0.5 + 3.0] * 40
+    assert state.owed(1) is None
+    same, moved = made(), made()
+    same.restore(state, "here", UNITS)
+    assert same.of_slot(0)[RESIDUAL].tolist() == [2.0] * 40
+    assert same.of_slot(0)[OWED].tolist() == [12.0] * 40
+    assert same.of_bucket(0).recall("number") == 5.0
+    for _ in range(2):  # of two ranks that left
+        moved.restore(state, "there", [{RESIDUAL: 1.0, OWED: 0.5}] * 2)
+    assert not moved.of_slot(0)[RESIDUAL].any()
+    assert moved.of_slot(0)[OWED].tolist() == [2 * 4.0 / 0.5] * 40
+    assert moved.of_bucket(0).recall("number") is None
+
+
+def test_nothing_is_owed_to_what_is_no_sum() -> None:
+    memories = made()
+    memories.owe(0, np.ones(40, dtype=np.float32), 0.0)
+    assert not memories.owes(0)
+
+
+def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
+    """Without another gradient, as many turns hand on as much, whether it was kept or is owed."""
+    codec = DGC(0.5, 0.75)
+    kept, moved = Memory(16, codec.keeps), Memory(16, codec.keeps)
+    kept.residual[...] = draw = np.random.default_rng(0).normal(size=16).astype(np.float32)
+    kept.arrays[VELOCITY][...] = draw[::-1]
+    gradient = sum(part * kept.arrays[name] for name, part in codec.owes.items())
+    for _ in range(80):
+        codec.prepare(np.zeros(16, dtype=np.float32), kept, 1)
+        codec.prepare(gradient, moved, 1)
+        gradient = np.zeros(16, dtype=np.float32)
+    np.testing.assert_allclose(moved.residual, kept.residual, rtol=1e-5, atol=1e-6)
