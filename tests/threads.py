@@ -125,7 +125,11 @@ class ThreadTransport(Transport):
 
 
 def on_threads(
-    size: int, run: Callable[[Session], T], process_sets: Sequence[list[int]] = (), **settings: Any
+    size: int,
+    run: Callable[[Session], T],
+    process_sets: Sequence[list[int]] = (),
+    transport: type[ThreadTransport] = ThreadTransport,
+    **settings: Any,
 ) -> list[T | None]:
     """What ``run(session)`` returns on each of ``size`` ranks, each a thread with a session of its own.
 
@@ -140,7 +144,7 @@ def on_threads(
     def rank_runs(rank: int) -> None:
         try:
             world = World("threads", rank, size, rank, size, 0, 1)
-            session = Session(ThreadTransport(rank, size, wires), world, asked, process_sets)
+            session = Session(transport(rank, size, wires), world, asked, process_sets)
             try:
                 results[rank] = run(session)
             except Dies:

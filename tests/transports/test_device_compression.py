@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, RandomK, TopK
-from hvdkit.compression.memory import RESIDUAL
+from hvdkit.compression.memory import OWED, RESIDUAL
 from hvdkit.compression.sparse import Threshold
 from hvdkit.engine.device_buckets import stays_on_device
 from hvdkit.kernels import ONE, Scale
 from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
+from tests.transports.thread_group import Together
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 EXACT = {"int8": Int8(block=32), "int4": Int4(block=32), "onebit": OneBit(block=512)}
@@ -128,38 +127,6 @@ def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name: str, size: i
     torch.testing.assert_close(went + size * kept, came, rtol=1e-4, atol=1e-3)
 
 
-class Together:
-    """A process group of threads."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier, self._offered = threading.Barrier(size, timeout=20), [torch.empty(0)] * size
-
-    def of(self, rank: int) -> Member:
-        return Member(self, rank)
-
-    def swap(self, rank: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        self._offered[rank] = mine.clone()
-        self._barrier.wait()
-        everyones = list(self._offered)
-        self._barrier.wait()
-        return everyones
-
-
-@dataclass
-class Member:
-    group: Together
-    rank: int
-
-    def _allgather_base(self, everyones: torch.Tensor, own: torch.Tensor) -> None:
-        everyones.copy_(torch.cat(self.group.swap(self.rank, own)))
-
-    def alltoall_base(self, incoming: torch.Tensor, payloads: torch.Tensor, *_: object) -> None:
-        incoming.copy_(torch.stack([one[self.rank] for one in self.group.swap(self.rank, payloads)]))
-
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> None:
-        tensors[0].copy_(torch.stack(self.group.swap(self.rank, tensors[0])).sum(dim=0))
-
-
 @pytest.mark.parametrize("way", ["gather", "two_phase"])
 @pytest.mark.parametrize(("ranks", "elements"), [(2, 16), (3, 1040), (3, 7)])
 @pytest.mark.parametrize("name", ALL)
@@ -252,3 +219,25 @@ def test_who_encodes_on_the_device() -> None:
     assert not stays_on_device([Int8()], pairs, [0, 1, 2, 3])
     assert stays_on_device([Int8()], pairs, [0, 2])
     assert stays_on_device([Int8(compress="everywhere")], pairs, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_owed_waits_on_a_device_for_a_gradient_that_has_room_for_it(device: str) -> None:
+    host = Memory(8)
+    host.arrays[OWED] = np.array([0, 0, 0.25, 0.25, 65000.0, 0.25, 0, 0], dtype=np.float32)
+    memory = memory_of(Int8(), 8, device=device)
+    memory.push(host)
+
+    def pay(values: list[float]) -> list[float]:
+        gradient = torch.tensor(values, dtype=torch.float16, device=device)
+        assert memory.pay([(2, gradient)], 0.5) == 1.0, "its factor is in there already"
+        memory.forget_paid(host)
+        return gradient.tolist()
+
+    assert pay([2.0, 2.0, 2.0, np.inf]) == [1.0, 1.0, 1.0, np.inf]
+    assert pay([2.0, 2.0, 64000.0, 2.0]) == [1.25, 1.25, 32000.0, 1.25]
+    assert OWED in host.arrays
+    assert pay([2.0, 2.0, 2.0, 2.0]) == [1.0, 1.0, torch.tensor(65001.0, dtype=torch.float16).item(), 1.0]
+    assert OWED not in host.arrays
+    assert OWED not in memory.arrays
+    assert memory.pay([], 0.5) == 0.5
