@@ -32,7 +32,7 @@ _ALLREDUCES = (
     "round_robin",
     "master_worker",
 )
-_TRANSPORTS = ("auto", "mpi", "torch", "horovod", "solo")
+TRANSPORTS = ["auto", "mpi", "torch", "horovod", "solo"]  # and what is registered besides
 
 
 def _boolean(text: str) -> bool:
@@ -105,8 +105,8 @@ def _allreduce(text: str) -> str:
 
 
 def _transport(text: str) -> str:
-    if text not in _TRANSPORTS:
-        raise ValueError(f"expected one of {', '.join(_TRANSPORTS)}")
+    if text not in TRANSPORTS:
+        raise ValueError(f"expected one of {', '.join(TRANSPORTS)}")
     return text
 
 
@@ -132,7 +132,7 @@ class Settings:
         "auto",
         _transport,
         "HVDKIT_TRANSPORT",
-        ", ".join(_TRANSPORTS),
+        ", ".join(TRANSPORTS),
         "what carries the bytes; `auto` follows the launcher and the device",
     )
     timeout_seconds: float = _setting(

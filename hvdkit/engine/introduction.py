@@ -21,7 +21,7 @@ from hvdkit.engine.operation import Operation
 from hvdkit.engine.topology import Topology, topology_of
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
-from hvdkit.transports import Transport
+from hvdkit.transports.base import Transport
 
 STARTUP_TAG = 0
 MOST_BYTES = 1 << 24  # of what a rank says about itself, which is some hundred, and more with many process sets

@@ -11,7 +11,7 @@ import numpy as np
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.engine.introduction import STARTUP_TAG, exchange_blobs, run_alone
 from hvdkit.engine.schedule import Network
-from hvdkit.transports import Transport
+from hvdkit.transports.base import Transport
 
 # Enough to tell 1 Gb/s from 10, in a few tens of milliseconds.
 QUICKEST_BYTE = 1e-11  # seconds; what comes out faster was not measured well

@@ -16,7 +16,9 @@ from hvdkit.engine.session import LEAVING, Session
 from hvdkit.engine.topology import Topology
 from hvdkit.environments.base import World
 from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError
-from hvdkit.transports import Transport, open_mpi_communicator, open_transport
+from hvdkit.transports import Job, open_transport
+from hvdkit.transports.base import Transport
+from hvdkit.transports.mpi import MpiTransport
 
 logger = logging.getLogger("hvdkit")
 
@@ -174,11 +176,10 @@ def _connect(
 ) -> tuple[World, Transport]:
     """The world of those who take part, and what connects them."""
     if _is_communicator(comm):
-        return world, open_mpi_communicator(comm, settings.start_timeout_seconds)
+        return world, MpiTransport(comm, None, settings.start_timeout_seconds)
     generation = _generations[tuple(members or ())]
-    transport = open_transport(
-        world, settings.transport, cuda, for_torch, generation, settings.start_timeout_seconds, members
-    )
+    job = Job(world, settings.transport, cuda, for_torch, generation, settings.start_timeout_seconds)
+    transport = open_transport(job, members)
     if members is not None:
         world = World(world.launcher, members.index(world.rank), len(members), mpi=world.mpi)
     return world, transport

@@ -19,7 +19,7 @@ from hvdkit.engine.schedule import Network
 from hvdkit.engine.sharing import share_memory
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
-from hvdkit.transports import Transport
+from hvdkit.transports.base import Transport
 from hvdkit.transports.heartbeat import start_heartbeat
 
 if TYPE_CHECKING:

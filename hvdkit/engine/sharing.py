@@ -13,8 +13,7 @@ from hvdkit.arena import ARENA, NOT_SERVED
 from hvdkit.config import Settings
 from hvdkit.engine.places import staging_bytes, staging_place
 from hvdkit.engine.topology import Topology, nodes_that_share
-from hvdkit.transports import Transport
-from hvdkit.transports.base import Exchange
+from hvdkit.transports.base import Exchange, Transport
 
 if TYPE_CHECKING:
     from hvdkit.kernels._native import Window

@@ -11,18 +11,25 @@ import os
 from collections.abc import Mapping
 
 from hvdkit.environments import horovodrun, hvdkitrun, openmpi, pmi, srun, torchrun
-from hvdkit.environments.base import Environment, Rendezvous, World
-from hvdkit.environments.variables import integer, show
-from hvdkit.errors import EnvironmentConflictError
+from hvdkit.environments.base import Detect, Rendezvous, World
 
-__all__ = ["Environment", "Rendezvous", "World", "detect"]
+__all__ = ["Detect", "Rendezvous", "World", "detect", "register"]
 
-_BY_HAND = (torchrun.NAMES.rank, torchrun.NAMES.size)
-_OF_MPI = {
-    openmpi.name: (openmpi.NAMES.rank, openmpi.NAMES.size),
-    pmi.name: (pmi.NAMES.rank, pmi.NAMES.size),
-    srun.name: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-}
+_launchers: list[Detect] = [
+    hvdkitrun.detect,
+    horovodrun.detect,
+    torchrun.detect_elastic,
+    openmpi.detect,
+    pmi.detect,
+    srun.detect_with_pmi,
+    torchrun.detect,
+    srun.detect,
+]
+
+
+def register(launcher: Detect) -> None:
+    """Ask ``launcher`` before all others who this process is; before ``hvd.init()``."""
+    _launchers.insert(0, launcher)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World:
@@ -32,31 +39,7 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
         EnvironmentConflictError: a launcher's variables are half set, or two launchers contradict each other.
     """
     environ = os.environ if environ is None else environ
-    world = hvdkitrun.detect(environ) or horovodrun.detect(environ)
-    if world is None and torchrun.is_elastic(environ):
-        world = torchrun.detect(environ)
-    if world is not None:
-        return world
-    world = openmpi.detect(environ) or pmi.detect(environ)
-    if world is None and srun.has_pmi(environ):
-        world = srun.detect(environ)
-    if world is not None:
-        _check_by_hand_agrees(world, environ)
-        return world
-    return torchrun.detect(environ) or srun.detect(environ) or _alone()
-
-
-def _alone() -> World:
+    for launcher in _launchers:
+        if (world := launcher(environ)) is not None:
+            return world
     return World("none", rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
-
-
-def _check_by_hand_agrees(world: World, environ: Mapping[str, str]) -> None:
-    """RANK and WORLD_SIZE under MPI are harmless while they say what MPI says."""
-    expected = (world.rank, world.size)
-    for name, value in zip(_BY_HAND, expected, strict=True):
-        if name in environ and integer(environ, name) != value:
-            raise EnvironmentConflictError(
-                f"two launchers contradict each other: {world.launcher} says {show(environ, _OF_MPI[world.launcher])}, "
-                f"but torchrun's variables say {show(environ, _BY_HAND)}\n"
-                "HINT: unset RANK and WORLD_SIZE where mpirun or srun starts the processes, or start without MPI"
-            )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,5 @@ class World:
         )
 
 
-class Environment(Protocol):
-    """One launcher: ``detect`` returns its World, None where it is not the launcher, or raises if it is half set."""
-
-    name: str
-
-    def detect(self, environ: Mapping[str, str]) -> World | None: ...
+# One launcher: its World, None where it did not start this process; raises EnvironmentConflictError if it is half set.
+Detect = Callable[[Mapping[str, str]], World | None]

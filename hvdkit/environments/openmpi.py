@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 
 from hvdkit.environments.base import World
-from hvdkit.environments.variables import Names, job_identifier, master_rendezvous, read_place
+from hvdkit.environments.variables import Names, check_by_hand_agrees, job_identifier, master_rendezvous, read_place
 
 name = "openmpi"
 
-NAMES = Names(
+_NAMES = Names(
     rank="OMPI_COMM_WORLD_RANK",
     size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
@@ -21,9 +21,10 @@ _HINT = "mpirun sets them all; unset what a former job left behind"
 
 def detect(environ: Mapping[str, str]) -> World | None:
     """The World that Open MPI describes, None if it did not start this process."""
-    place = read_place(name, environ, NAMES, _HINT)
+    place = read_place(name, environ, _NAMES, _HINT)
     if place is None:
         return None
+    check_by_hand_agrees(name, environ, (_NAMES.rank, _NAMES.size), place)
     rendezvous = master_rendezvous(environ)
     return World(launcher=name, **vars(place), rendezvous=rendezvous, mpi=True, job=job_identifier(environ))
 

@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.hostlist import expand_counts, expand_hosts
 from hvdkit.environments.network import LOOPBACK
-from hvdkit.environments.variables import Names, integer, job_identifier, master_rendezvous, read_place
+from hvdkit.environments.variables import (
+    Names,
+    check_by_hand_agrees,
+    integer,
+    job_identifier,
+    master_rendezvous,
+    read_place,
+)
 
 name = "srun"
 
@@ -18,11 +25,6 @@ _HINT = "start the command with srun inside the allocation, or with hvdkitrun, o
 _INTERACTIVE_JOB_NAMES = ("bash", "interactive")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from the top
 _FIRST_PORT, _PORTS = 20000, 12000  # below the ports that Linux hands out itself (32768 and up)
-
-
-def has_pmi(environ: Mapping[str, str]) -> bool:
-    """Whether srun also serves PMI or PMIx, so that MPI starts in this task."""
-    return "PMI_RANK" in environ or "PMIX_RANK" in environ
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
@@ -40,12 +42,23 @@ def detect(environ: Mapping[str, str]) -> World | None:
     place = read_place(name, environ, names, _HINT)
     if place is None:
         return None
-    mpi = has_pmi(environ)
+    mpi = _has_pmi(environ)
+    if mpi:
+        check_by_hand_agrees(name, environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), place)
     rendezvous = master_rendezvous(environ)
     if rendezvous is None and not mpi:
         rendezvous = _first_host(environ)
     fields = {**vars(place), "local_size": _tasks_on_this_node(environ)}
     return World(launcher=name, **fields, rendezvous=rendezvous, mpi=mpi, job=job_identifier(environ))
+
+
+def detect_with_pmi(environ: Mapping[str, str]) -> World | None:
+    """The same, where srun also serves PMI or PMIx, so that MPI starts in this task."""
+    return detect(environ) if _has_pmi(environ) else None
+
+
+def _has_pmi(environ: Mapping[str, str]) -> bool:
+    return "PMI_RANK" in environ or "PMIX_RANK" in environ
 
 
 def _is_task_of_a_step(environ: Mapping[str, str]) -> bool:

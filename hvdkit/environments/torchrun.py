@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hvdkit.environments.base import World
-from hvdkit.environments.variables import Names, half_set, job_identifier, master_rendezvous, read_place
+from hvdkit.environments.variables import BY_HAND, Names, half_set, job_identifier, master_rendezvous, read_place
 
 name = "torchrun"
 
-NAMES = Names(
-    rank="RANK",
-    size="WORLD_SIZE",
+_NAMES = Names(
+    rank=BY_HAND[0],
+    size=BY_HAND[1],
     local_rank="LOCAL_RANK",
     local_size="LOCAL_WORLD_SIZE",
     cross_rank="GROUP_RANK",
@@ -21,20 +21,24 @@ NAMES = Names(
 _HINT = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process, or start with hvdkitrun, or unset them"
 
 
-def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun itself (torch's elastic agent) started this process, not a hand."""
-    return "TORCHELASTIC_RUN_ID" in environ and NAMES.rank in environ
-
-
 def detect(environ: Mapping[str, str]) -> World | None:
     """The World that RANK and WORLD_SIZE describe, None if they are not set."""
-    place = read_place(name, environ, NAMES, _HINT)
+    place = read_place(name, environ, _NAMES, _HINT)
     if place is None:
         return None
     rendezvous = master_rendezvous(environ)
     if rendezvous is None and place.size > 1:
-        raise half_set(name, environ, (NAMES.rank, NAMES.size, "MASTER_ADDR", "MASTER_PORT"), _HINT)
+        raise half_set(name, environ, (_NAMES.rank, _NAMES.size, "MASTER_ADDR", "MASTER_PORT"), _HINT)
     if rendezvous is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rendezvous = replace(rendezvous, kind="agent")
-    launcher = name if is_elastic(environ) else "by hand"
+    launcher = name if _is_elastic(environ) else "by hand"
     return World(launcher=launcher, **vars(place), rendezvous=rendezvous, job=job_identifier(environ))
+
+
+def detect_elastic(environ: Mapping[str, str]) -> World | None:
+    """The same, where torchrun itself (torch's elastic agent) started this process, not a hand."""
+    return detect(environ) if _is_elastic(environ) else None
+
+
+def _is_elastic(environ: Mapping[str, str]) -> bool:
+    return "TORCHELASTIC_RUN_ID" in environ and _NAMES.rank in environ

@@ -100,6 +100,20 @@ def read_place(launcher: str, environ: Mapping[str, str], names: Names, hint: st
     return Place(rank, size, local_rank, local_size, cross_rank, cross_size)
 
 
+BY_HAND = ("RANK", "WORLD_SIZE")
+
+
+def check_by_hand_agrees(launcher: str, environ: Mapping[str, str], said: tuple[str, str], place: Place) -> None:
+    """RANK and WORLD_SIZE under MPI are harmless while MPI's launcher says the same, in the variables ``said``."""
+    for name, value in zip(BY_HAND, (place.rank, place.size), strict=True):
+        if name in environ and integer(environ, name) != value:
+            raise EnvironmentConflictError(
+                f"two launchers contradict each other: {launcher} says {show(environ, said)}, "
+                f"but torchrun's variables say {show(environ, BY_HAND)}\n"
+                "HINT: unset RANK and WORLD_SIZE where mpirun or srun starts the processes, or start without MPI"
+            )
+
+
 def port(environ: Mapping[str, str], name: str) -> int:
     """The TCP port that the variable holds."""
     value = integer(environ, name)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from hvdkit.launch import mpi
 from hvdkit.launch.errors import UsageError
+from hvdkit.transports import AUTO, candidate
 
 _TRANSPORT_OF = {"mpi": "mpi", "gloo": "torch"}
-_WITH_BOTH = ("auto", "horovod")  # transports that go with either
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ def choose(flag: str | None, asked: str, size: int) -> tuple[str | None, str]:
         UsageError: they contradict each other, or the number of ranks.
     """
     variable = f"HVDKIT_TRANSPORT={asked}"
-    if flag is not None and asked not in (*_WITH_BOTH, _TRANSPORT_OF[flag]):
+    carrier = None if asked == AUTO else candidate(asked)
+    controller = None if carrier is None else carrier.controller
+    if flag is not None and controller is not None and asked != _TRANSPORT_OF[flag]:
         raise UsageError(
             f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}\n"
             f"HINT: leave --{flag} away, or unset HVDKIT_TRANSPORT"
         )
-    if asked == "solo" and size > 1:
+    if carrier is not None and size > (carrier.most_ranks or size):
         raise UsageError(
             f"{variable} is for one process, but -np {size} asks for more\n"
             "HINT: unset HVDKIT_TRANSPORT, or start with -np 1"
         )
     if flag is not None:
         return flag, f"--{flag}"
-    if asked in _WITH_BOTH:
-        return None, ""
-    return ("mpi" if asked == "mpi" else "gloo"), variable
+    return controller, "" if controller is None else variable
 
 
 def find(flag: str | None, asked: str, size: int) -> Controller:
@@ -54,7 +54,7 @@ def find(flag: str | None, asked: str, size: int) -> Controller:
         LaunchError: MPI was asked for and is not there.
     """
     chosen, by = choose(flag, asked, size)
-    transport = asked if asked in ("horovod", "solo") else None
+    transport = None if asked == AUTO else asked
     if chosen == "mpi":
         return Controller(mpi.require_mpirun(by), transport or "mpi", f"with mpirun: {by}")
     if chosen == "gloo":
@@ -63,4 +63,4 @@ def find(flag: str | None, asked: str, size: int) -> Controller:
     if found.path is None:
         return Controller(None, transport or "torch", f"without MPI: {found.reason}")
     # Nobody asked for MPI's transport: ranks on CUDA may meet through MPI and use NCCL.
-    return Controller(found.path, transport or "auto", f"with mpirun: {found.path} is there")
+    return Controller(found.path, transport or AUTO, f"with mpirun: {found.path} is there")

@@ -177,6 +177,21 @@ class MpiTransport(Transport):
             self._mpi.COMM_WORLD.Abort(code)
 
 
+def open_mpi(world: World, start_timeout_seconds: float) -> MpiTransport:
+    """The transport over the ranks of ``world``, once MPI has started. Raises TransportUnavailableError."""
+    MPI = start_mpi(world, start_timeout_seconds)  # noqa: N806 (mpi4py's name)
+    seen = MPI.COMM_WORLD.Get_size()
+    if world.members is None and seen != world.size:
+        raise TransportUnavailableError(
+            f"{world.launcher} started {world.size} ranks, but MPI sees {seen}: mpi4py was built for another "
+            "MPI than the one that started this job.\n"
+            "HINT: use the mpirun that belongs to mpi4py's MPI (pip install 'hvdkit[mpi]' brings both), or tell mpi4py "
+            "the other one's library (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM `srun --mpi=pmix`; or set "
+            "HVDKIT_TRANSPORT=torch."
+        )
+    return MpiTransport(MPI.COMM_WORLD, world.members, start_timeout_seconds)
+
+
 def _meet(mpi: Any, world: Any, members: Sequence[int], timeout_seconds: float) -> None:
     """Hear from every member that it is here too."""
     me = world.Get_rank()

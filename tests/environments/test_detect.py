@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hvdkit import environments
 from hvdkit.environments import Rendezvous, World, detect
 
 HVDKITRUN = {
@@ -155,3 +156,10 @@ def test_without_an_argument_the_processs_own_environment_is_read(monkeypatch):
     for name in ("HVDKIT_RANK", "HVDKIT_SIZE", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert detect().size == 2
+
+
+def test_a_launcher_that_is_registered_is_asked_first(monkeypatch):
+    monkeypatch.setattr(environments, "_launchers", [*environments._launchers])
+    environments.register(lambda environ: World("mine", 0, 3) if "MINE" in environ else None)
+    assert detect({**HVDKITRUN, "MINE": "1"}) == World("mine", 0, 3)
+    assert detect(HVDKITRUN).launcher == "hvdkitrun"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from hvdkit import config, transports
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.transports import choose_transport
+from hvdkit.transports import Candidate, Job
+from hvdkit.transports import choose as choose_candidate
 from hvdkit.transports.horovod_library import common_problem
 
 MEETING = Rendezvous("tcp", "127.0.0.1", 1)
@@ -17,7 +21,8 @@ HOROVODRUN = World("horovodrun", 0, 2, rendezvous=Rendezvous("http", "127.0.0.1"
 
 
 def choose(world, asked="auto", have_mpi4py=True, have_torch=True, cuda=False, for_torch=False):
-    return choose_transport(world, asked, have_mpi4py, have_torch, cuda, for_torch)[0]
+    there = {"mpi4py": have_mpi4py, "torch": have_torch}
+    return choose_candidate(Job(world, asked, cuda, for_torch, installed=there.__getitem__))[0].name
 
 
 def test_one_rank_starts_nothing():
@@ -33,6 +38,10 @@ def test_the_launcher_decides():
 def test_cuda_prefers_torch_where_it_can_meet():
     assert choose(MPIRUN, cuda=True) == "torch"
     assert choose(MPIRUN, cuda=True, have_torch=False) == "mpi"
+
+
+def test_without_mpi4py_ranks_of_mpirun_meet_where_they_were_told_to():
+    assert choose(replace(MPIRUN, rendezvous=MEETING), have_mpi4py=False) == "torch"
 
 
 def test_what_was_asked_for_wins():
@@ -83,6 +92,8 @@ def test_all_ranks_know_what_stands_in_the_way_of_horovods_engine_on_one(ranks, 
         ({"world": TORCHRUN, "asked": "mpi"}, "were started by torchrun"),
         ({"world": MPIRUN, "asked": "mpi", "have_mpi4py": False}, "needs mpi4py"),
         ({"world": MPIRUN, "have_mpi4py": False}, "mpi4py is not installed"),
+        ({"world": MPIRUN, "have_mpi4py": False, "cuda": True}, "mpi4py is not installed"),
+        ({"world": World("srun", 0, 2)}, "no transport for 2 ranks started by srun"),
         ({"world": TORCHRUN, "asked": "horovod"}, "carries PyTorch's tensors"),
         ({"world": TORCHRUN, "asked": "solo"}, "is for one rank, this job has 2"),
         ({"world": TORCHRUN, "have_torch": False, "have_mpi4py": False}, "no transport for 2 ranks"),
@@ -92,3 +103,49 @@ def test_where_none_can_carry_it_the_error_says_what_to_do(arguments, told):
     with pytest.raises(TransportUnavailableError, match=told) as caught:
         choose(**arguments)
     assert "HINT" in str(caught.value) or "one rank" in str(caught.value)
+
+
+class Pigeons(Candidate):
+    name = "pigeons"
+
+    def __init__(self, flies):
+        self.flies = flies
+
+    def unavailable(self, job):
+        return None if self.flies else "need a wind."
+
+    def suits(self, job):
+        return "they were here first"
+
+    def open(self, job):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def register_pigeons(monkeypatch):
+    monkeypatch.setattr(transports, "_candidates", [*transports._candidates])
+    monkeypatch.setattr(config, "TRANSPORTS", [*config.TRANSPORTS])
+    return lambda flies: transports.register(Pigeons(flies))
+
+
+def test_what_is_registered_can_be_named_and_is_asked_first(register_pigeons):
+    register_pigeons(True)
+    assert choose(TORCHRUN) == choose(TORCHRUN, "pigeons") == "pigeons"
+    assert choose(TORCHRUN, "torch") == "torch"
+    assert choose(ALONE) == choose(ALONE, "pigeons") == "solo"
+    assert config.from_environment({"HVDKIT_TRANSPORT": "pigeons"}).transport == "pigeons"
+
+
+def test_what_is_registered_says_why_it_is_not_there(register_pigeons):
+    register_pigeons(False)
+    assert choose(TORCHRUN) == "torch"
+    with pytest.raises(TransportUnavailableError, match=r"HVDKIT_TRANSPORT=pigeons need a wind\."):
+        choose(TORCHRUN, "pigeons")
+
+
+def test_a_name_is_registered_once(register_pigeons):
+    register_pigeons(True)
+    with pytest.raises(ValueError, match="there is a transport 'pigeons' already"):
+        register_pigeons(True)
+    with pytest.raises(TransportUnavailableError, match="there is no transport 'drums'"):
+        choose(TORCHRUN, "drums")
