@@ -15,7 +15,7 @@ from hvdkit.collectives.broadcast import scatter_allgather_broadcast, tree_broad
 from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
 from hvdkit.collectives.group import Group, partition
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from tests.collectives.loopback import run_everywhere
+from tests.collectives.stepping import run_everywhere
 
 SIZES = [2, 3, 4, 5, 8, 16]
 

@@ -20,8 +20,8 @@ from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.tree import children
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
-from tests.collectives.loopback import LoopbackTransport, run_everywhere
-from tests.collectives.rendezvous import run_in_random_order
+from tests.collectives.stepping import run_everywhere, run_in_random_order
+from tests.network import MemoryTransport
 
 RANKS = [2, 3, 4, 5, 6, 7, 8, 12, 16]
 ELEMENTS = [0, 1, 17, 1000]
@@ -288,9 +288,9 @@ def test_all_ranks_together_send_the_bytes_of_the_formula_whatever_the_chunks(na
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_nothing_empty_is_sent(name, size, monkeypatch):
     lengths = Counter()
-    send = LoopbackTransport.isend
+    send = MemoryTransport.isend
     monkeypatch.setattr(
-        LoopbackTransport,
+        MemoryTransport,
         "isend",
         lambda self, buffer, peer, tag: (lengths.update([buffer.nbytes]), send(self, buffer, peer, tag))[1],
     )

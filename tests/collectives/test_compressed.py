@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -17,8 +16,9 @@ from hvdkit.compression.codec import Array, Bytes
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Transfer
-from tests.collectives.loopback import LoopbackTransport, run_everywhere
+from tests.collectives.stepping import run_everywhere
 from tests.compression.codecs import CODECS, WITHOUT_FEEDBACK, decoded, encoded, memory_for
+from tests.network import MemoryTransport, Wires
 
 SIZES = [2, 3, 4, 7]
 ELEMENTS = [0, 1, 5, 17, 300, 2049]
@@ -181,7 +181,7 @@ def test_one_rank_alone_encodes_nothing() -> None:
     assert sent == [0]
 
 
-class DamagingTransport(LoopbackTransport):
+class DamagingTransport(MemoryTransport):
     """Changes the bytes of one message that it sends."""
 
     damage: Callable[[int, Bytes], Bytes] = staticmethod(lambda number, message: message)
@@ -214,9 +214,9 @@ def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, 
             message[at % message.nbytes] ^= 1 << bit
         return message
 
-    wires: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
+    wires = Wires(6)
     members = [2, 5]  # of six ranks, whose places in the group are others
-    transports = [DamagingTransport(2, 6, wires), LoopbackTransport(5, 6, wires)]
+    transports = [DamagingTransport(2, 6, wires), MemoryTransport(5, 6, wires)]
     transports[0].damage = flip  # type: ignore[attr-defined]
     buffers = [one.copy() for one in inputs]
     running = [

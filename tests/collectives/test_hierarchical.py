@@ -5,7 +5,7 @@ Ranks are objects of this process: those of one node on a window that they share
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +19,7 @@ from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
 from hvdkit.transports.base import Bytes, Transfer
-from tests.collectives.loopback import LoopbackTransport
+from tests.network import MemoryTransport, Wires
 from tests.transports.shared import LINE, bells_in, native, needs_memory_files, needs_native, new_window
 
 pytestmark = [needs_native, needs_memory_files]
@@ -38,10 +38,10 @@ ELEMENTS = 6 * 32 * 7
 ROUNDS = 10_000  # many times what the longest operation here needs
 
 
-class CountingTransport(LoopbackTransport):
+class CountingTransport(MemoryTransport):
     """Knows how many bytes went to whom."""
 
-    def __init__(self, rank: int, size: int, wires: dict[tuple[int, int, int], deque[Bytes]]) -> None:
+    def __init__(self, rank: int, size: int, wires: Wires) -> None:
         super().__init__(rank, size, wires)
         self.sent: Counter[int] = Counter()
 
@@ -77,7 +77,8 @@ def run_on_nodes(
 
     The network in memory has its own loop, which takes an operation for stuck that goes on chunk by chunk.
     """
-    size, wires = sum(map(len, nodes)), defaultdict(deque)
+    size = sum(map(len, nodes))
+    wires = Wires(size)
     groups = [Group(CountingTransport(rank, size, wires), range(size), choice) for rank in range(size)]
     for rank, layout in layouts(nodes).items():
         groups[rank].layout = layout
@@ -93,7 +94,7 @@ def run_on_nodes(
         if not running:
             break
     assert not running, f"ranks {list(running)} wait for what nobody does"
-    assert not any(wires.values()), "a message was sent that nobody received"
+    assert not any(wires.messages.values()), "a message was sent that nobody received"
     return {group.rank: (group.transport.sent, group.bytes_sent) for group in groups}
 
 

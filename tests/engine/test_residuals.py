@@ -18,7 +18,8 @@ from hvdkit.engine.plan import Slot
 from hvdkit.engine.session import Session
 from hvdkit.kernels import ReduceOp
 from hvdkit.torch import compression_state
-from tests.threads import ThreadTransport, on_threads
+from tests.network import MemoryTransport
+from tests.threads import on_threads
 from tests.transports.thread_group import DeviceThreadTransport
 
 SHAPES = [(40, 30), (7,), (5, 120)]
@@ -140,7 +141,7 @@ def run_job(job: Job, begin: int, saved: list[dict[str, Any]], account: Account)
         file.seek(0)
         return results, torch.load(file, weights_only=True)
 
-    transport = DeviceThreadTransport if job.on_device else ThreadTransport
+    transport = DeviceThreadTransport if job.on_device else MemoryTransport
     ended = [one for one in on_threads(job.ranks, run, transport=transport) if one is not None]
     step, part = begin, job.prescale / (job.ranks if job.op == ReduceOp.AVERAGE else 1)
     for trainable, steps in job.trainable:

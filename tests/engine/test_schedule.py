@@ -25,7 +25,7 @@ from hvdkit.engine.schedule import (
     without_overlap,
 )
 from hvdkit.engine.topology import nodes_that_share, topology_of
-from tests.collectives.loopback import LoopbackTransport
+from tests.network import MemoryTransport, Wires
 
 GIGABIT = Network(100e-6, 8e-9)
 TEN_GIGABITS = Network(50e-6, 0.8e-9)
@@ -173,7 +173,8 @@ def test_ranks_that_share_cores_do_not_watch_but_sleep():
         }
         for _ in range(4)
     ]
-    topology, transport = topology_of(0, told), LoopbackTransport(0, 4, {})
+    topology, transport = topology_of(0, told), MemoryTransport(0, 4, Wires(4))
+    transport.polling = True
     assert spin_seconds(1e-4, transport, topology, 4) == 1e-4
     assert spin_seconds(1e-4, transport, topology, 3) == 0.0
     transport.polling = False  # and nobody rings: events come from threads of this process

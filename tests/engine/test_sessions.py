@@ -44,7 +44,7 @@ steps = st.fixed_dictionaries(
     {
         "kind": st.sampled_from([*REDUCTIONS, "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]),
         "shape": st.lists(st.integers(0, 12), min_size=1, max_size=3),
-        "dtype": st.sampled_from(["float32", "float64", "int32", "int64", "float16"]),
+        "dtype": st.sampled_from(["float32", "float64", "int32", "int64", "uint8", "float16"]),
         "root": st.integers(0, 4),
         "set": st.integers(0, 1),
     }

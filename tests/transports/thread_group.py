@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hvdkit.transports.device import TorchDeviceCollectives
-from tests.threads import ThreadTransport, Wires
+from tests.network import MemoryTransport, Wires
 from tests.transports.pretend_device import ThreadStream
 
 
@@ -65,7 +65,7 @@ class Member:
         return Done()
 
 
-class DeviceThreadTransport(ThreadTransport):
+class DeviceThreadTransport(MemoryTransport):
     """For lanes of all ranks."""
 
     device_types = frozenset({"cpu"})

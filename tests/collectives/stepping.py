@@ -1,0 +1,92 @@
+"""Many ranks' algorithms in one process, resumed in turn: bits and traffic on up to 16 ranks, and what order shows.
+
+``run_in_random_order`` has a stricter network: a send is done only when it was received. It shows a buffer that is
+written or received into while it is being sent, a dead-lock of ranks that send before they receive, and a result that
+depends on who was fast.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from hvdkit.collectives.group import Group
+from hvdkit.transports.base import Bytes, Transfer
+from tests.network import MemoryTransport, Wires
+
+StepsOf = Callable[[Group], Generator[list[Transfer], None, Any]]
+
+
+def run_everywhere(size: int, steps_of: StepsOf) -> list[Any]:
+    """Run ``steps_of(group)`` for every rank to its end; returns (result, bytes sent) of each rank."""
+    wires = Wires(size)
+    groups = [Group(MemoryTransport(rank, size, wires), range(size)) for rank in range(size)]
+    results = _run(groups, steps_of, lambda running: None)
+    return [(result, group.bytes_sent) for result, group in zip(results, groups, strict=True)]
+
+
+def run_in_random_order(size: int, steps_of: StepsOf, seed: int) -> list[set[int]]:
+    """Run ``steps_of(group)`` for every rank to its end; returns the tags that each rank sent with."""
+    wires = Wires(size)
+    transports = [RendezvousTransport(rank, size, wires) for rank in range(size)]
+    _run([Group(transport, range(size)) for transport in transports], steps_of, random.Random(seed).shuffle)
+    assert not any(wires.messages.values()), "a message was sent that nobody received"
+    return [transport.tags for transport in transports]
+
+
+def _run(groups: list[Group], steps_of: StepsOf, arrange: Callable[[list[Any]], None]) -> list[Any]:
+    """The ranks' results, of rounds in which each goes on that can, in the order that ``arrange`` makes of them."""
+    running: list[tuple[int, Any, list[Transfer]]] = [(rank, steps_of(group), []) for rank, group in enumerate(groups)]
+    results: list[Any] = [None] * len(groups)
+    while running:
+        moved = False
+        arrange(running)
+        for one in list(running):
+            rank, steps, pending = one
+            waiting = [transfer for transfer in pending if not transfer.done()]
+            moved = moved or len(waiting) < len(pending) or not pending
+            pending[:] = waiting
+            if not pending:
+                try:
+                    pending.extend(next(steps))
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    running.remove(one)
+        assert moved, "the algorithm waits for messages that nobody sends"
+    return results
+
+
+class RendezvousTransport(MemoryTransport):
+    """The bytes stay with the sender until the receiver takes them."""
+
+    def __init__(self, rank: int, size: int, wires: Wires) -> None:
+        super().__init__(rank, size, wires)
+        self.tags: set[int] = set()
+        self._unfinished: list[Bytes] = []  # what is sent until the algorithm has seen that it is done
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        self.tags.add(tag)
+        message = buffer[:]  # the same memory, under an identity of its own
+        self.wires.messages[self.rank, peer, tag].append(message)
+        self._unfinished.append(message)
+        return _Offered(self, message, peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        assert not any(np.may_share_memory(buffer, message) for message in self._unfinished), "it is being sent"
+        return super().irecv(buffer, peer, tag)
+
+    def finished(self, message: Bytes, peer: int, tag: int) -> bool:
+        """Whether its receiver has taken it."""
+        if any(waiting is message for waiting in self.wires.messages[self.rank, peer, tag]):
+            return False
+        self._unfinished = [other for other in self._unfinished if other is not message]
+        return True
+
+
+class _Offered:
+    def __init__(self, transport: RendezvousTransport, message: Bytes, peer: int, tag: int) -> None:
+        self.peer = peer
+        self.done: Callable[[], bool] = lambda: transport.finished(message, peer, tag)
