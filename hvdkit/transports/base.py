@@ -145,7 +145,7 @@ class Transport(ABC):
 
     @property
     def carrier(self) -> str:
-        """The name of the transport that carries messages, which another one may stand before."""
+        """The name of the transport that carries messages, which layers may stand before."""
         return self.name
 
     def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
@@ -200,3 +200,50 @@ class Transport(ABC):
     @abstractmethod
     def abort(self, code: int) -> None:
         """End the whole job now with this exit code, as far as the engine below can; return where it cannot."""
+
+
+class Layer(Transport):
+    """Stands before the transport ``inner``, and leaves to it what it does not do itself."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.name, self.rank, self.size, self.polling = inner.name, inner.rank, inner.size, inner.polling
+        self.nodes, self.beats, self.worthwhile_bytes = inner.nodes, inner.beats, inner.worthwhile_bytes
+        self.device_types, self.host_types = inner.device_types, inner.host_types
+
+    @property
+    def carrier(self) -> str:
+        return self.inner.carrier
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        return self.inner.isend(buffer, peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        return self.inner.irecv(buffer, peer, tag)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        self.inner.send_control(peer, payload)
+
+    def advance(self) -> bool:
+        return self.inner.advance()
+
+    def poll_control(self) -> list[tuple[int, bytes]]:
+        return self.inner.poll_control()
+
+    def lost_peers(self) -> dict[int, str]:
+        return self.inner.lost_peers()
+
+    def watch(self, transfers: Sequence[Transfer]) -> None:
+        self.inner.watch(transfers)
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self.inner.set_waker(waker)
+
+    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        return self.inner.collectives_for(place, members, label)
+
+    def close(self, graceful: bool) -> None:
+        self.inner.close(graceful)
+
+    def abort(self, code: int) -> None:
+        self.inner.abort(code)

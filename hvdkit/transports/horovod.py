@@ -20,7 +20,7 @@ import torch
 from hvdkit.environments.base import World
 from hvdkit.environments.network import interface_of, own_addresses
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.transports.base import Bytes, DeviceCollectives, Exchange, Transfer, Transport
+from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
 from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
 from hvdkit.transports.horovod_group import HorovodGroup, Launches, ThreadEnd
 from hvdkit.transports.horovod_library import NOT_INSTALLED, NativeHorovod, common_problem, load
@@ -37,33 +37,24 @@ CLOSING_SECONDS = 5.0
 WORTHWHILE_BYTES = 16 << 20
 
 
-class HorovodTransport(Transport):
+class HorovodTransport(Layer):
     """``inner`` for messages, and once ``start`` has been called, Horovod's engine for buffers.
 
     ``native_part``: the file of Horovod's library, None where there is none. ``required``: it is an error where
     Horovod's engine cannot be had.
     """
 
-    name = "horovod"
-    host_types = frozenset({"cpu"})
-    worthwhile_bytes = WORTHWHILE_BYTES
-
     def __init__(self, inner: Transport, native_part: Path | None, world: World, required: bool) -> None:
-        self.rank, self.size, self.polling = inner.rank, inner.size, inner.polling
-        self.device_types = inner.device_types
-        self._inner = inner
+        super().__init__(inner)
+        self.name = "horovod"
+        self.host_types = frozenset({"cpu"})
+        self.worthwhile_bytes = WORTHWHILE_BYTES
         self._native_part = native_part
         self._world = world
         self._required = required
         self._native: NativeHorovod | None = None
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-horovod")
-
-    @property
-    def carrier(self) -> str:
-        return self._inner.carrier
-
-    # -- Horovod's engine ---------------------------------------------------------------------------------------------
 
     def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
         """Start Horovod's engine on all ranks, or, where one of them has no use of it, on none.
@@ -120,7 +111,7 @@ class HorovodTransport(Transport):
                 "HINT: see what it printed, and whether hosts reach each other (HOROVOD_GLOO_IFACE, firewalls); "
                 f"HVDKIT_TRANSPORT={self.carrier} goes without it."
             )
-        self.device_types = self._inner.device_types | {"cpu"}
+        self.device_types = self.inner.device_types | {"cpu"}
         return self
 
     def _prepare(self) -> tuple[NativeHorovod | None, str, str]:
@@ -132,7 +123,7 @@ class HorovodTransport(Transport):
         except (AttributeError, ImportError, OSError) as error:
             told = str(error).splitlines()[0]
             return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {told}"
-        if self._inner.carrier == "mpi" and "mpi" in native.controllers:
+        if self.inner.carrier == "mpi" and "mpi" in native.controllers:
             return native, "mpi", native.problem() or _mpi_problem()
         if "gloo" not in native.controllers:
             return native, "", "Horovod was built without Gloo, and MPI does not connect these ranks"
@@ -149,45 +140,25 @@ class HorovodTransport(Transport):
             logger.warning(
                 "Horovod's engine is not used, tensors travel by hvdkit's own over %s: %s", self.carrier, problem
             )
-        return self._inner
+        return self.inner
 
     def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
         if place != "cpu":
-            return self._inner.collectives_for(place, members, label)
+            return super().collectives_for(place, members, label)
         if self._native is None or list(members) != list(range(self.size)):
             return None
         launches = Launches(label, self._native, self._waiters, lambda: self._waker())
         return TorchDeviceCollectives(HorovodGroup(self._native, launches, self.rank, self.size), _CPU, launches)
 
-    # -- messages -----------------------------------------------------------------------------------------------------
-
-    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        return self._inner.isend(buffer, peer, tag)
-
-    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        return self._inner.irecv(buffer, peer, tag)
-
-    def send_control(self, peer: int, payload: bytes) -> None:
-        self._inner.send_control(peer, payload)
-
-    def advance(self) -> bool:
-        return self._inner.advance()
-
-    def poll_control(self) -> list[tuple[int, bytes]]:
-        return self._inner.poll_control()
-
-    def lost_peers(self) -> dict[int, str]:
-        return self._inner.lost_peers()
-
     def watch(self, transfers: Sequence[Transfer]) -> None:
         # What Horovod's engine carries calls the waker when it is done.
         others = [one for one in transfers if not (isinstance(one, DeviceTransfer) and isinstance(one.end, ThreadEnd))]
         if others:
-            self._inner.watch(others)
+            super().watch(others)
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
-        self._inner.set_waker(waker)
+        super().set_waker(waker)
 
     def close(self, graceful: bool) -> None:
         native, self._native = self._native, None
@@ -195,10 +166,7 @@ class HorovodTransport(Transport):
             native.stop(CLOSING_SECONDS)
         self._waiters.close(timeout_seconds=1.0)
         self._waker = lambda: None
-        self._inner.close(graceful)
-
-    def abort(self, code: int) -> None:
-        self._inner.abort(code)
+        super().close(graceful)
 
 
 _CPU = torch.device("cpu")

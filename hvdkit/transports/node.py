@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 
 from hvdkit.kernels._native import Bell, Cells, Message, Post, Window
-from hvdkit.transports.base import CACHE_LINE, Bytes, DeviceCollectives, Transfer, Transport
+from hvdkit.transports.base import CACHE_LINE, Bytes, Layer, Transfer, Transport
 from hvdkit.transports.node_memory import NodeMemory
 
 # The rings of one pair of ranks. Larger ones leave the second-level cache, smaller ones make ranks wait for each other.
@@ -37,22 +37,18 @@ def _transfer(message: Message, peer: int) -> Transfer:
     return message
 
 
-class NodeTransport(Transport):
+class NodeTransport(Layer):
     """``inner`` for ranks elsewhere, shared memory for those of this node as ``inner.nodes`` has it."""
 
     def __init__(
         self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None] = ()
     ) -> None:
+        super().__init__(inner)
         # Where this node's ranks map each other's gradients, by place in the node; None where not all of them do.
         self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
-        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
-        self.device_types, self.host_types = inner.device_types, inner.host_types
-        self.worthwhile_bytes = inner.worthwhile_bytes
-        self.nodes = inner.nodes
         self.members = next(node for node in self.nodes if inner.rank in node)
         self.memory = memory
         self.polling = inner.polling and len(self.members) < inner.size
-        self._inner = inner
         self._places = {rank: place for place, rank in enumerate(self.members)}
         count = len(self.members)
         self.bells = [Bell(rings, place * CACHE_LINE) for place in range(count)]
@@ -62,26 +58,22 @@ class NodeTransport(Transport):
         self._gone: dict[int, str] = {}
         self._next_look = 0.0
 
-    @property
-    def carrier(self) -> str:
-        return self._inner.carrier
-
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         place = self._places.get(peer)
         if place is None:
-            return self._inner.isend(buffer, peer, tag)
+            return self.inner.isend(buffer, peer, tag)
         return _transfer(self._post.send(place, tag, buffer), peer)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         place = self._places.get(peer)
         if place is None:
-            return self._inner.irecv(buffer, peer, tag)
+            return self.inner.irecv(buffer, peer, tag)
         return _transfer(self._post.receive(place, tag, buffer), peer)
 
     def send_control(self, peer: int, payload: bytes) -> None:
         place = self._places.get(peer)
         if place is None:
-            self._inner.send_control(peer, payload)
+            self.inner.send_control(peer, payload)
         else:
             self._post.send_control(place, payload)
 
@@ -91,7 +83,7 @@ class NodeTransport(Transport):
     def poll_control(self) -> list[tuple[int, bytes]]:
         messages = [(self.members[place], payload) for place, payload in self._post.take_control()]
         if len(self.members) < self.size:
-            messages += self._inner.poll_control()
+            messages += self.inner.poll_control()
         return messages
 
     def lost_peers(self) -> dict[int, str]:
@@ -100,19 +92,13 @@ class NodeTransport(Transport):
             self._next_look = now + LOOK_SECONDS
             for place in self.memory.gone():
                 self._gone.setdefault(self.members[place], "its process ended")
-        return {**self._inner.lost_peers(), **self._gone}
+        return {**self.inner.lost_peers(), **self._gone}
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         # What waits for ranks of this node tells which (see Transfer.peer), and is moved by ``advance``.
         outside = [one for one in transfers if one.peer not in self._places and not hasattr(one, "awaited")]
         if outside:
-            self._inner.watch(outside)
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._inner.set_waker(waker)
-
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        return self._inner.collectives_for(place, members, label)
+            self.inner.watch(outside)
 
     def arenas_of(self, members: Sequence[int]) -> list[Window | None]:
         """The arenas of ranks of this node."""
@@ -135,8 +121,5 @@ class NodeTransport(Transport):
         return Cells(window, offset, count)
 
     def close(self, graceful: bool) -> None:
-        self._inner.close(graceful)
+        super().close(graceful)
         self.memory.close()
-
-    def abort(self, code: int) -> None:
-        self._inner.abort(code)
