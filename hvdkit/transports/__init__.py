@@ -5,13 +5,14 @@ Imports no transport, for which see ``base``; ``hvdkitrun`` asks here too.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdkit import config
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.transports.candidates import AUTO, Candidate, Horovods, Job, Mpi, Solo, Torch
+from hvdkit.transports.candidates import AUTO, Candidate, Job, Mpi, Solo, Torch
 
 if TYPE_CHECKING:
     from hvdkit.transports.base import Transport
@@ -20,7 +21,7 @@ __all__ = ["AUTO", "Candidate", "Job", "candidate", "choose", "open_transport", 
 
 _SOLO = Solo()
 # In the order in which they are asked where nobody said which.
-_candidates: list[Candidate] = [_SOLO, Horovods(), Mpi(), Torch()]
+_candidates: list[Candidate] = [_SOLO, Mpi(), Torch()]
 
 
 def register(new: Candidate) -> None:
@@ -77,3 +78,6 @@ def open_transport(job: Job, members: Sequence[int] | None = None) -> Transport:
         if job.world.size == 1 and not (job.asked != AUTO and chosen.carries_one_rank):
             chosen = _SOLO
     return chosen.open(job)
+
+
+importlib.import_module("hvdkit.plugins")  # here, so that its room may stand above this one

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from hvdkit.environments import horovodrun
 from hvdkit.environments.base import World
 
 if TYPE_CHECKING:
@@ -77,36 +76,6 @@ class Solo(Candidate):
         from hvdkit.transports.solo import SoloTransport
 
         return SoloTransport()
-
-
-class Horovods(Candidate):
-    """Horovod's engine, for which another transport carries messages. Ranks see when they start whether it is there."""
-
-    name = "horovod"
-    controller = None
-
-    def unavailable(self, job: Job) -> str | None:
-        """Whether tensors are another framework's."""
-        if job.for_torch:
-            return None
-        return (
-            "carries PyTorch's tensors, and this script uses another framework.\n"
-            "HINT: unset HVDKIT_TRANSPORT: the job goes by MPI or Gloo, whichever started it."
-        )
-
-    def suits(self, job: Job) -> str:
-        """Horovod's own launcher decides for it."""
-        return f"started by {job.world.launcher}" if job.world.launcher == horovodrun.name else ""
-
-    def open(self, job: Job) -> Transport:
-        """Connect the ranks by what would carry them without."""
-        from hvdkit.transports import choose
-        from hvdkit.transports.horovod import HorovodTransport
-        from hvdkit.transports.horovod_library import find_native_part
-
-        plain = replace(job, asked=AUTO, for_torch=False)
-        inner = choose(plain)[0].open(plain)
-        return HorovodTransport(inner, find_native_part(), job.world, required=job.asked == self.name)
 
 
 class Mpi(Candidate):

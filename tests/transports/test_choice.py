@@ -9,9 +9,9 @@ import pytest
 from hvdkit import config, transports
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.errors import TransportUnavailableError
+from hvdkit.plugins.horovod.library import common_problem
 from hvdkit.transports import Candidate, Job
 from hvdkit.transports import choose as choose_candidate
-from hvdkit.transports.horovod_library import common_problem
 
 MEETING = Rendezvous("tcp", "127.0.0.1", 1)
 ALONE = World("none", 0, 1)

@@ -10,8 +10,8 @@ import pytest
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.network import own_addresses
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
+from hvdkit.plugins.horovod.meeting import Meeting
 from hvdkit.transports.credentials import Credentials
-from hvdkit.transports.horovod_meeting import Meeting
 from hvdkit.transports.rendezvous import _meet_through_http
 from tests.ranks import TORCH, run_ranks
 

@@ -22,9 +22,9 @@ from hvdkit.environments.network import interface_of, own_addresses
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
 from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
-from hvdkit.transports.horovod_group import HorovodGroup, Launches, ThreadEnd
-from hvdkit.transports.horovod_library import NOT_INSTALLED, NativeHorovod, common_problem, load
-from hvdkit.transports.horovod_meeting import Meeting
+from hvdkit.plugins.horovod.group import HorovodGroup, Launches, ThreadEnd
+from hvdkit.plugins.horovod.library import NOT_INSTALLED, NativeHorovod, common_problem, load
+from hvdkit.plugins.horovod.meeting import Meeting
 from hvdkit.transports.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 

@@ -1,4 +1,4 @@
-"""What ranks run in jobs that end badly: ``python -m tests.transports.horovod_jobs NAME``."""
+"""What ranks run in jobs that end badly: ``python -m tests.plugins.horovod_jobs NAME``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def only_some_call_shutdown() -> None:
 
 def does_not_start() -> None:
     """The engine starts on no rank, which rank 1 knows."""
-    from hvdkit.transports.horovod_library import NativeHorovod
+    from hvdkit.plugins.horovod.library import NativeHorovod
 
     NativeHorovod.start = lambda self, controller, rank, *_: "it refused" if rank == 1 else ""  # type: ignore[method-assign]
     carried()

@@ -13,8 +13,8 @@ import pytest
 
 from hvdkit.environments.base import World
 from hvdkit.environments.network import own_addresses
-from hvdkit.transports import horovod_meeting
-from hvdkit.transports.horovod_meeting import Meeting
+from hvdkit.plugins.horovod import meeting as horovod_meeting
+from hvdkit.plugins.horovod.meeting import Meeting
 
 REFUSED, FOUND, FORBIDDEN, NOT_FOUND, BAD = 409, 200, 403, 404, 400
 

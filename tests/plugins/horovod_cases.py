@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hvdkit.engine import runtime
-from hvdkit.transports import horovod_group
-from hvdkit.transports.horovod_group import Launches
+from hvdkit.plugins.horovod import group as horovod_group
+from hvdkit.plugins.horovod.group import Launches
 from tests.transports.launched import COUNT, launches, model_and_optimizer
 
 _launch = Launches.launch

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.transports.horovod_library import NOT_INSTALLED, find_native_part
+from hvdkit.plugins.horovod.library import NOT_INSTALLED, find_native_part
 from tests.ranks import ROOT, RankedCases, rank_environment, run_ranks
 
 pytestmark = pytest.mark.skipif(find_native_part() is None, reason=f"{NOT_INSTALLED}: not tested")
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
-JOB = [sys.executable, "-m", "tests.transports.horovod_jobs"]
+JOB = [sys.executable, "-m", "tests.plugins.horovod_jobs"]
 PATIENCE_SECONDS = 90
 
 ASKED = {"HVDKIT_TRANSPORT": "horovod"}
@@ -25,7 +25,7 @@ OPERATIONS = RankedCases("tests.torch.ops_cases", **ASKED)
 OPTIMIZER = RankedCases("tests.torch.optimizer_cases", **ASKED)
 COMPRESSION = RankedCases("tests.torch.compression_cases", **ASKED)
 TRANSPORT = RankedCases("tests.transports.transport_cases", **ASKED)
-CASES = RankedCases("tests.transports.horovod_cases", "tests.transports.launched", **ASKED)
+CASES = RankedCases("tests.plugins.horovod_cases", "tests.transports.launched", **ASKED)
 # They look for the addresses of numpy arrays, and for what the algorithms of the host tell the timeline.
 HOST_ONLY = {"case_the_timeline_is_valid_and_has_a_row_for_each_tensor"}
 
