@@ -13,6 +13,8 @@ from tests.ranks import CASES, RankedCases, rank_environment
 RESULTS = RankedCases("tests.extending.cases")
 REGISTERED = "tests.extending.registered"
 CARRIED = RankedCases("tests.transports.transport_cases", runner=REGISTERED, HVDKIT_NODE_MEMORY="0")
+# Without the node's memory, what is sent depends on the algorithm, and that on how busy the machine was at init.
+DEPENDS = {"case_communication_statistics_count_bytes"}
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (3, "torch")])
@@ -21,7 +23,7 @@ def test_extending(case: str, ranks: int, transport: str) -> None:
     RESULTS.check(case, ranks, transport)
 
 
-@pytest.mark.parametrize("case", CARRIED.names)
+@pytest.mark.parametrize("case", [name for name in CARRIED.names if name not in DEPENDS])
 def test_a_transport_of_ones_own(case: str) -> None:
     CARRIED.check(case, 3, "unix")
 
