@@ -76,6 +76,6 @@ class DeviceThreadTransport(MemoryTransport):
             self._groups: dict[str, Together] = vars(wires).setdefault("groups", {})
 
     def collectives_for(self, place: str, members: Sequence[int], label: str) -> TorchDeviceCollectives:
-        with self._wires.lock:
+        with self.wires.lock:
             group = self._groups.setdefault(label, Together(len(members)))
         return TorchDeviceCollectives(group.of(members.index(self.rank)), torch.device("cpu"), ThreadStream())
