@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.requests import ReduceRequest
 from hvdkit.errors import UnsupportedReductionError
+from hvdkit.kernels.dtypes import FLOATS
 from hvdkit.kernels.reduce_op import ReduceOp
+
+FLOATING = frozenset(map(str, FLOATS))
 
 
 def check_registered(function: str, process_set: Any) -> int:
@@ -26,8 +29,10 @@ def check_registered(function: str, process_set: Any) -> int:
 
 def check_process_set(function: str, process_set: Any) -> int:
     """The set's id. Raises TypeError or ValueError unless it is registered and this rank is one of its members."""
+    if process_set is global_process_set:
+        return 0
     process_set_id = check_registered(function, process_set)
-    if process_set is not global_process_set and not process_set.included():
+    if not process_set.included():
         raise ValueError(
             f"{function}: this rank is not a member of process_set {process_set.process_set_id}, which has the ranks "
             f"{process_set.ranks}\nHINT: call {function}() only where process_set.included() is true."
@@ -129,7 +134,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank != 0 and num_rank & (num_rank - 1) == 0
 
 
-def check_adasum(function: str, floating: Mapping[str, bool], process_set: ProcessSet, size: int) -> None:
+def check_adasum(function: str, dtypes: Iterable[str], process_set: ProcessSet, size: int) -> None:
     """Raises NotImplementedError where Adasum has no answer, ValueError for a dtype that is no floating one."""
     if process_set is not global_process_set:
         raise NotImplementedError(f"{function}: Adasum does not support non-global process sets yet.")
@@ -137,9 +142,34 @@ def check_adasum(function: str, floating: Mapping[str, bool], process_set: Proce
         raise NotImplementedError(
             f"{function}: Running Adasum with non-power of 2 ranks is not supported yet, got {size} ranks."
         )
-    for dtype, floats in floating.items():
-        if not floats:
+    for dtype in dtypes:
+        if dtype not in FLOATING:
             raise ValueError(f"{function}: Adasum needs floating point tensors, got {dtype}")
+
+
+def check_has_rows(function: str, shapes: Sequence[tuple[int, ...]], scalar_to_row: str) -> None:
+    """Raises ValueError for a scalar, for an operation that works along the first dimension."""
+    if () in shapes:
+        raise ValueError(
+            f"{function}: tensor must have at least one dimension, got a scalar (0-d) tensor\n"
+            f"HINT: use {scalar_to_row}."
+        )
+
+
+def wrong_dtype(function: str, argument: str, allowed: Iterable[str], got: str) -> ValueError:
+    """What to raise for a tensor of a dtype that an operation cannot do."""
+    return ValueError(f"{function}: {argument} must be of one of the types {', '.join(allowed)}, got {got}")
+
+
+def check_listed(function: str, tensors: Any, kinds: tuple[type, ...]) -> None:
+    """Raises TypeError unless ``tensors`` are listed, and not one of one of the ``kinds``."""
+    if isinstance(tensors, kinds) or not isinstance(tensors, Iterable):
+        raise TypeError(f"{function}: tensors must be a list of tensors, got {type(tensors).__name__}")
+
+
+def no_integers(function: str, argument: str, dtype: str) -> ValueError:
+    """What to raise for a tensor that should hold integers."""
+    return ValueError(f"{function}: {argument} must hold integers, got a tensor of type {dtype}")
 
 
 def check_root(function: str, root_rank: Any, process_set: ProcessSet, size: int) -> int:

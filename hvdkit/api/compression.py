@@ -124,6 +124,8 @@ def split(
     ``floating``: of the tensors' dtypes, whether they are floating types. Raises TypeError for what does not compress,
     ValueError for an operation or a dtype that a codec cannot do.
     """
+    if compression is NoneCompressor:
+        return CASTS["none"], compression
     check_compression(function, compression)
     codec = lossy_codec(compression)
     if codec is None:

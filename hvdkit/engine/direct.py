@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,6 +12,10 @@ from hvdkit.engine.ops import Submission
 from hvdkit.engine.requests import ReduceRequest, Signature
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
+
+# What the device's collectives reduce.
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_INTEGERS = frozenset({"uint8", "int8", "int32", "int64"})
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,14 @@ class DeviceArray:
     to_host: Callable[[], Array]  # waits for the values and copies them
 
 
-def reduces_directly(request: ReduceRequest, floating: bool) -> bool:
-    """Whether an allreduce of tensors, ``floating`` if all of them are, can be done by the device's collectives.
+def reduces_directly(request: ReduceRequest, dtypes: Iterable[str]) -> bool:
+    """Whether an allreduce of tensors of these dtypes can be done by the device's collectives.
 
     Adasum cannot, nor can scaled integers, whose averages are exact and cut off, nor what is encoded.
     """
     scaled = request.op == ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
-    return request.op != ReduceOp.ADASUM and (floating or not scaled) and request.codec.name == "none"
+    known = _FLOATS if scaled else _FLOATS | _INTEGERS
+    return request.op != ReduceOp.ADASUM and known.issuperset(dtypes) and request.codec.name == "none"
 
 
 def zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:

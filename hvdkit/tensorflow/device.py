@@ -64,7 +64,7 @@ class Device:
 
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Copies for the engine, as DeviceArrays."""
-        from hvdkit.torch.direct import device_array
+        from hvdkit.torch.framework import device_array
 
         return [device_array(copy) for copy in self.copies(tensors)]
 

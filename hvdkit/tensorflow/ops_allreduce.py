@@ -40,8 +40,7 @@ def _reduced(
     checks.check_name(function, name)
     tensor_checks.check_process_set(function, process_set)
     if op == ReduceOp.ADASUM:
-        floating = {tensor.dtype.name: tensor.dtype.is_floating for tensor in tensors}
-        checks.check_adasum(function, floating, process_set, engine.topology.size)
+        checks.check_adasum(function, [tensor.dtype.name for tensor in tensors], process_set, engine.topology.size)
     request = ReduceRequest(op, *checks.check_factors(function, *factors), codec)
     reduction = Reduction(request, process_set, ignore_name_scope, name)
     with tf.device(device) if device else nullcontext():

@@ -29,8 +29,7 @@ class Reduction:
 
     def stays_on_device(self, tensors: Sequence[Any]) -> bool:
         """Whether it needs no host memory."""
-        floating = all(tensor.dtype.is_floating for tensor in tensors)
-        return reduces_directly(self.request, floating)
+        return reduces_directly(self.request, [tensor.dtype.name for tensor in tensors])
 
     def backward(self) -> Reduction:
         """The reduction of the gradients: the same, as Horovod's."""

@@ -22,8 +22,3 @@ def apply(function: Any, *arguments: Any) -> Any:
     if tracked or forward_ad._current_level >= 0:  # inside forward-mode differentiation PyTorch says what is missing
         return function.apply(*arguments)
     return function.forward(_NoGradient(), *arguments)
-
-
-def gradient_name(name: str | None) -> str | None:
-    """The name under which the gradient of the operation ``name`` travels."""
-    return None if name is None else f"{name}.gradient"

@@ -9,36 +9,18 @@ import torch
 from torch import Tensor
 
 from hvdkit.api.handles import HANDLES
-from hvdkit.engine import runtime
+from hvdkit.api.operations import Asked
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import tensor_checks
-from hvdkit.torch.arrays import as_array, host_view
-from hvdkit.torch.asked import Asked
 from hvdkit.torch.autograd import apply
-from hvdkit.torch.direct import device_array, device_view, moves_directly, result_tensor
+from hvdkit.torch.framework import OPERATIONS
 from hvdkit.torch.ops_allreduce import grouped_allreduce
-from hvdkit.torch.ops_sync import synchronize
-
-
-def _start(asked: Asked, tensors: Sequence[Tensor], *, group: bool = False) -> int:
-    """Check everything, hand memory to the engine, and return the number to synchronise."""
-    engine, device = runtime.engine(), tensors[0].device
-    tensor_checks.check_has_rows(asked.function, tensors)
-    call, direct = asked.call(tensors[0]), moves_directly(engine, tensors[0])
-    arrays = [device_array(device_view(tensor)) if direct else as_array(host_view(tensor)) for tensor in tensors]
-    handle = engine.allgather(arrays, call)
-
-    def finish(results: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
-        outputs = tuple(result_tensor(result).to(device) for result in results)
-        return outputs if group else outputs[0]
-
-    return HANDLES.add(handle, finish)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an allgather and return a handle; do not change the tensor until it is synchronised. See allgather()."""
     tensor_checks.check_tensor("allgather_async", tensor, tensor_checks.MOVABLE_DTYPES)
-    return _start(Asked("allgather_async", name, process_set), [tensor])
+    return OPERATIONS.allgather(Asked("allgather_async", name, process_set, single=True), [tensor])
 
 
 def grouped_allgather_async(
@@ -46,7 +28,7 @@ def grouped_allgather_async(
 ) -> int:
     """Start an allgather of several tensors as one and return a handle; the result is a tuple of new tensors."""
     group = tensor_checks.check_tensors("grouped_allgather_async", tensors, tensor_checks.MOVABLE_DTYPES)
-    return _start(Asked("grouped_allgather_async", name, process_set), group, group=True)
+    return OPERATIONS.allgather(Asked("grouped_allgather_async", name, process_set), group)
 
 
 class AllgatherFunction(torch.autograd.Function):
@@ -55,7 +37,7 @@ class AllgatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, asked: Asked, *tensors: Tensor) -> Any:
         """As many tensors out as in."""
-        outputs = synchronize(_start(asked, tensors, group=True))
+        outputs = HANDLES.synchronize(OPERATIONS.allgather(asked, tensors))
         ctx.rows = [tensor.shape[0] for tensor in tensors]
         ctx.asked = asked
         return outputs

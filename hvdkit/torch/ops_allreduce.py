@@ -10,54 +10,13 @@ from torch import Tensor
 
 from hvdkit.api import checks
 from hvdkit.api.handles import HANDLES
-from hvdkit.engine import runtime
+from hvdkit.api.operations import Asked
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.requests import ReduceRequest
-from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import tensor_checks
-from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
-from hvdkit.torch.asked import Asked
 from hvdkit.torch.autograd import apply
 from hvdkit.torch.compression import Compression, split_compression
-from hvdkit.torch.direct import device_array, device_copy, device_view, reduces_directly, result_tensor
-from hvdkit.torch.ops_sync import synchronize
-
-
-def _start(
-    asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, *, in_place: bool = False, group: bool = False
-) -> int:
-    """Check everything, hand memory to the engine, and return the number to synchronise."""
-    engine, call = runtime.engine(), asked.call(tensors[0])
-    if request.op == ReduceOp.ADASUM:
-        floating = {str(tensor.dtype).removeprefix("torch."): tensor.is_floating_point() for tensor in tensors}
-        checks.check_adasum(asked.function, floating, asked.process_set, engine.topology.size)
-    if in_place:
-        tensor_checks.check_writable(asked.function, tensors)
-    direct = reduces_directly(engine, tensors, request)
-    sources = None
-    if direct:
-        buffers = [device_view(tensor) if in_place else device_copy(tensor) for tensor in tensors]
-    elif in_place:
-        buffers = [host_view(tensor) for tensor in tensors]
-    elif call.wake:
-        buffers = [host_copy(tensor) for tensor in tensors]
-    else:  # the caller waits, so the tensors cannot change before they are read
-        sources = [as_array(host_view(tensor)) for tensor in tensors]
-        buffers = [host_like(tensor) for tensor in tensors]
-    arrays = [device_array(buffer) if direct else as_array(buffer) for buffer in buffers]
-    handle = engine.allreduce(arrays, request, call, sources)
-
-    def finish(results: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
-        reduced = [result_tensor(result) for result in results] if direct else buffers
-        if in_place:
-            for tensor, result in zip(tensors, reduced, strict=True):
-                copy_back(tensor, result)
-            outputs = tuple(tensors)
-        else:
-            outputs = tuple(result.to(tensor.device) for tensor, result in zip(tensors, reduced, strict=True))
-        return outputs if group else outputs[0]
-
-    return HANDLES.add(handle, finish)
+from hvdkit.torch.framework import OPERATIONS
 
 
 def allreduce_async(
@@ -73,7 +32,7 @@ def allreduce_async(
     function = "allreduce_async"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return _start(Asked(function, name, process_set), [tensor], request)
+    return OPERATIONS.allreduce(Asked(function, name, process_set, single=True), [tensor], request)
 
 
 def allreduce_async_(
@@ -89,7 +48,7 @@ def allreduce_async_(
     function = "allreduce_async_"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return _start(Asked(function, name, process_set), [tensor], request, in_place=True)
+    return OPERATIONS.allreduce(Asked(function, name, process_set, single=True), [tensor], request, in_place=True)
 
 
 def allreduce_(
@@ -105,8 +64,8 @@ def allreduce_(
     function = "allreduce_"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    asked = Asked(function, name, process_set, waits=True)
-    output: Tensor = synchronize(_start(asked, [tensor], request, in_place=True))
+    asked = Asked(function, name, process_set, waits=True, single=True)
+    output: Tensor = HANDLES.synchronize(OPERATIONS.allreduce(asked, [tensor], request, in_place=True))
     return output
 
 
@@ -117,7 +76,7 @@ class AllreduceFunction(torch.autograd.Function):
     def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
         """As many tensors out as in."""
         ctx.asked, ctx.request = asked, request
-        return synchronize(_start(asked, tensors, request, group=True))
+        return HANDLES.synchronize(OPERATIONS.allreduce(asked, tensors, request))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -176,7 +135,7 @@ def grouped_allreduce_async(
     function = "grouped_allreduce_async"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    return _start(Asked(function, name, process_set), group, request, group=True)
+    return OPERATIONS.allreduce(Asked(function, name, process_set), group, request)
 
 
 def grouped_allreduce_async_(
@@ -192,7 +151,7 @@ def grouped_allreduce_async_(
     function = "grouped_allreduce_async_"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    return _start(Asked(function, name, process_set), group, request, in_place=True, group=True)
+    return OPERATIONS.allreduce(Asked(function, name, process_set), group, request, in_place=True)
 
 
 def grouped_allreduce_(
@@ -209,7 +168,7 @@ def grouped_allreduce_(
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     asked = Asked(function, name, process_set, waits=True)
-    outputs: tuple[Tensor, ...] = synchronize(_start(asked, group, request, in_place=True, group=True))
+    outputs: tuple[Tensor, ...] = HANDLES.synchronize(OPERATIONS.allreduce(asked, group, request, in_place=True))
     return outputs
 
 

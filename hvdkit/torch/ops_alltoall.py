@@ -8,38 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.api import checks
 from hvdkit.api.handles import HANDLES
-from hvdkit.api.splits import refuse
-from hvdkit.engine import runtime
+from hvdkit.api.operations import Asked
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import tensor_checks
-from hvdkit.torch.arrays import Array, as_array, as_tensor, host_view
-from hvdkit.torch.asked import Asked
 from hvdkit.torch.autograd import apply
-from hvdkit.torch.ops_sync import synchronize
+from hvdkit.torch.framework import OPERATIONS
 
 
 def _start(asked: Asked, tensor: Tensor, splits: Any) -> int:
-    """Check everything, hand host memory to the engine, and return the number to synchronise."""
-    engine, function = runtime.engine(), asked.function
-    tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
-    tensor_checks.check_has_rows(function, [tensor])
-    call, rows = asked.call(tensor), host_view(tensor)
-    try:
-        tensor_checks.check_integers(function, "splits", splits)
-        shares = checks.check_splits(function, splits, tensor.shape[0], checks.size_of(asked.process_set))
-    except (TypeError, ValueError) as problem:
-        refuse(problem, lambda words: engine.alltoall(as_array(rows), words, call))
-    handle = engine.alltoall(as_array(rows if shares is None else rows[: sum(shares)]), shares, call)
-    # Received splits come as the caller's splits were: their type and device, or 32-bit integers on the CPU.
-    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
-
-    def finish(result: tuple[Array, Sequence[int]]) -> tuple[Tensor, Tensor]:
-        output, received = result
-        return as_tensor(output).to(tensor.device), torch.tensor(received, dtype=like.dtype, device=like.device)
-
-    return HANDLES.add(handle, finish)
+    tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    return OPERATIONS.alltoall(asked, tensor, lambda: tensor_checks.check_integers(asked.function, "splits", splits))
 
 
 def alltoall_async(
@@ -61,7 +40,7 @@ class AlltoallFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, asked: Asked) -> Any:
         """The rows received, and how many came from each rank."""
-        output, received = synchronize(_start(asked, tensor, splits))
+        output, received = HANDLES.synchronize(_start(asked, tensor, splits))
         ctx.rows = tensor.shape[0]
         ctx.received = received.tolist()
         ctx.asked = asked

@@ -2,72 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdkit.api import checks
 from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import Asked
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.torch import tensor_checks
-from hvdkit.torch.arrays import as_array, copy_back, host_copy, host_like, host_view
-from hvdkit.torch.asked import Asked
 from hvdkit.torch.autograd import apply
-from hvdkit.torch.direct import device_array, device_copy, device_view, moves_directly, result_tensor
+from hvdkit.torch.framework import OPERATIONS
 from hvdkit.torch.ops_allreduce import allreduce
-from hvdkit.torch.ops_sync import synchronize
 
 
-def _start(asked: Asked, tensor: Tensor, root_rank: int, *, in_place: bool = False) -> int:
-    """Check everything, hand memory to the engine, and return the number to synchronise."""
-    engine, function = runtime.engine(), asked.function
-    tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
-    call = asked.call(tensor)
-    root = checks.check_root(function, root_rank, asked.process_set, engine.topology.size)
-    direct = moves_directly(engine, tensor)
-    if in_place:
-        tensor_checks.check_writable(function, [tensor])
-        buffer = device_view(tensor) if direct else host_view(tensor)
-    elif direct:
-        buffer = device_copy(tensor)
-    else:
-        buffer = host_copy(tensor) if root == engine.topology.rank else host_like(tensor)
-    handle = engine.broadcast([device_array(buffer) if direct else as_array(buffer)], root, call)
-
-    def finish(results: Sequence[Any]) -> Tensor:
-        result = result_tensor(results[0]) if direct else buffer
-        if not in_place:
-            return result.to(tensor.device)
-        if root != engine.topology.rank:
-            copy_back(tensor, result)
-        return tensor
-
-    return HANDLES.add(handle, finish)
+def _start(asked: Asked, tensor: Tensor, root_rank: int, in_place: bool = False) -> int:
+    tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    return OPERATIONS.broadcast(asked, [tensor], root_rank, in_place)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a broadcast and return a handle; the result is a new tensor. See broadcast()."""
-    return _start(Asked("broadcast_async", name, process_set), tensor, root_rank)
+    return _start(Asked("broadcast_async", name, process_set, single=True), tensor, root_rank)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a broadcast in place and return a handle; leave the tensor alone until then. See broadcast()."""
-    return _start(Asked("broadcast_async_", name, process_set), tensor, root_rank, in_place=True)
+    return _start(Asked("broadcast_async_", name, process_set, single=True), tensor, root_rank, in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Write the root's values into the tensor on all ranks and return the tensor. See broadcast()."""
-    asked = Asked("broadcast_", name, process_set, waits=True)
-    output: Tensor = synchronize(_start(asked, tensor, root_rank, in_place=True))
+    asked = Asked("broadcast_", name, process_set, waits=True, single=True)
+    output: Tensor = HANDLES.synchronize(_start(asked, tensor, root_rank, in_place=True))
     return output
 
 
@@ -80,9 +54,9 @@ class BroadcastFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
         """One tensor in, a new one out."""
-        asked = Asked("broadcast", name, process_set, waits=True)
+        asked = Asked("broadcast", name, process_set, waits=True, single=True)
         ctx.root_rank, ctx.asked = root_rank, asked
-        return synchronize(_start(asked, tensor, root_rank))
+        return HANDLES.synchronize(_start(asked, tensor, root_rank))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:

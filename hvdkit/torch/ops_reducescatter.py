@@ -10,34 +10,17 @@ from torch import Tensor
 
 from hvdkit.api import checks
 from hvdkit.api.handles import HANDLES
-from hvdkit.engine import runtime
+from hvdkit.api.operations import Asked
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch import tensor_checks
-from hvdkit.torch.arrays import Array, as_array, as_tensor, host_copy
-from hvdkit.torch.asked import Asked
 from hvdkit.torch.autograd import apply
 from hvdkit.torch.compression import Compression, split_compression
+from hvdkit.torch.framework import OPERATIONS
 from hvdkit.torch.ops_allgather import grouped_allgather
-from hvdkit.torch.ops_sync import synchronize
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
-
-
-def _start(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, *, group: bool = False) -> int:
-    """Check everything, hand host memory to the engine, and return the number to synchronise."""
-    engine, device = runtime.engine(), tensors[0].device
-    tensor_checks.check_has_rows(asked.function, tensors)
-    call = asked.call(tensors[0])
-    arrays = [as_array(host_copy(tensor)) for tensor in tensors]  # the engine uses them up
-    handle = engine.reducescatter(arrays, request, call)
-
-    def finish(arrays: Sequence[Array]) -> Tensor | tuple[Tensor, ...]:
-        outputs = tuple(as_tensor(array).to(device) for array in arrays)
-        return outputs if group else outputs[0]
-
-    return HANDLES.add(handle, finish)
 
 
 def _request(function: str, op: Any, prescale_factor: Any, postscale_factor: Any) -> ReduceRequest:
@@ -57,7 +40,7 @@ def reducescatter_async(
     function = "reducescatter_async"
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     request = _request(function, op, prescale_factor, postscale_factor)
-    return _start(Asked(function, name, process_set), [tensor], request)
+    return OPERATIONS.reducescatter(Asked(function, name, process_set, single=True), [tensor], request)
 
 
 def grouped_reducescatter_async(
@@ -72,7 +55,7 @@ def grouped_reducescatter_async(
     function = "grouped_reducescatter_async"
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     request = _request(function, op, prescale_factor, postscale_factor)
-    return _start(Asked(function, name, process_set), group, request, group=True)
+    return OPERATIONS.reducescatter(Asked(function, name, process_set), group, request)
 
 
 class ReducescatterFunction(torch.autograd.Function):
@@ -81,7 +64,7 @@ class ReducescatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
         """As many tensors out as in."""
-        outputs = synchronize(_start(asked, tensors, request, group=True))
+        outputs = HANDLES.synchronize(OPERATIONS.reducescatter(asked, tensors, request))
         times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
         ctx.factor = request.prescale * request.postscale * times
         ctx.asked = asked

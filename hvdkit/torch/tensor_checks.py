@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hvdkit.api import checks
 
 REDUCIBLE_DTYPES = (
     torch.uint8,
@@ -22,8 +24,9 @@ REDUCIBLE_DTYPES = (
 MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, torch.bool)
 
 
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+def dtype_name(tensor: Tensor) -> str:
+    """The name of its dtype in numpy."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argument: str = "tensor") -> None:
@@ -36,8 +39,8 @@ def check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argu
             "HINT: use sparse_allreduce_async() for sparse COO tensors, or tensor.to_dense()."
         )
     if tensor.dtype not in dtypes:
-        raise ValueError(
-            f"{function}: {argument} must be of one of the types {_names(dtypes)}, got {_names([tensor.dtype])}"
+        raise checks.wrong_dtype(
+            function, argument, [str(dtype).removeprefix("torch.") for dtype in dtypes], dtype_name(tensor)
         )
     if tensor.is_meta:
         raise ValueError(f"{function}: {argument} must hold data, got a tensor on the meta device")
@@ -45,8 +48,7 @@ def check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argu
 
 def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """The tensors of a grouped operation as a list. Raises TypeError or ValueError; all must be on one device."""
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        raise TypeError(f"{function}: tensors must be a list of tensors, got {type(tensors).__name__}")
+    checks.check_listed(function, tensors, (Tensor,))
     checked = list(tensors)
     if not checked:
         raise ValueError(f"{function}: tensors must hold at least one tensor, got an empty list")
@@ -59,28 +61,10 @@ def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype]) ->
     return checked
 
 
-def check_has_rows(function: str, tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError for a 0-d tensor: the operation works along the first dimension."""
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(
-            f"{function}: tensor must have at least one dimension, got a scalar (0-d) tensor\n"
-            "HINT: use tensor.reshape(1)."
-        )
-
-
-def check_writable(function: str, tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError for a tensor that cannot be written in place because elements share memory."""
-    for tensor in tensors:
-        if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{function}: tensor must have memory of its own for each element, got an expanded tensor of shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}\nHINT: use tensor.clone()."
-            )
-
-
-def check_integers(function: str, argument: str, numbers: Any) -> None:
-    """Raises ValueError for a tensor that holds no integers."""
+def check_integers(function: str, argument: str, numbers: Any) -> Any:
+    """The ``numbers``. Raises ValueError for a tensor that holds no integers."""
     if isinstance(numbers, Tensor) and (
         numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
     ):
-        raise ValueError(f"{function}: {argument} must hold integers, got a tensor of type {_names([numbers.dtype])}")
+        raise checks.no_integers(function, argument, dtype_name(numbers))
+    return numbers

@@ -1,0 +1,163 @@
+"""The operations by name on tensors of any framework: memory for each goes to the engine, and results come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hvdkit.api import checks
+from hvdkit.api.framework import Framework
+from hvdkit.api.handles import HANDLES
+from hvdkit.api.splits import refuse
+from hvdkit.engine import runtime
+from hvdkit.engine.direct import reduces_directly
+from hvdkit.engine.process_sets import ProcessSet
+from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.kernels.reduce_op import ReduceOp
+
+T = TypeVar("T")
+
+
+def gradient_name(name: str | None) -> str | None:
+    """The name under which the gradient of the operation ``name`` travels."""
+    return None if name is None else f"{name}.gradient"
+
+
+class Asked(NamedTuple):
+    """What every operation is given, unchecked, under whatever name it is called."""
+
+    function: str
+    name: str | None
+    process_set: ProcessSet
+    waits: bool = False  # the caller waits at once, and drives the engine itself
+    single: bool = False  # the result is that of one tensor, not a tuple
+
+    def call(self, device: str) -> Call:
+        """For the engine. Raises TypeError or ValueError for a name or a process set that there cannot be."""
+        checks.check_name(self.function, self.name)
+        process_set_id = checks.check_process_set(self.function, self.process_set)
+        return Call(self.name, process_set_id, device, not self.waits)
+
+    def of_gradient(self) -> Asked:
+        """The same for the gradient."""
+        return self._replace(name=gradient_name(self.name))
+
+
+class Operations(Generic[T]):
+    """One framework's operations, each up to the number with which ``HANDLES`` give its result: a tuple of tensors.
+
+    All raise NotInitializedError before init, and TypeError or ValueError for arguments that make no sense.
+    """
+
+    def __init__(self, framework: Framework[T]) -> None:
+        self._framework = framework
+
+    def allreduce(self, asked: Asked, tensors: Sequence[T], request: ReduceRequest, in_place: bool = False) -> int:
+        """Tensors that adapters have checked. ``in_place``: they themselves get the results."""
+        engine, framework = runtime.engine(), self._framework
+        on_device = framework.on_device(engine, tensors)
+        if on_device is not None and reduces_directly(request, map(framework.dtype, tensors)):
+            framework = on_device
+        call = asked.call(framework.device(tensors[0]))
+        if request.op == ReduceOp.ADASUM:
+            checks.check_adasum(asked.function, map(framework.dtype, tensors), asked.process_set, engine.topology.size)
+        if in_place:
+            framework.check_writable(asked.function, tensors)
+        sources = None
+        if in_place:
+            buffers = framework.views(tensors)
+        elif framework.is_device or (call.wake and not framework.immutable):
+            buffers = framework.copies(tensors)
+        else:  # the tensors cannot change before they are read
+            views = framework.views(tensors)
+            sources, buffers = framework.arrays(views), framework.likes(views)
+        handle = engine.allreduce(framework.arrays(buffers), request, call, sources)
+
+        def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
+            made = results if framework.is_device else buffers
+            if in_place:
+                framework.write(tensors, made)
+                outputs = tensors
+            else:
+                outputs = framework.results(tensors, made)
+            return outputs[0] if asked.single else tuple(outputs)
+
+        return HANDLES.add(handle, finish)
+
+    def broadcast(self, asked: Asked, tensors: Sequence[T], root_rank: Any, in_place: bool = False) -> int:
+        """Tensors that adapters have checked. ``in_place``: they themselves get the root's values."""
+        engine = runtime.engine()
+        framework = self._framework.on_device(engine, tensors) or self._framework
+        call = asked.call(framework.device(tensors[0]))
+        root = checks.check_root(asked.function, root_rank, asked.process_set, engine.topology.size)
+        is_root = root == engine.topology.rank
+        if in_place:
+            framework.check_writable(asked.function, tensors)
+            buffers = framework.views(tensors)
+        elif is_root or framework.is_device:
+            buffers = framework.copies(tensors)
+        else:
+            buffers = framework.likes(tensors)
+        handle = engine.broadcast(framework.arrays(buffers), root, call)
+
+        def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
+            made = results if framework.is_device else buffers
+            if not in_place:
+                outputs: Sequence[T] = framework.results(tensors, made)
+            else:
+                outputs = tensors
+                if not is_root:
+                    framework.write(tensors, made)
+            return outputs[0] if asked.single else tuple(outputs)
+
+        return HANDLES.add(handle, finish)
+
+    def allgather(self, asked: Asked, tensors: Sequence[T]) -> int:
+        """Tensors that adapters have checked and that do not change until the operation is done."""
+        engine = runtime.engine()
+        framework = self._framework.on_device(engine, tensors) or self._framework
+        call = asked.call(framework.device(tensors[0]))
+        arrays = framework.arrays(framework.views(tensors))
+        checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
+        return HANDLES.add(engine.allgather(arrays, call), _results_of(framework, tensors, asked.single))
+
+    def reducescatter(self, asked: Asked, tensors: Sequence[T], request: ReduceRequest) -> int:
+        """Tensors that adapters have checked."""
+        engine, framework = runtime.engine(), self._framework
+        call = asked.call(framework.device(tensors[0]))
+        arrays = framework.arrays(framework.copies(tensors))  # the engine uses them up
+        checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
+        return HANDLES.add(engine.reducescatter(arrays, request, call), _results_of(framework, tensors, asked.single))
+
+    def alltoall(self, asked: Asked, tensor: T, splits: Callable[[], Any]) -> int:
+        """A tensor that the adapter has checked and that does not change until the operation is done.
+
+        ``splits`` returns the caller's, or raises what is wrong with them, of which the other ranks are told.
+        The result is a pair: rows, and how many came from each rank.
+        """
+        engine, framework = runtime.engine(), self._framework
+        call = asked.call(framework.device(tensor))
+        (rows,) = framework.arrays(framework.views([tensor]))
+        checks.check_has_rows(asked.function, [rows.shape], framework.scalar_to_row)
+        try:
+            wanted = splits()
+            shares = checks.check_splits(asked.function, wanted, rows.shape[0], checks.size_of(asked.process_set))
+        except (TypeError, ValueError) as problem:
+            refuse(problem, lambda words: engine.alltoall(rows, words, call))
+        handle = engine.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
+
+        def finish(result: tuple[Any, Sequence[int]]) -> tuple[T, T]:
+            output, received = result
+            return framework.results([tensor], [output])[0], framework.integers(received, wanted, tensor)
+
+        return HANDLES.add(handle, finish)
+
+
+def _results_of(
+    framework: Framework[T], tensors: Sequence[T], single: bool
+) -> Callable[[Sequence[Any]], T | tuple[T, ...]]:
+    def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
+        outputs = framework.results(tensors, results)
+        return outputs[0] if single else tuple(outputs)
+
+    return finish
