@@ -11,38 +11,51 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import Asked
 from hvdkit.errors import HorovodInternalError
-from hvdkit.tensorflow.arrays import as_array, as_tensor
 from hvdkit.tensorflow.autograph import not_converted
-from hvdkit.tensorflow.device import DTYPES, Device, device_of_job
+from hvdkit.tensorflow.device import Device
 from hvdkit.tensorflow.exceptions import as_tensorflows, mark
+from hvdkit.tensorflow.framework import device_for
 
 Output = tuple[Any, Any]  # dtype, static shape
 
 _last_begins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by graph
 
 
-class Start(Protocol):
-    """Hands arrays to the engine; returns its handle and what turns its result into arrays.
+def run(
+    kind: str,
+    asked: Asked,
+    tensors: Sequence[Any],
+    start: Callable[[Asked, Sequence[Any]], int],
+    outputs: Sequence[Output],
+    ignore_name_scope: bool = False,
+    stays_on_device: Callable[[], bool] = lambda: False,
+) -> list[Any]:
+    """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built.
 
-    Or DeviceArrays, of which the results are tensors of PyTorch or, where they were staged, arrays.
+    ``kind`` is what Horovod calls it in graphs. ``asked`` is that of a caller who waits; ``start`` hands eager tensors,
+    or a graph's arrays, to the engine and returns the operation's number.
+    ``stays_on_device``: whether it can be done without host memory, if the job has a device.
     """
+    if not tf.executing_eagerly():
+        in_graph = asked._replace(name=_name_in_graph(kind, asked.name, tensors, ignore_name_scope), waits=False)
+        return _run_in_graph(in_graph, tensors, start, outputs, stays_on_device())
+    try:
+        return list(HANDLES.synchronize(start(asked, tensors)))
+    except Exception as error:
+        raise as_tensorflows(error) from error.__cause__
 
-    def __call__(self, arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
-        """``wake`` is False where the caller waits at once, and then drives the engine itself."""
 
-
-def operation_name(kind: str, name: str | None, tensors: Sequence[Any], ignore_name_scope: bool) -> str | None:
-    """As Horovod names operations. In a graph it is made of the tensors' names, and told apart from others' there."""
-    if tf.executing_eagerly():
-        return name
+def _name_in_graph(kind: str, name: str | None, tensors: Sequence[Any], ignore_name_scope: bool) -> str:
+    """As Horovod names operations: made of the tensors' names if it has none, and told apart from others' there."""
     graph = tf.compat.v1.get_default_graph()
     if name is None:
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else [tensors[0]]
@@ -53,77 +66,39 @@ def operation_name(kind: str, name: str | None, tensors: Sequence[Any], ignore_n
     return str(graph.unique_name(name))
 
 
-def gradient_name(name: str | None) -> str | None:
-    """The name under which the gradient of the operation ``name`` travels."""
-    return None if name is None else f"{name}.gradient"
-
-
 def _name_of(tensor: Any) -> str:
     """A tensor's name in its graph; what is captured from outside has a number for one, which each rank counts."""
     return "captured" if re.fullmatch(r"\d+(:\d+)?", tensor.name) else str(tensor.name)
 
 
-def run(
-    tensors: Sequence[Any],
-    name: str | None,
-    start: Start,
-    outputs: Sequence[Output],
-    stays_on_device: Callable[[], bool] = lambda: False,
-) -> list[Any]:
-    """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built.
-
-    ``stays_on_device``: whether it can be done without host memory, if the job has a device.
-    """
-    if tf.executing_eagerly():
-        try:
-            handle, finish = _hand_over(tensors, name, start, False, stays_on_device)
-            results = finish(handle.wait())
-        except Exception as error:
-            raise as_tensorflows(error) from error.__cause__
-        made = [as_tensor(result) if isinstance(result, np.ndarray) else result for result in results]
-        return [_beside(tensors[0], result) for result in made]
-    return _run_in_graph(tensors, name, start, outputs, stays_on_device())
-
-
-def _hand_over(
-    tensors: Sequence[Any], name: str | None, start: Start, wake: bool, stays_on_device: Callable[[], bool]
-) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """The handle, and what makes arrays or eager tensors of its result.
-
-    A graph may outlive the job that it was made in, so it is the present job's device that counts, or ranks could
-    differ. DTYPES say what can be put there.
-    """
-    device = device_of_job()
-    if device is None or not stays_on_device() or not all(tensor.dtype.name in DTYPES for tensor in tensors):
-        return start([as_array(tensor) for tensor in tensors], name, wake)
-    handle, finish = start(device.take(tensors), name, wake)
-    return handle, lambda result: device.give(finish(result))
-
-
 @not_converted
 def _run_in_graph(
-    tensors: Sequence[Any], name: str | None, start: Start, outputs: Sequence[Output], stays_on_device: bool
+    asked: Asked,
+    tensors: Sequence[Any],
+    start: Callable[[Asked, Sequence[Any]], int],
+    outputs: Sequence[Output],
+    stays_on_device: bool,
 ) -> list[Any]:
     check_functions()
 
     @not_converted
     def begin(*inputs: Any) -> Any:
         try:
-            return np.int64(HANDLES.add(*_hand_over(inputs, name, start, True, lambda: stays_on_device)))
+            return np.int64(start(asked, inputs))
         except Exception as error:
             raise mark(error) from None
 
     @not_converted
     def end(number: Any) -> list[Any]:
         try:
-            results: list[Any] | None = HANDLES.synchronize(int(number))
+            results = HANDLES.synchronize(int(number))
             if results is None:
-                raise HorovodInternalError(f"{name!r}: hvd.shutdown() was called while it was in flight.")
+                raise HorovodInternalError(f"{asked.name!r}: hvd.shutdown() was called while it was in flight.")
         except Exception as error:
             raise mark(error) from None
-        return results
+        return list(results)
 
-    device = device_of_job() if stays_on_device and all(tensor.dtype.name in DTYPES for tensor in tensors) else None
+    device = device_for(tensors) if stays_on_device else None
     number = in_order(lambda: call(device, begin, tensors, tf.int64, "hvdkit_begin"))
     results = call(device, end, [number], [dtype for dtype, _ in outputs], "hvdkit_end")
     _leave_order(results[0].op)
@@ -209,11 +184,3 @@ def backward(outputs: Sequence[Any], gradients: Sequence[Any], reduce: Callable[
     for place, gradient in zip(places, reduce(known) if known else [], strict=True):
         found[place] = gradient
     return found
-
-
-def _beside(tensor: Any, result: Any) -> Any:
-    """A result on the device of the tensor that it was made from."""
-    if tensor.device == result.device:
-        return result
-    with tf.device(tensor.device):
-        return tf.identity(result)

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.engine import runtime
-from hvdkit.engine.direct import DeviceArray
 from hvdkit.environments.tensorflow import forced_memory_growth
 from hvdkit.tensorflow.arrays import as_array, as_tensor
 
@@ -202,8 +201,3 @@ def _managed(capsule: Any) -> tuple[int, Any]:
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensor = get_pointer(capsule, b"dltensor")
     return ctypes.c_uint64.from_address(tensor).value, ctypes.c_int32.from_address(tensor + _DEVICE_NUMBER_AT)
-
-
-def kind_of(arrays: Sequence[Any]) -> str:
-    """What ranks tell each other of where their tensors are: "cuda" or "cpu"."""
-    return str(arrays[0].place).partition(":")[0] if isinstance(arrays[0], DeviceArray) else "cpu"

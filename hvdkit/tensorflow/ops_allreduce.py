@@ -36,11 +36,9 @@ def _reduced(
 ) -> list[Any]:
     """The reductions of dense tensors, of dtypes that can be reduced, after all other checks."""
     codec, compressor = split_compression(function, compression, op, tensors)
-    engine = runtime.engine()
-    checks.check_name(function, name)
-    tensor_checks.check_process_set(function, process_set)
+    tensor_checks.check_asked(function, name, process_set)
     if op == ReduceOp.ADASUM:
-        checks.check_adasum(function, [tensor.dtype.name for tensor in tensors], process_set, engine.topology.size)
+        checks.check_adasum(function, [tensor.dtype.name for tensor in tensors], process_set, runtime.topology().size)
     request = ReduceRequest(op, *checks.check_factors(function, *factors), codec)
     reduction = Reduction(request, process_set, ignore_name_scope, name)
     with tf.device(device) if device else nullcontext():

@@ -8,15 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
+from hvdkit.api.operations import Asked, gradient_name
 from hvdkit.engine import runtime
-from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
-from hvdkit.tensorflow.arrays import copy_of, empty_like
-from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
-from hvdkit.tensorflow.device import kind_of
+from hvdkit.tensorflow.bridge import backward, run
+from hvdkit.tensorflow.framework import OPERATIONS
 from hvdkit.tensorflow.reduction import Reduction, reduce
 from hvdkit.tensorflow.unconverted import as_written
 
@@ -33,23 +32,16 @@ def _broadcast(
     process_set: ProcessSet,
 ) -> list[Any]:
     """Not differentiable. Several tensors travel together."""
-    engine = runtime.engine()
-    checks.check_name(function, name)
-    tensor_checks.check_process_set(function, process_set)
-    root = checks.check_root(function, root_rank, process_set, engine.topology.size)
-
-    def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
-        engine = runtime.engine()
-        on_device = isinstance(arrays[0], DeviceArray)  # copies already
-        copied = copy_of if engine.topology.rank == root else empty_like
-        outputs = arrays if on_device else [copied(array) for array in arrays]
-        call = Call(name, checks.check_process_set(function, process_set), kind_of(arrays), wake)
-        handle = engine.broadcast(outputs, root, call)
-        return handle, list if on_device else lambda _: outputs
-
-    full_name = operation_name("Broadcast", name, tensors, ignore_name_scope)
+    tensor_checks.check_asked(function, name, process_set)
+    root = checks.check_root(function, root_rank, process_set, runtime.topology().size)
     return run(
-        tensors, full_name, start, [(tensor.dtype, tensor.shape) for tensor in tensors], stays_on_device=lambda: True
+        "Broadcast",
+        Asked(function, name, process_set, waits=True),
+        tensors,
+        lambda asked, some: OPERATIONS.broadcast(asked, some, root),
+        [(tensor.dtype, tensor.shape) for tensor in tensors],
+        ignore_name_scope,
+        stays_on_device=lambda: True,
     )
 
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from hvdkit.api import checks
-from hvdkit.api.splits import refuse
-from hvdkit.engine import runtime
+from hvdkit.api.operations import Asked, gradient_name
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
-from hvdkit.tensorflow.arrays import Array
-from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
-from hvdkit.tensorflow.device import kind_of
+from hvdkit.tensorflow.arrays import as_array
+from hvdkit.tensorflow.bridge import backward, run
+from hvdkit.tensorflow.framework import OPERATIONS
 from hvdkit.tensorflow.ops_ranks import process_set_rank
 from hvdkit.tensorflow.reduction import Reduction, reduce
 from hvdkit.tensorflow.unconverted import as_written
 
 
-def _any_rows(tensor: Any) -> Any:
+def any_rows(tensor: Any) -> Any:
+    """The shape of a result, as far as a graph knows it."""
     return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank is not None else tensor.shape
 
 
@@ -32,20 +30,20 @@ def _gather(
 ) -> list[Any]:
     """Differentiable: the gradient is this rank's rows of the gradients' average, as Horovod's."""
     function = kind.lower()
-    runtime.engine()
     tensor_checks.check_has_rows(function, tensors)
-    checks.check_name(function, name)
-    tensor_checks.check_process_set(function, process_set)
-
-    def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
-        call = Call(name, checks.check_process_set(function, process_set), kind_of(arrays), wake)
-        return runtime.engine().allgather(arrays, call), list
+    tensor_checks.check_asked(function, name, process_set)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
-        full_name = operation_name(kind, name, inputs, ignore_name_scope)
-        rows = [(tensor.dtype, _any_rows(tensor)) for tensor in inputs]
-        outputs = run(inputs, full_name, start, rows, stays_on_device=lambda: True)
+        outputs = run(
+            kind,
+            Asked(function, name, process_set, waits=True),
+            inputs,
+            OPERATIONS.allgather,
+            [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
+            ignore_name_scope,
+            stays_on_device=lambda: True,
+        )
 
         def own_rows(gradients: list[Any]) -> list[Any]:
             average = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
@@ -110,27 +108,21 @@ def _scatter(
     graph is traced: the other ranks wait for it there.
     """
 
-    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
-        rows = arrays[0]
-        call = Call(name, checks.check_process_set("alltoall", process_set), wake=wake)
-        wanted = arrays[1].tolist() if len(arrays) > 1 else None
-        try:
+    def start(asked: Asked, inputs: Sequence[Any]) -> int:
+        def told() -> Any:
             if problem is not None:
                 raise problem
-            shares = checks.check_splits("alltoall", wanted, rows.shape[0], checks.size_of(process_set))
-        except (TypeError, ValueError) as error:
-            refuse(error, lambda words: runtime.engine().alltoall(rows, words, call))
-        handle = runtime.engine().alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
-        dtype = arrays[1].dtype if len(arrays) > 1 else np.dtype(np.int32)
-        return handle, lambda result: [result[0], np.array(result[1], dtype=dtype)]
+            return as_array(inputs[1]) if len(inputs) > 1 else None
+
+        return OPERATIONS.alltoall(asked, inputs[0], told)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def scatter(rows: Any) -> tuple[Any, Callable[..., Any]]:
         inputs = [rows] if splits is None else [rows, splits]
-        full_name = operation_name("Alltoall", name, inputs[:1], ignore_name_scope)
         dtype = tf.int32 if splits is None else splits.dtype
-        sizes = tf.TensorShape([process_set.size()])
-        output, received = run(inputs, full_name, start, [(rows.dtype, _any_rows(rows)), (dtype, sizes)])
+        known = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([process_set.size()]))]
+        asked = Asked("alltoall", name, process_set, waits=True)
+        output, received = run("Alltoall", asked, inputs, start, known, ignore_name_scope)
 
         def gradient(of_output: Any, _: Any) -> Any:
             if not output.dtype.is_floating:
@@ -165,11 +157,9 @@ def alltoall(
     rank where ranks disagree.
     """
     function = "alltoall"
-    runtime.engine()
     found = tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
     tensor_checks.check_has_rows(function, [found])
-    checks.check_name(function, name)
-    tensor_checks.check_process_set(function, process_set)
+    tensor_checks.check_asked(function, name, process_set)
     wanted, problem = None, None
     try:
         wanted = None if splits is None else tensor_checks.check_integers(function, "splits", splits)

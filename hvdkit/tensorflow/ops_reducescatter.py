@@ -8,15 +8,15 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.engine import runtime
+from hvdkit.api.operations import Asked, gradient_name
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
-from hvdkit.tensorflow.arrays import Array, copy_of
-from hvdkit.tensorflow.bridge import backward, gradient_name, operation_name, run
+from hvdkit.tensorflow.bridge import backward, run
 from hvdkit.tensorflow.compression import Compression, split_compression
-from hvdkit.tensorflow.ops_gather import grouped_allgather
+from hvdkit.tensorflow.framework import OPERATIONS
+from hvdkit.tensorflow.ops_gather import any_rows, grouped_allgather
 from hvdkit.tensorflow.unconverted import as_written
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
@@ -31,33 +31,26 @@ def _scatter(
     process_set: ProcessSet,
 ) -> list[Any]:
     """Differentiable: the gradients are gathered and scaled as the tensors are."""
-    runtime.engine()
     tensor_checks.check_has_rows(function, tensors)
-    checks.check_name(function, name)
-    tensor_checks.check_process_set(function, process_set)
-
-    def start(arrays: list[Array], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Array]]]:
-        call = Call(name, checks.check_process_set(function, process_set), wake=wake)
-        copies = [copy_of(array) for array in arrays]  # their contents are used up
-        return runtime.engine().reducescatter(copies, request, call), list
+    tensor_checks.check_asked(function, name, process_set)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def scatter(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
         kind = "Reducescatter" if function == "reducescatter" else "GroupedReducescatter"
-        full_name = operation_name(kind, name, inputs, ignore_name_scope)
-        shapes = [tf.TensorShape([None, *one.shape[1:]]) if one.shape.rank else one.shape for one in inputs]
-        outputs = run(inputs, full_name, start, list(zip([one.dtype for one in inputs], shapes, strict=True)))
+        outputs = run(
+            kind,
+            Asked(function, name, process_set, waits=True),
+            inputs,
+            lambda asked, some: OPERATIONS.reducescatter(asked, some, request),
+            [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
+            ignore_name_scope,
+        )
 
         def all_rows(gradients: list[Any]) -> list[Any]:
             # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
             times = checks.size_of(process_set) if request.op == ReduceOp.SUM else 1
             factor = request.prescale * request.postscale * times
-            gathered = grouped_allgather(
-                gradients,
-                gradient_name(name),
-                ignore_name_scope,
-                process_set,
-            )
+            gathered = grouped_allgather(gradients, gradient_name(name), ignore_name_scope, process_set)
             return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
 
         def gradient(*gradients: Any) -> list[Any]:

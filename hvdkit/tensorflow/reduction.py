@@ -8,14 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api import checks
-from hvdkit.engine import runtime
-from hvdkit.engine.direct import DeviceArray, reduces_directly
+from hvdkit.api.operations import Asked, gradient_name
+from hvdkit.engine.direct import reduces_directly
 from hvdkit.engine.process_sets import ProcessSet
-from hvdkit.engine.requests import Call, ReduceRequest
-from hvdkit.tensorflow.arrays import empty_like
-from hvdkit.tensorflow.bridge import backward, gradient_name, is_recorded, operation_name, run
-from hvdkit.tensorflow.device import kind_of
+from hvdkit.engine.requests import ReduceRequest
+from hvdkit.tensorflow.bridge import backward, is_recorded, run
+from hvdkit.tensorflow.framework import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -39,18 +37,16 @@ class Reduction:
 def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]:
     """The reduced tensors. Differentiable: the gradients are reduced in the same way."""
 
-    def start(arrays: list[Any], name: str | None, wake: bool) -> tuple[Any, Callable[[Any], list[Any]]]:
-        on_device = isinstance(arrays[0], DeviceArray)  # copies, to be reduced in place
-        # While this thread waits nobody can change the tensors; in a graph they are kept by whoever reads them.
-        outputs = arrays if on_device else [empty_like(array) for array in arrays]
-        call = Call(name, checks.check_process_set(kind.lower(), reduction.process_set), kind_of(arrays), wake)
-        handle = runtime.engine().allreduce(outputs, reduction.request, call, None if on_device else arrays)
-        return handle, list if on_device else lambda _: outputs
-
     def reduced(inputs: Sequence[Any]) -> list[Any]:
-        name = operation_name(kind, reduction.name, inputs, reduction.ignore_name_scope)
-        outputs = [(tensor.dtype, tensor.shape) for tensor in inputs]
-        return run(inputs, name, start, outputs, lambda: reduction.stays_on_device(inputs))
+        return run(
+            kind,
+            Asked(kind.lower(), reduction.name, reduction.process_set, waits=True),
+            inputs,
+            lambda asked, some: OPERATIONS.allreduce(asked, some, reduction.request),
+            [(tensor.dtype, tensor.shape) for tensor in inputs],
+            reduction.ignore_name_scope,
+            lambda: reduction.stays_on_device(inputs),
+        )
 
     if not is_recorded():
         return reduced(tensors)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.api import checks
+from hvdkit.engine import runtime
 
 # Dictionaries, since dtypes compare slowly and these are looked up by hash.
 REDUCIBLE_DTYPES = dict.fromkeys(
@@ -17,6 +18,16 @@ REDUCIBLE_DTYPES = dict.fromkeys(
     )
 )
 MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
+
+# For hints.
+SCALAR_TO_ROW = "tf.reshape(tensor, [1])"
+
+
+def check_asked(function: str, name: Any, process_set: Any) -> None:
+    """Raises NotInitializedError before init, TypeError or ValueError for a name or a process set there cannot be."""
+    runtime.engine()
+    checks.check_name(function, name)
+    check_process_set(function, process_set)
 
 
 def check_process_set(function: str, process_set: Any) -> None:
@@ -37,8 +48,7 @@ def check_tensor(function: str, tensor: Any, dtypes: Collection[Any], argument: 
     """
     found = tensor if isinstance(tensor, tf.Tensor) else _made_tensor(function, tensor, argument)
     if found.dtype not in dtypes:
-        names = ", ".join(dtype.name for dtype in dtypes)
-        raise ValueError(f"{function}: {argument} must be of one of the types {names}, got {found.dtype.name}")
+        raise checks.wrong_dtype(function, argument, [dtype.name for dtype in dtypes], found.dtype.name)
     return found
 
 
@@ -56,18 +66,13 @@ def _made_tensor(function: str, tensor: Any, argument: str) -> Any:
 
 def check_tensors(function: str, tensors: Any, dtypes: Collection[Any]) -> list[Any]:
     """The tensors of a grouped operation as a list. Raises TypeError or ValueError."""
-    if isinstance(tensors, tf.Tensor | tf.Variable) or not isinstance(tensors, Iterable):
-        raise TypeError(f"{function}: tensors must be a list of tensors, got {type(tensors).__name__}")
+    checks.check_listed(function, tensors, (tf.Tensor, tf.Variable))
     return [check_tensor(function, tensor, dtypes, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
 
 
 def check_has_rows(function: str, tensors: Sequence[Any]) -> None:
     """Raises ValueError for a scalar: the operation works along the first dimension."""
-    if any(tensor.shape.rank == 0 for tensor in tensors):
-        raise ValueError(
-            f"{function}: tensor must have at least one dimension, got a scalar (0-d) tensor\n"
-            "HINT: use tf.reshape(tensor, [1])."
-        )
+    checks.check_has_rows(function, [() for tensor in tensors if tensor.shape.rank == 0], SCALAR_TO_ROW)
 
 
 def check_integers(function: str, argument: str, numbers: Any) -> Any:
@@ -77,7 +82,7 @@ def check_integers(function: str, argument: str, numbers: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise TypeError(f"{function}: {argument} must be a list or 1-d tensor of integers: {error}") from None
     if not found.dtype.is_integer:
-        raise ValueError(f"{function}: {argument} must hold integers, got a tensor of type {found.dtype.name}")
+        raise checks.no_integers(function, argument, found.dtype.name)
     if found.shape.rank not in (1, None):
         raise ValueError(f"{function}: {argument} must have one dimension, got the shape {found.shape}")
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from hvdkit.engine import runtime
 from hvdkit.engine.requests import Call
 from hvdkit.tensorflow import device
-from hvdkit.torch import direct
 from tests.tensorflow.data import check_equal, doubles, values, ways
 from tests.transports import pretend_device
 from tests.transports.launched import launches
@@ -176,7 +174,7 @@ class Told(Exception):  # noqa: N818 (not an error)
 
 def case_the_engine_is_told_of_the_device(hvd: Any) -> None:
     """Else it would move the tensors through host memory, as it does with a CPU's."""
-    real = direct.device_array
+    job = device.device_of_job()
 
     def tell(*arguments: Any) -> Any:
         (call,) = (one for one in arguments if isinstance(one, Call))
@@ -184,7 +182,8 @@ def case_the_engine_is_told_of_the_device(hvd: Any) -> None:
 
     for operation in ("allreduce", "broadcast", "allgather"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(direct, "device_array", lambda tensor: replace(real(tensor), place="cuda:3"))
+            patch.setattr(job, "place", "cuda:3")
+            patch.setattr(job, "take", list)
             patch.setattr(runtime.engine(), operation, tell)
             arguments = (0,) if operation == "broadcast" else ()
             with pytest.raises(Told, match="cuda"):
