@@ -1,4 +1,5 @@
-"""What stands outside of hvdkit, each in one file, on real ranks: an operation, a codec, a transport, a launcher."""
+"""What stands outside of hvdkit, each in one file, on real ranks: an operation, a codec, a framework, a transport and a
+launcher."""
 
 from __future__ import annotations
 
