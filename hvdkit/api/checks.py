@@ -81,6 +81,8 @@ def check_factor(function: str, argument: str, factor: Any) -> float:
 
 def check_factors(function: str, prescale_factor: Any, postscale_factor: Any) -> tuple[float, float]:
     """What elements are multiplied with before and after a reduction. Raises TypeError unless both are numbers."""
+    if type(prescale_factor) is float and type(postscale_factor) is float:
+        return prescale_factor, postscale_factor
     return (
         check_factor(function, "prescale_factor", prescale_factor),
         check_factor(function, "postscale_factor", postscale_factor),

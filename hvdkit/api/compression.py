@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hvdkit.compression import CASTS, Codec, Codecs, LossyCodec
@@ -134,3 +134,13 @@ def split(
     check_codec_dtypes(function, codec, floating)
     check_operation(function, codec)
     return codec, NoneCompressor
+
+
+def around(
+    compressor: type[Compressor], tensors: Sequence[Any], operate: Callable[[Sequence[Any]], Sequence[Any]]
+) -> list[Any]:
+    """What ``operate`` makes of the tensors that were compressed before, decompressed."""
+    if compressor is NoneCompressor:
+        return list(operate(tensors))
+    sent, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
+    return [compressor.decompress(came, context) for came, context in zip(operate(sent), contexts, strict=True)]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
 from hvdkit.api.handles import HANDLES
-from hvdkit.api.splits import refuse
 from hvdkit.engine import runtime
 from hvdkit.engine.direct import reduces_directly
+from hvdkit.engine.handle import Handle
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
 
 T = TypeVar("T")
+
+# Of what is wrong with splits, as others are told it: a list of them may be long.
+LONGEST_TEXT = 500
 
 
 def gradient_name(name: str | None) -> str | None:
@@ -72,17 +76,7 @@ class Operations(Generic[T]):
             views = framework.views(tensors)
             sources, buffers = framework.arrays(views), framework.likes(views)
         handle = engine.allreduce(framework.arrays(buffers), request, call, sources)
-
-        def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
-            made = results if framework.is_device else buffers
-            if in_place:
-                framework.write(tensors, made)
-                outputs = tensors
-            else:
-                outputs = framework.results(tensors, made)
-            return outputs[0] if asked.single else tuple(outputs)
-
-        return HANDLES.add(handle, finish)
+        return _add(handle, framework, asked, tensors, buffers, in_place, writes=in_place)
 
     def broadcast(self, asked: Asked, tensors: Sequence[T], root_rank: Any, in_place: bool = False) -> int:
         """Tensors that adapters have checked. ``in_place``: they themselves get the root's values."""
@@ -99,18 +93,7 @@ class Operations(Generic[T]):
         else:
             buffers = framework.likes(tensors)
         handle = engine.broadcast(framework.arrays(buffers), root, call)
-
-        def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
-            made = results if framework.is_device else buffers
-            if not in_place:
-                outputs: Sequence[T] = framework.results(tensors, made)
-            else:
-                outputs = tensors
-                if not is_root:
-                    framework.write(tensors, made)
-            return outputs[0] if asked.single else tuple(outputs)
-
-        return HANDLES.add(handle, finish)
+        return _add(handle, framework, asked, tensors, buffers, in_place, writes=in_place and not is_root)
 
     def allgather(self, asked: Asked, tensors: Sequence[T]) -> int:
         """Tensors that adapters have checked and that do not change until the operation is done."""
@@ -119,7 +102,7 @@ class Operations(Generic[T]):
         call = asked.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.views(tensors))
         checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
-        return HANDLES.add(engine.allgather(arrays, call), _results_of(framework, tensors, asked.single))
+        return _add(engine.allgather(arrays, call), framework, asked, tensors)
 
     def reducescatter(self, asked: Asked, tensors: Sequence[T], request: ReduceRequest) -> int:
         """Tensors that adapters have checked."""
@@ -127,7 +110,7 @@ class Operations(Generic[T]):
         call = asked.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.copies(tensors))  # the engine uses them up
         checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
-        return HANDLES.add(engine.reducescatter(arrays, request, call), _results_of(framework, tensors, asked.single))
+        return _add(engine.reducescatter(arrays, request, call), framework, asked, tensors)
 
     def alltoall(self, asked: Asked, tensor: T, splits: Callable[[], Any]) -> int:
         """A tensor that the adapter has checked and that does not change until the operation is done.
@@ -143,7 +126,7 @@ class Operations(Generic[T]):
             wanted = splits()
             shares = checks.check_splits(asked.function, wanted, rows.shape[0], checks.size_of(asked.process_set))
         except (TypeError, ValueError) as problem:
-            refuse(problem, lambda words: engine.alltoall(rows, words, call))
+            _refuse(problem, lambda words: engine.alltoall(rows, words, call))
         handle = engine.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
 
         def finish(result: tuple[Any, Sequence[int]]) -> tuple[T, T]:
@@ -153,11 +136,37 @@ class Operations(Generic[T]):
         return HANDLES.add(handle, finish)
 
 
-def _results_of(
-    framework: Framework[T], tensors: Sequence[T], single: bool
-) -> Callable[[Sequence[Any]], T | tuple[T, ...]]:
-    def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
-        outputs = framework.results(tensors, results)
-        return outputs[0] if single else tuple(outputs)
+def _add(
+    handle: Handle,
+    framework: Framework[T],
+    asked: Asked,
+    tensors: Sequence[T],
+    buffers: Sequence[Any] | None = None,
+    in_place: bool = False,
+    writes: bool = False,
+) -> int:
+    """The number of an operation. Its results are in ``buffers``, or what the engine returns if there are none.
 
-    return finish
+    ``in_place``: what is returned are the tensors themselves, and ``writes``: the results must be brought there.
+    """
+
+    def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
+        made = results if buffers is None or framework.is_device else buffers
+        if writes:
+            framework.write(tensors, made)
+        outputs = tensors if in_place else framework.results(tensors, made)
+        return outputs[0] if asked.single else tuple(outputs)
+
+    return HANDLES.add(handle, finish)
+
+
+def _refuse(problem: Exception, submit: Callable[[str], Handle]) -> NoReturn:
+    """Raise ``problem``, wrong splits of one rank, once all others are told of it, who get a HorovodInternalError.
+
+    They would wait for this rank else. ``submit`` announces the alltoall with words in place of splits.
+    """
+    try:
+        submit(str(problem)[:LONGEST_TEXT]).wait()
+    except HorovodInternalError as told:
+        raise problem from told
+    raise AssertionError(f"an alltoall ran with wrong splits: {problem}")

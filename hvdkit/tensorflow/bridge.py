@@ -20,10 +20,10 @@ import tensorflow as tf
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.errors import HorovodInternalError
-from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.device import Device
 from hvdkit.tensorflow.exceptions import as_tensorflows, mark
 from hvdkit.tensorflow.framework import device_for
+from hvdkit.tensorflow.unconverted import as_written
 
 Output = tuple[Any, Any]  # dtype, static shape
 
@@ -71,7 +71,7 @@ def _name_of(tensor: Any) -> str:
     return "captured" if re.fullmatch(r"\d+(:\d+)?", tensor.name) else str(tensor.name)
 
 
-@not_converted
+@as_written
 def _run_in_graph(
     asked: Asked,
     tensors: Sequence[Any],
@@ -81,14 +81,14 @@ def _run_in_graph(
 ) -> list[Any]:
     check_functions()
 
-    @not_converted
+    @as_written
     def begin(*inputs: Any) -> Any:
         try:
             return np.int64(start(asked, inputs))
         except Exception as error:
             raise mark(error) from None
 
-    @not_converted
+    @as_written
     def end(number: Any) -> list[Any]:
         try:
             results = HANDLES.synchronize(int(number))
@@ -115,7 +115,31 @@ def call(device: Device | None, function: Any, inputs: Sequence[Any], dtypes: An
         return tf.py_function(function, list(inputs), dtypes, name=name)
 
 
-def is_recorded() -> bool:
+def differentiable(
+    tensors: Sequence[Any],
+    operate: Callable[[Sequence[Any]], list[Any]],
+    reduce: Callable[[Sequence[Any], list[Any]], list[Any]],
+) -> list[Any]:
+    """What ``operate`` makes of the tensors, with gradients if somebody may ask for them.
+
+    ``reduce`` makes those of the floating tensors, of these tensors and of the gradients of what was made of them.
+    """
+    if not _is_recorded():
+        return operate(tensors)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def recorded(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
+        outputs = operate(inputs)
+
+        def gradient(*gradients: Any) -> list[Any]:
+            return backward(outputs, gradients, lambda known: reduce(inputs, known))
+
+        return outputs, gradient
+
+    return list(recorded(*tensors))
+
+
+def _is_recorded() -> bool:
     """Whether somebody may ask for gradients of what is done now: in a graph always, eagerly while a tape records."""
     if not tf.executing_eagerly():
         return True

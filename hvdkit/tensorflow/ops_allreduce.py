@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks, guard
+from hvdkit.api.compression import around
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.requests import ReduceRequest
@@ -42,9 +43,7 @@ def _reduced(
     request = ReduceRequest(op, *checks.check_factors(function, *factors), codec)
     reduction = Reduction(request, process_set, ignore_name_scope, name)
     with tf.device(device) if device else nullcontext():
-        compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
-        reduced = reduce(_KINDS[function], compressed, reduction)
-        results = [compressor.decompress(result, context) for result, context in zip(reduced, contexts, strict=True)]
+        results = around(compressor, tensors, lambda sent: reduce(_KINDS[function], sent, reduction))
     guard.mark(results)
     return results
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
-from hvdkit.tensorflow.bridge import backward, run
+from hvdkit.tensorflow.bridge import differentiable, run
 from hvdkit.tensorflow.framework import OPERATIONS
 from hvdkit.tensorflow.reduction import Reduction, reduce
 from hvdkit.tensorflow.unconverted import as_written
@@ -63,21 +63,15 @@ def broadcast(
     """
     found = tensor_checks.check_tensor("broadcast", tensor, tensor_checks.MOVABLE_DTYPES)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(value: Any) -> tuple[Any, Callable[[Any], Any]]:
-        (output,) = _broadcast("broadcast", [value], root_rank, name, ignore_name_scope, process_set)
+    def from_root(tensors: Sequence[Any]) -> list[Any]:
+        return _broadcast("broadcast", tensors, root_rank, name, ignore_name_scope, process_set)
 
-        def at_root(gradients: list[Any]) -> list[Any]:
-            of_all = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
-            (average,) = reduce("Allreduce", gradients, of_all)
-            return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
+    def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
+        of_all = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
+        (average,) = reduce("Allreduce", gradients, of_all)
+        return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
 
-        def gradient(of_output: Any) -> Any:
-            return backward([output], [of_output], at_root)[0]
-
-        return output, gradient
-
-    return differentiable(found)
+    return differentiable([found], from_root, at_root)[0]
 
 
 def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:

@@ -13,7 +13,7 @@ from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
 from hvdkit.tensorflow.arrays import as_array
-from hvdkit.tensorflow.bridge import backward, run
+from hvdkit.tensorflow.bridge import differentiable, run
 from hvdkit.tensorflow.framework import OPERATIONS
 from hvdkit.tensorflow.ops_ranks import process_set_rank
 from hvdkit.tensorflow.reduction import Reduction, reduce
@@ -33,9 +33,8 @@ def _gather(
     tensor_checks.check_has_rows(function, tensors)
     tensor_checks.check_asked(function, name, process_set)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def gather(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
-        outputs = run(
+    def gather(inputs: Sequence[Any]) -> list[Any]:
+        return run(
             kind,
             Asked(function, name, process_set, waits=True),
             inputs,
@@ -45,21 +44,16 @@ def _gather(
             stays_on_device=lambda: True,
         )
 
-        def own_rows(gradients: list[Any]) -> list[Any]:
-            average = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
-            averages = reduce("GroupedAllreduce", gradients, average)
-            rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if tensor.dtype.is_floating])
-            rows_name = None if name is None else f"{name}.rows"
-            (all_rows,) = _gather("Allgather", [rows[tf.newaxis]], rows_name, ignore_name_scope, process_set)
-            before = tf.reduce_sum(all_rows[: process_set_rank(process_set)], axis=0)
-            return [average[before[i] : before[i] + rows[i]] for i, average in enumerate(averages)]
+    def own_rows(inputs: Sequence[Any], gradients: list[Any]) -> list[Any]:
+        average = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
+        averages = reduce("GroupedAllreduce", gradients, average)
+        rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if tensor.dtype.is_floating])
+        rows_name = None if name is None else f"{name}.rows"
+        (all_rows,) = _gather("Allgather", [rows[tf.newaxis]], rows_name, ignore_name_scope, process_set)
+        before = tf.reduce_sum(all_rows[: process_set_rank(process_set)], axis=0)
+        return [average[before[i] : before[i] + rows[i]] for i, average in enumerate(averages)]
 
-        def gradient(*gradients: Any) -> list[Any]:
-            return backward(outputs, gradients, own_rows)
-
-        return outputs, gradient
-
-    return list(gather(*tensors))
+    return differentiable(tensors, gather, own_rows)
 
 
 @as_written

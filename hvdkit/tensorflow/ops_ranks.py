@@ -11,7 +11,6 @@ import tensorflow as tf
 from hvdkit.api import checks, job
 from hvdkit.engine import runtime
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.tensorflow.autograph import not_converted
 from hvdkit.tensorflow.device import device_of_job
 from hvdkit.tensorflow.exceptions import mark, raised_as_tensorflows
 from hvdkit.tensorflow.unconverted import as_written
@@ -25,7 +24,7 @@ def _asked(question: Callable[[], int], name: str | None) -> Any:
         with raised_as_tensorflows():
             return tf.constant(question(), tf.int32)
 
-    @not_converted
+    @as_written
     def answer() -> Any:
         try:
             return np.int32(question())

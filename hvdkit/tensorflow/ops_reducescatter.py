@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.api import checks
+from hvdkit.api.compression import around
 from hvdkit.api.operations import Asked, gradient_name
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow import tensor_checks
-from hvdkit.tensorflow.bridge import backward, run
+from hvdkit.tensorflow.bridge import differentiable, run
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.framework import OPERATIONS
 from hvdkit.tensorflow.ops_gather import any_rows, grouped_allgather
@@ -34,11 +35,9 @@ def _scatter(
     tensor_checks.check_has_rows(function, tensors)
     tensor_checks.check_asked(function, name, process_set)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def scatter(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
-        kind = "Reducescatter" if function == "reducescatter" else "GroupedReducescatter"
-        outputs = run(
-            kind,
+    def scatter(inputs: Sequence[Any]) -> list[Any]:
+        return run(
+            "Reducescatter" if function == "reducescatter" else "GroupedReducescatter",
             Asked(function, name, process_set, waits=True),
             inputs,
             lambda asked, some: OPERATIONS.reducescatter(asked, some, request),
@@ -46,19 +45,14 @@ def _scatter(
             ignore_name_scope,
         )
 
-        def all_rows(gradients: list[Any]) -> list[Any]:
-            # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
-            times = checks.size_of(process_set) if request.op == ReduceOp.SUM else 1
-            factor = request.prescale * request.postscale * times
-            gathered = grouped_allgather(gradients, gradient_name(name), ignore_name_scope, process_set)
-            return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
+    def all_rows(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
+        # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
+        times = checks.size_of(process_set) if request.op == ReduceOp.SUM else 1
+        factor = request.prescale * request.postscale * times
+        gathered = grouped_allgather(gradients, gradient_name(name), ignore_name_scope, process_set)
+        return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
 
-        def gradient(*gradients: Any) -> list[Any]:
-            return backward(outputs, gradients, all_rows)
-
-        return outputs, gradient
-
-    return list(scatter(*tensors))
+    return differentiable(tensors, scatter, all_rows)
 
 
 @as_written
@@ -85,9 +79,11 @@ def reducescatter(
     codec, compressor = split_compression(function, compression, reduce_op, [found])
     request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
     with tf.device(device_dense):
-        compressed, context = compressor.compress(found)
-        (output,) = _scatter(function, [compressed], request, name, ignore_name_scope, process_set)
-        return compressor.decompress(output, context)
+        return around(
+            compressor,
+            [found],
+            lambda sent: _scatter(function, sent, request, name, ignore_name_scope, process_set),
+        )[0]
 
 
 @as_written
@@ -109,6 +105,4 @@ def grouped_reducescatter(
     codec, compressor = split_compression(function, compression, reduce_op, found)
     request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
     with tf.device(device_dense):
-        compressed, contexts = zip(*(compressor.compress(tensor) for tensor in found), strict=True)
-        outputs = _scatter(function, compressed, request, None, False, process_set)
-        return [compressor.decompress(output, context) for output, context in zip(outputs, contexts, strict=True)]
+        return around(compressor, found, lambda sent: _scatter(function, sent, request, None, False, process_set))

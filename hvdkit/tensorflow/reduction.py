@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import tensorflow as tf
 
 from hvdkit.api.operations import Asked, gradient_name
 from hvdkit.engine.direct import reduces_directly
 from hvdkit.engine.process_sets import ProcessSet
 from hvdkit.engine.requests import ReduceRequest
-from hvdkit.tensorflow.bridge import backward, is_recorded, run
+from hvdkit.tensorflow.bridge import differentiable, run
 from hvdkit.tensorflow.framework import OPERATIONS
 
 
@@ -48,16 +46,4 @@ def reduce(kind: str, tensors: Sequence[Any], reduction: Reduction) -> list[Any]
             lambda: reduction.stays_on_device(inputs),
         )
 
-    if not is_recorded():
-        return reduced(tensors)
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
-        outputs = reduced(inputs)
-
-        def gradient(*gradients: Any) -> list[Any]:
-            return backward(outputs, gradients, lambda known: reduce(kind, known, reduction.backward()))
-
-        return outputs, gradient
-
-    return list(differentiable(*tensors))
+    return differentiable(tensors, reduced, lambda _, gradients: reduce(kind, gradients, reduction.backward()))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdkit.api import checks
+from hvdkit.api.compression import around
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.engine.process_sets import ProcessSet, global_process_set
@@ -81,9 +82,8 @@ class ReducescatterFunction(torch.autograd.Function):
 def _scattered(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
     """New tensors, which can be differentiated."""
     codec, compressor = split_compression(asked.function, compression, request.op, tensors)
-    compressed, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
-    reduced = apply(ReducescatterFunction, asked, request._replace(codec=codec), *compressed)
-    return [compressor.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
+    encoded = request._replace(codec=codec)
+    return around(compressor, tensors, lambda sent: apply(ReducescatterFunction, asked, encoded, *sent))
 
 
 def reducescatter(
