@@ -20,11 +20,11 @@ import torch
 from hvdkit.environments.base import World
 from hvdkit.environments.network import interface_of, own_addresses
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
-from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
 from hvdkit.plugins.horovod.group import HorovodGroup, Launches, ThreadEnd
 from hvdkit.plugins.horovod.library import NOT_INSTALLED, NativeHorovod, common_problem, load
 from hvdkit.plugins.horovod.meeting import Meeting
+from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
+from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
 from hvdkit.transports.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 
