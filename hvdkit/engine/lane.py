@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,6 +70,7 @@ class Lane:
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
         self.closed = False
+        self.moved_at = 0.0  # when an operation was last through, by monotonic()
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
         self.home = home
         self._running: dict[int, Operation] = {}  # by sequence
@@ -270,6 +271,7 @@ class Lane:
 
         def completed(_: Any) -> None:
             del self._in_flight[sequence], self._running[sequence]
+            self.moved_at = monotonic()
             self._completed += 1  # from here on the training thread may begin the next step
             if self.closed and not self._in_flight:
                 self.home.end_step()  # until now others have read and written what was offered

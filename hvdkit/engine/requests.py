@@ -73,6 +73,7 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
         ("device", "devices"),
         ("direct", "ways (device to device: True)"),
         ("codec", "compressions"),
+        ("earlier", "numbers of earlier steps"),
         ("groups", "groups"),
         ("ranks", "process sets"),
         ("id", "process set ids"),

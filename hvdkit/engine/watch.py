@@ -176,13 +176,14 @@ class Watch:
             if lane is None or lane.idle():
                 continue
             ranks = sorted(self._awaited_on_lanes())
-            if warns and not waiting.warned and now - waiting.since > warn_after:
+            seconds = now - max(waiting.since, lane.moved_at)
+            if warns and not waiting.warned and seconds > warn_after:
                 waiting.warned = True
                 logger.warning(
                     "%s waits for ranks %s in %s for %.0f seconds.",
-                    self._engine.told(), ranks, lane.waiting_for(), now - waiting.since,
+                    self._engine.told(), ranks, lane.waiting_for(), seconds,
                 )  # fmt: skip
-            if fail_after > 0 and now - waiting.since > fail_after:
+            if fail_after > 0 and seconds > fail_after:
                 lane.fail(
                     StallError(
                         f"{lane.waiting_for()} stalled on {self._engine.told()}: ranks {ranks} did not send their part "

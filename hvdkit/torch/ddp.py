@@ -1,13 +1,10 @@
 """Codecs as a communication hook of torch's DistributedDataParallel.
 
-Buckets go to a thread of the hook's own, in the order in which DDP hands them over, which is the same on all ranks. It
-brings each one to its end before it begins the next, over a connection of its own: so neither two buckets nor a bucket
-and the model's process group can cross, and the backward pass goes on meanwhile.
+The gradients of a model are a lane of a session of the hook's own, as those of an optimizer are one of hvd.init()'s:
+buckets are handed over in the midst of the backward pass, and a thread of the hook's own waits for the step's end.
 """
 # No postponed annotations here: DDP compares those of a hook with the classes.
 
-import contextlib
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,27 +16,21 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.compression import codec_of
-from hvdkit.collectives.group import Group
 from hvdkit.compression import Codec
-from hvdkit.errors import HorovodInternalError
-from hvdkit.torch import ddp_state
-from hvdkit.torch.arrays import as_array
-from hvdkit.torch.ddp_buckets import Bucket, Describer, reduce_bucket
-from hvdkit.torch.ddp_group import GroupTransport, MismatchError, agree, drive, timeout_of
-from hvdkit.torch.ddp_units import Units
-from hvdkit.torch.ddp_worker import Worker
+from hvdkit.engine.core import Engine
+from hvdkit.engine.lane import Lane
+from hvdkit.engine.requests import Call
+from hvdkit.errors import HorovodInternalError, MismatchError
+from hvdkit.torch.ddp_gradients import Bucket, Gradients, checked, share_of
+from hvdkit.torch.ddp_group import Worker, open_session, timeout_of
 
 FUNCTION = "ddp_hook"
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """What a hook has once its ranks are connected."""
-
-    transport: GroupTransport
-    group: Group
-    worker: Worker
-    timeout: timedelta
+ALIKE = (
+    "HINT: give all ranks the same model, DistributedDataParallel's same arguments, the same codec, and load "
+    "state_dicts of one moment on all ranks or on none."
+)
+# Where what the engine tells its users to set is an argument here.
+TIMEOUTS = ("HVDKIT_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
 
 
 class DDPHook:
@@ -53,13 +44,12 @@ class DDPHook:
         self._codec = codec
         self._process_group = process_group
         self._timeout = timeout
-        self._units = Units(codec) if codec.encodes else None
-        self._loaded: ddp_state.Saved | None = None  # until it is known which rank this is
-        self._describer = Describer(codec)
-        self._agreed: dict[int, Bucket] = {}  # by index: what is known to be alike on all ranks
-        self._opened: _Opened | None = None
+        self._rank, self._ranks = -1, [-1]  # in the job, and those of the process group, once they are connected
+        self._gradients = Gradients(codec)
+        self._loaded: list[Any] = []  # states, until they are the lane's
+        self._worker: Worker | None = None
+        self._step: list[Bucket] = []  # what was handed over in this step; the worker's
         self._broken: str | None = None
-        self._errors: list[BaseException] = []  # their tracebacks hold what Gloo may still write to
         self._streams: dict[torch.device, Any] = {}
         self._staging: dict[int, Tensor] = {}  # by index of the bucket: page-locked memory
 
@@ -76,7 +66,7 @@ class DDPHook:
                 f"{FUNCTION}: register: expected a DistributedDataParallel, got {type(model).__name__}\n"
                 "HINT: for a plain module there is hvd.DistributedOptimizer(..., compression=...)."
             )
-        if self._describer.knows_any:
+        if self._gradients.knows_any:
             raise ValueError(f"{FUNCTION}: register: this hook has a model already\nHINT: make one for each model.")
         if self._process_group is None:
             self._process_group = model.process_group
@@ -87,8 +77,8 @@ class DDPHook:
                 "HINT: leave process_group out; it is the model's then."
             )
         model.register_comm_hook(self, DDPHook.reduce)
-        self._describer.name(model.module)
-        if self._opened is None:
+        self._gradients.name(model.module)
+        if self._worker is None:
             self._open()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -97,144 +87,173 @@ class DDPHook:
         Raises, or lets the backward pass raise, RuntimeError where a rank is lost or ranks differ, ValueError for
         gradients that are not float16, bfloat16, float32 or float64 on a CPU or CUDA, or of another model.
         """
-        described, buffer = self._describer.describe(bucket), bucket.buffer()
-        opened = self._opened or self._open()
-        on_device = buffer.device.type == "cuda"
-        ready = torch.cuda.current_stream(buffer.device).record_event() if on_device else None
-        future: Future[Tensor] = Future(devices=[buffer.device] if on_device else None)
-        errors: list[BaseException] = []
-
-        def job() -> None:
-            try:
-                with self._stream(buffer):
-                    self._reduce(opened, described, buffer, ready)
-                    future.set_result(buffer)
-            except BaseException as error:  # any: without a result the backward pass would wait for ever
-                errors.append(error)
-                self._failed(opened, described, errors)
-                if not future.done():
-                    future.set_result(torch.empty(0))  # which nobody sees
+        index, is_last, flat, parameters = bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters()
+        self._gradients.check(index, flat, parameters)
+        worker = self._worker or self._open()
+        on_device = flat.device.type == "cuda"
+        ready = torch.cuda.current_stream(flat.device).record_event() if on_device else None
+        future: Future[Tensor] = Future(devices=[flat.device] if on_device else None)
+        handed = Bucket(flat, parameters, ready, future, self._staged(index, flat) if on_device else flat)
 
         def result(done: Future[Tensor]) -> Tensor:
             # DDP waits in C++, where an error arrives that a callback raises, but none of Future.set_exception.
-            if errors:
-                raise errors[0]
+            if handed.errors:
+                raise handed.errors[0]
             return done.value()
 
         averaged = future.then(result)
-        opened.worker.run(job)
+        worker.run(lambda: self._take(handed, index == 0, is_last))
         return averaged
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's codec keeps, between two steps: lists, numbers, strings, and tensors in host memory.
 
-        ``codec``, ``rank`` and ``size`` say whose it is, ``turn`` how many steps there were. ``units`` has for each run
-        of gradients that are encoded together the places of its parameters, counted from the model's last, with rows
-        and columns, its arrays (``kept``, float32, one after the other in this order), and what the codec knows of the
-        run. Each rank has its own: save them all. ``torch.load`` takes it with ``weights_only=True``.
+        ``codec``, ``rank`` and ``size`` say whose it is, ``turn`` how many steps there were, ``shapes`` how gradients
+        lie in memory, in the order of the model's parameters. ``kept`` has what an optimizer's state_dict has under
+        "compression", if the codec keeps anything. Each rank has its own: save them all. ``torch.load`` takes it with
+        ``weights_only=True``.
         """
         rank, size = self._rank_and_size()
-        units = self._units
-        if units is not None and self._loaded is not None:
-            units = Units(units.codec)
-            self._loaded.restore(units, self._codec, rank, size)
-        return ddp_state.save(units, self._codec, rank, size)
+        return share_of(self._loaded, rank, size) if self._loaded else self._gradients.saved(rank, size)
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from what ``state_dict`` returned: on all ranks alike, between two steps or before the first.
 
         ``state``: this rank's own, or a list of those of all ranks, in any order. With as many ranks as there were,
-        each takes its own and goes on with the same bits, unless it was saved after the first step of all, since DDP
-        lays out its buckets anew then. With another number of ranks, what rank r kept goes to rank r modulo the ranks
-        there are now and is summed there, in what it adds to the average. What is not in the list is lost.
+        each takes its own and goes on with the same bits. With another number of ranks, what rank r kept goes to rank r
+        modulo the ranks there are now and is summed there, in what it adds to the average. What is not in the list is
+        lost.
 
-        Raises TypeError for anything else, ValueError for states of different steps or jobs, or where the codec has
-        no place for what was kept. The first backward pass raises ValueError where parameters have other shapes.
+        Raises TypeError for anything else, ValueError for states of different steps or jobs. The next backward pass
+        raises ValueError where parameters have other shapes.
         """
-        self._loaded = ddp_state.check(state, self._codec)
-        if self._opened is not None:
-            self._restore(self._opened.group)
+        self._loaded = checked(state)
 
     @property
     def bytes_sent(self) -> int:
         """The bytes that this rank has sent to others so far: gradients, and what ranks compare."""
-        return 0 if self._opened is None else self._opened.group.bytes_sent
+        return 0 if self._worker is None else self._worker.session.engine.groups.bytes_sent()
 
     # -- connecting ---------------------------------------------------------------------------------------------------
 
     def _rank_and_size(self) -> tuple[int, int]:
-        if self._opened is not None:
-            return self._opened.group.rank, self._opened.group.size
+        if self._worker is not None:
+            topology = self._worker.session.engine.topology
+            return topology.rank, topology.size
         if not dist.is_initialized():
             raise ValueError(f"{FUNCTION}: call torch.distributed.init_process_group first")
         return dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
 
-    def _open(self) -> _Opened:
+    def _open(self) -> Worker:
         process_group = self._process_group or dist.group.WORLD
         if process_group is None:
             raise ValueError(f"{FUNCTION}: call torch.distributed.init_process_group first")
-        timeout = self._timeout or timeout_of(process_group)
-        transport = GroupTransport(process_group, timeout)
-        group = Group(transport, transport.ranks)
+        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
+        session = open_session(process_group, self._timeout or timeout_of(process_group))
         try:
-            drive(agree(group, {"codec": self._codec.told}), timeout)
+            self._agree(session.engine, {"codec": self._codec.told})
         except HorovodInternalError as error:
-            raise type(error)(f"{FUNCTION}: rank {transport.rank}: {error}") from error
-        self._restore(group)
-        self._opened = _Opened(transport, group, Worker(self, transport.break_connections), timeout)
-        return self._opened
+            session.close(self._told(error))
+            raise type(error)(f"{FUNCTION}: rank {self._rank}: {self._told(error)}") from error
+        self._worker = Worker(self, session)
+        return self._worker
 
-    def _restore(self, group: Group) -> None:
-        if self._loaded is not None and self._units is not None:
-            self._loaded.restore(self._units, self._codec, group.rank, group.size)
-            self._agreed.clear()
-        self._loaded = None
+    @staticmethod
+    def _agree(engine: Engine, facts: dict[str, Any]) -> None:
+        """Raises MismatchError on all ranks if they differ in these."""
+        engine.submit("barrier", [], facts, Call(FUNCTION)).wait()
 
     # -- on the worker's thread ---------------------------------------------------------------------------------------
 
-    def _reduce(self, opened: _Opened, bucket: Bucket, buffer: Tensor, ready: Any) -> None:
-        if self._broken is not None:
-            raise HorovodInternalError(f"an earlier bucket failed: {self._broken}")
-        host = buffer
-        if ready is not None:
-            host = self._staged(bucket, buffer)
-            stream = torch.cuda.current_stream(buffer.device)
-            stream.wait_event(ready)
-            host.copy_(buffer, non_blocking=True)
-            stream.synchronize()
-        agreed = self._agreed.get(bucket.index) == bucket
-        steps = reduce_bucket(opened.group, as_array(host), bucket, self._codec, self._units, agreed)
-        drive(steps, opened.timeout)
-        self._agreed[bucket.index] = bucket
-        if ready is not None:
-            buffer.copy_(host, non_blocking=True)
+    def _take(self, bucket: Bucket, is_first: bool, is_last: bool) -> None:
+        lane = self._gradients.lane
+        try:
+            self._step.append(bucket)
+            if self._broken is not None:
+                raise HorovodInternalError(f"an earlier step failed: {self._broken}")
+            if is_first and len(self._step) > 1:  # which DDP itself seldom allows
+                raise HorovodInternalError("an exception ended the last backward pass before all was handed over")
+            if is_first and self._loaded and lane is not None:
+                self._go_on(lane)
+            if bucket.ready is not None:
+                stream = self._stream(bucket)
+                with torch.cuda.stream(stream):
+                    stream.wait_event(bucket.ready)
+                    bucket.host.copy_(bucket.flat, non_blocking=True)
+                    stream.synchronize()
+            if lane is not None:
+                self._gradients.hand_over(lane, bucket)
+            if is_last:
+                self._finish(lane or self._register())
+        except BaseException as error:  # any: without a result the backward pass would wait for ever
+            self._fail(error)
 
-    def _failed(self, opened: _Opened, bucket: Bucket, errors: list[BaseException]) -> None:
-        """Name in the error what failed. All later buckets fail too, and no rank waits for this one any more."""
-        error = errors[0]
-        told = f"{FUNCTION}: {bucket.told} on rank {opened.transport.rank} with codec {self._codec.told}: {error}"
-        kind = ValueError if isinstance(error, ValueError) else HorovodInternalError
-        errors[0] = kind(told)
+    def _register(self) -> Lane:
+        assert self._worker is not None
+        lane = self._gradients.register(self._worker.session.engine, self._step)
+        self._go_on(lane)
+        for bucket in self._step:
+            self._gradients.hand_over(lane, bucket)
+        return lane
+
+    def _go_on(self, lane: Lane) -> None:
+        """From what was loaded, on all ranks after as many steps."""
+        assert self._worker is not None
+        self._agree(self._worker.session.engine, {"earlier": self._loaded[0]["turn"] if self._loaded else 0})
+        if self._loaded:
+            self._gradients.load(lane, self._loaded)
+            self._loaded = []
+
+    def _finish(self, lane: Lane) -> None:
+        lane.finish()
+        for bucket in self._step:
+            self._gradients.give_back(lane, bucket)
+        self._end_step([])
+
+    def _end_step(self, errors: list[BaseException]) -> None:
+        while self._step:
+            bucket = self._step[0]
+            bucket.errors = errors
+            if bucket.ready is None:
+                bucket.future.set_result(bucket.flat)
+            else:
+                with torch.cuda.stream(self._stream(bucket)):
+                    if not errors:
+                        bucket.flat.copy_(bucket.host, non_blocking=True)
+                    bucket.future.set_result(bucket.flat)
+            del self._step[0]
+
+    def _fail(self, error: BaseException) -> None:
+        """Name in the error what failed. All later steps fail too, and no rank waits for this one any more."""
+        told = f"{FUNCTION} on rank {self._rank} with codec {self._codec.told}: {self._told(error)}"
+        self._end_step([(ValueError if isinstance(error, ValueError) else HorovodInternalError)(told)])
         if self._broken is None:
             self._broken = told
-            self._errors.append(error)
-            if not isinstance(error, MismatchError):  # which every rank finds by itself
-                opened.transport.break_connections()
+            assert self._worker is not None
+            self._worker.leave(told)
 
-    def _stream(self, buffer: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """In it, work on the buffer's device has an order of its own; DDP's wait for the Future includes it."""
-        if buffer.device.type != "cuda":
-            return contextlib.nullcontext()
-        if buffer.device not in self._streams:
+    def _told(self, error: BaseException) -> str:
+        """An error, for who knows the process group and the arguments of hvd.ddp_hook."""
+        text = str(error) or repr(error)
+        for name in TIMEOUTS:
+            text = text.replace(name, "the hook's timeout")
+        if self._ranks != list(range(len(self._ranks))):
+            text += f"\nRanks are counted in the process group, which has ranks {self._ranks}."
+        return f"{text}\n{ALIKE}" if isinstance(error, MismatchError) and "HINT" not in text else text
+
+    def _stream(self, bucket: Bucket) -> Any:
+        """The hook's own order of work on a bucket's device; DDP's wait for the Future includes it."""
+        device = bucket.flat.device
+        if device not in self._streams:
             stream: Any = torch.cuda.Stream
-            self._streams[buffer.device] = stream(buffer.device)
-        return torch.cuda.stream(self._streams[buffer.device])
+            self._streams[device] = stream(device)
+        return self._streams[device]
 
-    def _staged(self, bucket: Bucket, buffer: Tensor) -> Tensor:
+    def _staged(self, index: int, flat: Tensor) -> Tensor:
         """Host memory for a bucket. What was copied out of it in the step before is through: it is the same stream."""
-        host = self._staging.get(bucket.index)
-        if host is None or host.shape != buffer.shape or host.dtype != buffer.dtype:
-            host = self._staging[bucket.index] = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+        host = self._staging.get(index)
+        if host is None or host.shape != flat.shape or host.dtype != flat.dtype:
+            host = self._staging[index] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         return host
 
 
@@ -242,11 +261,11 @@ def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | N
     """A communication hook that averages the gradients of a DistributedDataParallel, encoded by a codec.
 
     ``compression``: one of hvd.Compression, as it is or with parameters, or a hvdkit.compression.CustomCodec. What
-    does not pay (biases, the weights of norms and small tensors) is averaged as it is, unless by fp16, bf16 or DGC; all
-    else in a bucket is encoded together. DDP does not know which ranks share a node, so everything is encoded, whatever
-    the codec's ``compress`` says. ``process_group``: the model's, if not the default one; Gloo or NCCL. ``timeout``:
-    what a rank waits for another before that is an error; the process group's, if None. Gradients travel over Gloo,
-    those on CUDA through host memory.
+    does not pay (biases, the weights of norms and small tensors) is averaged as it is, unless by fp16, bf16 or DGC. DDP
+    does not know which ranks share a node, so everything is encoded, whatever the codec's ``compress`` says.
+    ``process_group``: the model's, if not the default one; Gloo or NCCL. ``timeout``: what a rank waits for another
+    before that is an error; the process group's, if None. Gradients travel over Gloo, those on CUDA through memory of
+    the host.
 
         model = DistributedDataParallel(model)
         hook = hvd.ddp_hook(hvd.Compression.topk(0.01))

@@ -1,6 +1,7 @@
 """torch.distributed carries the bytes: a Gloo process group of our own, a thread waiting for each batch.
 
-Tensors on CUDA may travel by NCCL, in process groups of our own too.
+``GlooTransport`` carries over one that is connected, ``TorchTransport`` lets the ranks of a job meet. There tensors on
+CUDA may travel by NCCL, in process groups of our own too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ FRAME_PAYLOAD = FRAME_BYTES - FRAME_HEADER.size
 
 
 class TorchTransfer:
-    """One send or receive of the process group. A waiter thread finishes it; see ``TorchTransport.watch``."""
+    """One send or receive of the process group. A waiter thread finishes it; see ``GlooTransport.watch``."""
 
     __slots__ = ("_buffer", "_error", "_finished", "peer", "work")
 
@@ -71,55 +72,27 @@ class TorchTransfer:
         return self._finished
 
 
-class TorchTransport(Transport):
-    """Ranks that meet at a store and talk through ProcessGroupGloo. Construction is collective."""
+class GlooTransport(Transport):
+    """Carries between the ranks of ``group``, a ProcessGroupGloo on which nobody else sends."""
 
-    name = "torch"
+    name = "gloo"
     polling = False
 
-    def __init__(self, world: World, generation: int, start_timeout_seconds: float) -> None:
-        self.rank = world.rank
-        self.size = world.size
-        store, secret = open_store(world, generation, start_timeout_seconds)
-        credentials = None if secret is None else Credentials(secret, world.job, generation)
-        self._store, session = meet(store, world, credentials, start_timeout_seconds)
-        self._session = session
-        gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
-        options = _gloo_options(world, start_timeout_seconds)
-        late = f"rank {world.rank} could not connect to all ranks: the store or one of them is silent.\n{STOPPED}"
-        try:
-            with ends_process_after(start_timeout_seconds + LONGEST_ANSWER_SECONDS, late):
-                self._group = gloo(self._sealed("gloo"), world.rank, world.size, options)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise TransportUnavailableError(
-                f"rank {world.rank} could not connect to all ranks within {start_timeout_seconds:g} s: "
-                f"{_silent(reason)}{reason}\n"
-                "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
-            ) from error
-        if session is not None:
-            greet(self._group, world, session, CONTROL_TAG, start_timeout_seconds)
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        self.rank, self.size, self._group = rank, size, group
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
         self._inbox: deque[tuple[int, bytes]] = deque()
         self._frames_sent: deque[TorchTransfer] = deque()
         self._lost: dict[int, str] = {}
         self._closing = False
-        self._start_timeout_seconds = start_timeout_seconds
         self._device_collectives: list[DeviceCollectives] = []
-        self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
         self._receivers = [
             threading.Thread(target=self._receive_control, args=(peer,), name=f"hvdkit-control-{peer}", daemon=True)
             for peer in self._peers()
         ]
         for receiver in self._receivers:
             receiver.start()
-
-    def _sealed(self, place: str) -> Any:
-        """A part of the store in which nobody but the ranks can write what is believed, if there is a secret."""
-        if self._session is None:
-            return PrefixStore(place, self._store)
-        return SealedStore(self._store, place, self._session)
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
         return TorchTransfer(self._posted(self._group.send, buffer, peer, tag), buffer, peer)
@@ -165,20 +138,6 @@ class TorchTransport(Transport):
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        if place.partition(":")[0] not in self.device_types:
-            return None
-        # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
-        store = self._sealed(f"device/{label}/{'-'.join(map(str, members))}")
-        members = list(members)
-        opened = self._open_device(store, members.index(self.rank), len(members), place, self._start_timeout_seconds)
-        if opened is not None:
-            self._device_collectives.append(opened)
-        return opened
-
-    # Replaced in tests, which have no GPU.
-    _open_device: Callable[[Any, int, int, str, float], DeviceCollectives | None] = staticmethod(open_nccl)
-
     def lost_peers(self) -> dict[int, str]:
         return dict(self._lost)
 
@@ -220,7 +179,7 @@ class TorchTransport(Transport):
             receiver.join(timeout=1.0)
         self._waiters.close(timeout_seconds=1.0)
         self._frames_sent.clear()
-        self._group = self._store = None  # gives Gloo's threads and sockets back
+        self._group = None  # gives Gloo's threads and sockets back
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
@@ -235,6 +194,60 @@ class TorchTransport(Transport):
 
     def abort(self, code: int) -> None:
         """Peers notice the broken connections when this process ends; there is no job-wide end to call for."""
+
+
+class TorchTransport(GlooTransport):
+    """Ranks that meet at a store. Construction is collective."""
+
+    name = "torch"
+
+    def __init__(self, world: World, generation: int, start_timeout_seconds: float) -> None:
+        store, secret = open_store(world, generation, start_timeout_seconds)
+        credentials = None if secret is None else Credentials(secret, world.job, generation)
+        self._store, session = meet(store, world, credentials, start_timeout_seconds)
+        self._session = session
+        gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
+        options = _gloo_options(world, start_timeout_seconds)
+        late = f"rank {world.rank} could not connect to all ranks: the store or one of them is silent.\n{STOPPED}"
+        try:
+            with ends_process_after(start_timeout_seconds + LONGEST_ANSWER_SECONDS, late):
+                group = gloo(self._sealed("gloo"), world.rank, world.size, options)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise TransportUnavailableError(
+                f"rank {world.rank} could not connect to all ranks within {start_timeout_seconds:g} s: "
+                f"{_silent(reason)}{reason}\n"
+                "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
+            ) from error
+        if session is not None:
+            greet(group, world, session, CONTROL_TAG, start_timeout_seconds)
+        super().__init__(world.rank, world.size, group)
+        self._start_timeout_seconds = start_timeout_seconds
+        self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
+
+    def _sealed(self, place: str) -> Any:
+        """A part of the store in which nobody but the ranks can write what is believed, if there is a secret."""
+        if self._session is None:
+            return PrefixStore(place, self._store)
+        return SealedStore(self._store, place, self._session)
+
+    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        if place.partition(":")[0] not in self.device_types:
+            return None
+        # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
+        store = self._sealed(f"device/{label}/{'-'.join(map(str, members))}")
+        members = list(members)
+        opened = self._open_device(store, members.index(self.rank), len(members), place, self._start_timeout_seconds)
+        if opened is not None:
+            self._device_collectives.append(opened)
+        return opened
+
+    # Replaced in tests, which have no GPU.
+    _open_device: Callable[[Any, int, int, str, float], DeviceCollectives | None] = staticmethod(open_nccl)
+
+    def close(self, graceful: bool) -> None:
+        super().close(graceful)
+        self._store = None
 
 
 def _silent(reason: str) -> str:

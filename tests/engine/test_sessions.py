@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -279,3 +280,22 @@ def test_jobs_do_not_know_of_each_other() -> None:
         return float(own[0])
 
     assert on_threads(2, outer) == [2.0, 2.0]
+
+
+@pytest.mark.thorough
+def test_a_step_that_goes_on_is_not_stalled() -> None:
+    """However long it takes in all: what counts is how long nothing moves."""
+    slots = [Slot(name, (4,), np.dtype(np.float32)) for name in ("one", "other")]
+
+    def run(session: Session) -> None:
+        rank = session.engine.topology.rank
+        lane = session.engine.register_plan("net", slots, op=ReduceOp.SUM)
+        for slot in (1, 0):
+            if rank == 1:
+                sleep(2.0)
+            lane.small(slot)[...] = 1
+            lane.ready(slot, FILLED)
+        lane.finish()
+        assert lane.small(0)[0] == lane.small(1)[0] == 2
+
+    on_threads(2, run, fusion_threshold=0, stall_shutdown_seconds=3.0)
