@@ -1,4 +1,8 @@
-"""A deadline for calls of libraries that know none, and that let no other thread of Python run meanwhile."""
+"""A deadline for calls of libraries that know none, and that let no other thread of Python run meanwhile.
+
+``faulthandler`` alone would end the process too, but tell neither which rank waited for what nor what to do, and a
+thread of Python cannot while MPI starts. Its one alarm may also be the user's.
+"""
 
 from __future__ import annotations
 

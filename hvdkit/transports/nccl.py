@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,9 @@ from hvdkit.environments.nccl import watchdog_options
 from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.admission import unsealed
 from hvdkit.transports.device import CudaStream, TorchDeviceCollectives
+from hvdkit.transports.waiters import Call
+
+T = TypeVar("T")
 
 logger = logging.getLogger("hvdkit")
 
@@ -82,8 +84,7 @@ def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: flo
         torch.cuda.current_stream(device).synchronize()
         return TorchDeviceCollectives(group, device, CudaStream())
 
-    collectives: TorchDeviceCollectives = within(timeout_seconds, connect, "NCCL to connect")
-    return collectives
+    return within(timeout_seconds, connect, "NCCL to connect")
 
 
 def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float) -> list[str]:
@@ -108,25 +109,15 @@ def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float
         raise PeerLostError(f"the store where the ranks met is gone: {str(error).splitlines()[0]}") from error
 
 
-def within(timeout_seconds: float, action: Callable[[], Any], what: str) -> Any:
+def within(timeout_seconds: float, action: Callable[[], T], what: str) -> T:
     """The result of ``action``, which has no time limit of its own. Raises PeerLostError when it fails or is late."""
-    outcome: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(action())
-        except BaseException as error:  # raised below, in the thread that waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="hvdkit-connect", daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    if errors:
-        raise PeerLostError(f"{what} failed: {str(errors[0]).splitlines()[0]}") from errors[0]
-    if not outcome:
+    call = Call(action, "hvdkit-connect")
+    if not call.within(timeout_seconds):
         raise PeerLostError(
             f"waited {timeout_seconds:g} s for {what} (HVDKIT_START_TIMEOUT_SECONDS).\n"
             "HINT: see what the other ranks printed; set NCCL_DEBUG=INFO to see what NCCL waits for."
         )
-    return outcome[0]
+    try:
+        return call.result()
+    except BaseException as error:
+        raise PeerLostError(f"{what} failed: {str(error).splitlines()[0]}") from error

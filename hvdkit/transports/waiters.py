@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from time import monotonic
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class Waiters:
@@ -43,3 +46,36 @@ class Waiters:
             job()
             with self._lock:
                 self._idle += 1
+
+
+class Call(Generic[T]):
+    """A call that has no time limit of its own, on a thread that waits for it to be due.
+
+    The thread is there before: where the interpreter ends, Python 3.12 and later start none.
+    """
+
+    def __init__(self, action: Callable[[], T], name: str) -> None:
+        self._due, self._done = threading.Event(), threading.Event()
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            self._due.wait()
+            try:
+                self._results.append(action())
+            except BaseException as error:  # raised by ``result``
+                self._error = error
+            self._done.set()
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def within(self, seconds: float) -> bool:
+        """Make the call. Whether it came back in time; else it is left behind."""
+        self._due.set()
+        return self._done.wait(seconds)
+
+    def result(self) -> T:
+        """What came of the call that has come back. Raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]

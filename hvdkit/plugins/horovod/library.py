@@ -11,16 +11,18 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from time import sleep
 from typing import Any
 
 from hvdkit.plugins.horovod.variables import told_to_horovod, variables
+from hvdkit.transports.waiters import Call
 
 logger = logging.getLogger("hvdkit")
 
+THREAD = "hvdkit-horovod-call"
 _NAME = "mpi_lib_v2"  # as Horovod calls it, which its entry point follows
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
 
@@ -53,7 +55,7 @@ class NativeHorovod:
         self._stuck = ""
         self._was_told_ranks = False
         self._stopping = threading.Event()
-        self._shutdown: _Prepared | None = None
+        self._shutdown: Call[Any] | None = None
 
     @property
     def controllers(self) -> list[str]:
@@ -95,18 +97,14 @@ class NativeHorovod:
         """
         self._stopping.clear()
         self._was_told_ranks |= bool(members)
-        self._shutdown = _Prepared(self._calls.horovod_shutdown)
-        started: list[bool] = []
+        self._shutdown = Call(self._calls.horovod_shutdown, THREAD)
         numbers = (ctypes.c_int * len(members))(*members)
-
-        def run() -> None:
-            started.append(self._calls.horovod_init(numbers, len(members), None, None, 0))
-
+        start = Call(lambda: bool(self._calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
         with told_to_horovod(variables(controller, rank, size, meeting, silence_seconds, interface)):
-            if not _Prepared(run).within(timeout_seconds):
+            if not start.within(timeout_seconds):
                 self._stuck = f"it was not ready after {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"
                 return self._stuck
-        if not (started and started[0]):
+        if not start.result():
             return "it refused"
         seen = self._calls.horovod_rank(), self._calls.horovod_size()
         if seen != (rank, size):
@@ -161,27 +159,3 @@ def common_problem(told: Sequence[dict[str, Any]]) -> str:
     if len(set(controllers)) > 1:
         return f"Horovod was built in different ways: its ranks would talk by {controllers}"
     return ""
-
-
-class _Prepared:
-    """A call that has no time limit of its own, on a thread that waits for it.
-
-    The thread is there before the call is due: where the interpreter ends, Python 3.12 and later start none.
-    """
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._due, self._done = threading.Event(), threading.Event()
-
-        def run() -> None:
-            self._due.wait()
-            try:
-                call()
-            finally:
-                self._done.set()
-
-        threading.Thread(target=run, name="hvdkit-horovod-call", daemon=True).start()
-
-    def within(self, seconds: float) -> bool:
-        """Make the call. Whether it came back in time; else it is left behind."""
-        self._due.set()
-        return self._done.wait(seconds)
