@@ -13,11 +13,6 @@ from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp, Scale
 
 
-def bytes_sent(rank: int, size: int, nbytes: int) -> int:
-    """What ``rank`` sends if the payload of the tensor has ``nbytes`` bytes."""
-    return nbytes * (size - 1)
-
-
 def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag``."""
     if buffer.size == 0:

@@ -12,21 +12,23 @@ from collections.abc import Callable
 
 from hvdkit import kernels
 from hvdkit.collectives.all_to_all import all_to_all_allreduce
-from hvdkit.collectives.butterfly import butterfly_allreduce
+from hvdkit.collectives.by_name import (
+    butterfly_allreduce,
+    master_worker_allreduce,
+    ring_allreduce,
+    round_robin_allreduce,
+    tree_allreduce,
+)
 from hvdkit.collectives.choice import LATENCY_SECONDS, REDUCE_SECONDS_PER_BYTE, SECONDS_PER_BYTE, Choice
 from hvdkit.collectives.chunks import decode_final
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.collectives.master_worker import master_worker_allreduce
-from hvdkit.collectives.ring import ring_allreduce
-from hvdkit.collectives.round_robin import round_robin_allreduce
-from hvdkit.collectives.tree import tree_allreduce
 from hvdkit.collectives.two_phase import two_phase_allreduce
 from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
 
 Algorithm = Callable[[Group, Array, ReduceOp, Scale, Cast, int], Steps[None]]
 
-# Each is for two ranks or more. Its module, of the same name, says what it costs, and counts the bytes it sends.
+# Each is for two ranks or more, and says where it stands what it costs.
 ALGORITHMS: dict[str, Algorithm] = {
     "all_to_all": all_to_all_allreduce,
     "two_phase": two_phase_allreduce,

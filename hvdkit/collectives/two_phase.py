@@ -15,11 +15,6 @@ from hvdkit.compression import Cast
 from hvdkit.kernels import ReduceOp, Scale
 
 
-def bytes_sent(rank: int, size: int, nbytes: int) -> int:
-    """What ``rank`` sends if the payload has ``nbytes`` bytes and chunks are equal; else only all ranks' sum holds."""
-    return 2 * nbytes * (size - 1) // size
-
-
 def two_phase_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Replace ``buffer`` (flat) by its reduction over all ranks. Uses ``tag`` and ``tag + 1``."""
     chunks = chunks_of(buffer, group.size)

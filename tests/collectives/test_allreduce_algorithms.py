@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.collectives.allreduce import ALGORITHMS, allreduce, choose_allreduce
+from hvdkit.collectives.by_name import MASTER, children, opponents
 from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Group
-from hvdkit.collectives.round_robin import opponents
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.collectives.tree import children
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
 from tests.collectives.stepping import run_everywhere, run_in_random_order
@@ -83,8 +81,18 @@ def outcomes(
 
 
 def formula(name: str, size: int, nbytes: int) -> list[int]:
-    module = importlib.import_module(f"hvdkit.collectives.{name}")
-    return [module.bytes_sent(rank, size, nbytes) for rank in range(size)]
+    """What each rank sends if the payload has ``nbytes`` bytes and chunks are equal; else only all ranks' sum holds."""
+    if name == "all_to_all":
+        return [nbytes * (size - 1)] * size
+    if name == "tree":
+        return [nbytes * (len(children(rank, size)) + (rank != 0)) for rank in range(size)]
+    if name == "master_worker":
+        return [nbytes * (size - 1) if rank == MASTER else nbytes for rank in range(size)]
+    if name == "butterfly":
+        core = 1 << (size.bit_length() - 1)
+        exchanged, extras = 2 * nbytes * (core - 1) // core, size - core
+        return [nbytes, exchanged + nbytes] * extras + [exchanged] * (size - 2 * extras)
+    return [2 * nbytes * (size - 1) // size] * size
 
 
 def test_the_two_kinds_of_algorithms_here_are_all_there_are():

@@ -1,0 +1,251 @@
+"""Allreduce algorithms that are only chosen by name (HVDKIT_ALLREDUCE), to compare with: see ``allreduce``.
+
+n is the bytes of the payload of a tensor, P the number of ranks. Where the module says nothing else, each rank sends
+2 n (P - 1) / P bytes, the least possible (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations").
+
+``round_robin`` and ``master_worker`` sum in rank order and give the bits that one process gives; half precision is
+summed in fp32 and rounded once. ``ring``, ``tree`` and ``butterfly`` give the same bits on all ranks and in every run,
+but not those of a sum in rank order, and round half precision and encoded partial sums to the type that travels at each
+hop. All use ``tag`` and ``tag + 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdkit.collectives.broadcast import tree_broadcast
+from hvdkit.collectives.chunks import chunks_of, decode_final, reduce_hop, room_for_payloads
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.compression import Cast
+from hvdkit.kernels import ONE, ReduceOp, Scale
+
+MASTER = 0
+
+
+# -- ring -------------------------------------------------------------------------------------------------------------
+
+
+def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
+    """Each chunk goes once around the ring to be reduced, and once more to be told: 2 (P - 1) rounds over one link.
+
+    Chunk c is summed in the order of ranks c + 1, c + 2, ..., c, in P - 1 hops.
+    """
+    chunks = chunks_of(buffer, group.size)
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    for step in range(1, group.size):
+        outgoing, own = chunks[(group.rank - step) % group.size], chunks[(group.rank - step - 1) % group.size]
+        factor = scale if step == group.size - 1 else ONE
+        yield from reduce_hop(group, outgoing, right, own, left, op, factor, codec, tag)
+    encoded = [codec.encode(chunk) for chunk in chunks]
+    for step in range(group.size - 1):
+        outgoing, incoming = encoded[(group.rank - step) % group.size], encoded[(group.rank - step - 1) % group.size]
+        yield group.sendrecv(outgoing, right, incoming, left, tag + 1)
+    decode_final(codec, encoded, chunks)
+
+
+# -- tree --------------------------------------------------------------------------------------------------------------
+
+
+def children(rank: int, size: int) -> list[int]:
+    """The ranks whose parent is ``rank``, nearest first."""
+    found = []
+    distance = 1
+    while rank + distance < size and not rank & distance:
+        found.append(rank + distance)
+        distance *= 2
+    return found
+
+
+def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
+    """A binomial tree reduces to rank 0, and the same tree broadcasts the result: 2 log2 P rounds.
+
+    The algorithm of MPICH's MPI_Reduce and MPI_Bcast for short messages (Thakur, Rabenseifner and Gropp, 2005,
+    "Optimization of collective communication operations in MPICH"). Each edge of the tree carries n bytes up and n
+    down: rank 0 sends n ceil(log2 P), another rank n (1 + its children), a leaf n. Rank r's parent is r without its
+    lowest bit. Neighbouring runs of ranks are summed, the lower one first, in up to log2 P hops.
+    """
+    if buffer.size == 0:
+        return
+    nothing = buffer[:0]
+    below = children(group.rank, group.size)
+    for child in below:
+        factor = scale if group.rank == 0 and child == below[-1] else ONE
+        yield from reduce_hop(group, nothing, child, buffer, child, op, factor, codec, tag)
+    payload = codec.encode(buffer)
+    if group.rank != 0:
+        yield [group.isend(payload, group.rank & (group.rank - 1), tag)]
+    yield from tree_broadcast(group, payload, 0, tag + 1)
+    decode_final(codec, [payload], [buffer])
+
+
+# -- butterfly ---------------------------------------------------------------------------------------------------------
+
+
+def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
+    """Reduce-scatter by recursive halving, allgather by recursive doubling: 2 log2 P rounds where P is a power of two.
+
+    Rabenseifner (2004, "Optimization of collective reduction operations"). Partners are near in the first round of the
+    halving, where most bytes travel. Neighbouring runs of ranks are summed, the lower one first. With a lossy codec the
+    chunks of a round of the allgather travel one by one, as their owners encoded them.
+
+    Otherwise let Q be the greatest power of two below P. Each of the P - Q extra ranks (0, 2, 4, ...) first gives its
+    tensor to the rank after it, which stands for both, and is given the result at the end: an extra rank sends n bytes,
+    the one after it 2 n (Q - 1) / Q + n, the rest 2 n (Q - 1) / Q, in 2 log2 Q + 2 rounds.
+    """
+    if buffer.size == 0:
+        return
+    core = 1 << (group.size.bit_length() - 1)  # the greatest power of two that is no more than the size
+    extras = group.size - core
+    chunks = chunks_of(buffer, core)
+    nothing, everything = buffer[:0], (0, core)
+    paired = group.rank < 2 * extras
+    if paired and group.rank % 2 == 0:
+        yield [group.isend(codec.encode(buffer), group.rank + 1, tag)]
+        encoded = [codec.encode(chunk) for chunk in chunks]
+        yield [group.irecv(part, group.rank + 1, tag + 1) for part in _messages(buffer, encoded, everything, codec)]
+    else:
+        if paired:
+            yield from reduce_hop(group, nothing, group.rank - 1, buffer, group.rank - 1, op, ONE, codec, tag)
+        place = group.rank // 2 if paired else group.rank - extras
+        ranks = [2 * other + 1 if other < extras else other + extras for other in range(core)]
+        index = yield from _halve(group, buffer, place, ranks, op, scale, codec, tag)
+        encoded = [codec.encode(chunk) for chunk in chunks]
+        yield from _double(group, buffer, encoded, index, place, ranks, codec, tag + 1)
+        if paired:
+            yield [group.isend(part, group.rank - 1, tag + 1) for part in _messages(buffer, encoded, everything, codec)]
+    decode_final(codec, encoded, chunks)
+
+
+def _halve(
+    group: Group,
+    buffer: Array,
+    place: int,
+    ranks: Sequence[int],
+    op: ReduceOp,
+    scale: Scale,
+    codec: Cast,
+    tag: int,
+) -> Steps[int]:
+    """Reduce-scatter among ``ranks``: with a partner, each reduces one half of what both hold; returns the last chunk.
+
+    ``place`` is this rank's in ``ranks``.
+    """
+    first, stop = 0, len(ranks)
+    distance = 1
+    while distance < len(ranks):
+        partner = ranks[place ^ distance]
+        middle = (first + stop) // 2
+        lower, upper = (first, middle), (middle, stop)
+        (first, stop), given = (upper, lower) if place & distance else (lower, upper)
+        distance *= 2
+        factor = scale if distance == len(ranks) else ONE
+        own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, given, len(ranks))
+        yield from reduce_hop(group, outgoing, partner, own, partner, op, factor, codec, tag)
+    return first
+
+
+def _double(
+    group: Group,
+    buffer: Array,
+    encoded: Sequence[Array],
+    index: int,
+    place: int,
+    ranks: Sequence[int],
+    codec: Cast,
+    tag: int,
+) -> Steps[None]:
+    """Allgather among ``ranks``, of which this one has chunk ``index``: the partners of the halving, last one first."""
+    first, width = index, 1
+    while width < len(ranks):
+        partner = ranks[place ^ (len(ranks) // 2 // width)]
+        other = first ^ width
+        outgoing = _messages(buffer, encoded, (first, first + width), codec)
+        incoming = _messages(buffer, encoded, (other, other + width), codec)
+        yield [group.irecv(part, partner, tag) for part in incoming] + [
+            group.isend(part, partner, tag) for part in outgoing
+        ]
+        first, width = min(first, other), 2 * width
+
+
+def _messages(buffer: Array, encoded: Sequence[Array], chunks: tuple[int, int], codec: Cast) -> list[Array]:
+    """What carries these reduced chunks: their run of the buffer if the codec loses nothing, else their payloads."""
+    parts = encoded[slice(*chunks)] if codec.lossy else [_run(buffer, chunks, len(encoded))]
+    return [part for part in parts if part.size]
+
+
+def _run(buffer: Array, chunks: tuple[int, int], parts: int) -> Array:
+    """Chunks from the first to before the second, of ``parts``, in one piece."""
+    bounds = partition(buffer.size, parts, buffer.itemsize)
+    return buffer[bounds[chunks[0]][0] : bounds[chunks[1] - 1][1]]
+
+
+# -- round robin -------------------------------------------------------------------------------------------------------
+
+
+def opponents(rank: int, size: int) -> list[int | None]:
+    """Whom ``rank`` meets in each round, or None where it sits out.
+
+    The last seat stays, the others turn by one each round; with an odd ``size`` that seat is empty.
+    """
+    turning = size - 1 + size % 2
+    met: list[int | None] = []
+    for turn in range(turning):
+        other = turn if rank == turning else (2 * turn - rank) % turning
+        if other == rank:
+            other = turning
+        met.append(other if other < size else None)
+    return met
+
+
+def round_robin_allreduce(
+    group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
+) -> Steps[None]:
+    """Reduce-scatter and allgather by pairs, each round of them a round of a tournament.
+
+    Two-phase allreduce under the schedule of the circle method (Kirkman, 1847; for pairwise exchanges, Thakur,
+    Rabenseifner and Gropp, 2005): in each of P - 1 rounds (P if P is odd, where each rank sits out one) every rank
+    exchanges chunks with one other only, so that no rank and no link between two is shared. Chunks are reduced when all
+    have come.
+    """
+    rounds = [peer for peer in opponents(group.rank, group.size) if peer is not None]
+    chunks = chunks_of(buffer, group.size)
+    encoded = [codec.encode(chunk) for chunk in chunks]
+    scratch, payloads = room_for_payloads(group, encoded[group.rank])
+    for peer in rounds:
+        yield group.sendrecv(encoded[peer], peer, payloads[peer], peer, tag)
+    own = chunks[group.rank]
+    codec.decode_reduce(payloads, own, op, scale)
+    SCRATCH.give_back(scratch)
+    encoded[group.rank] = codec.encode(own)
+    for peer in rounds:
+        yield group.sendrecv(encoded[group.rank], peer, encoded[peer], peer, tag + 1)
+    decode_final(codec, encoded, chunks)
+
+
+# -- master and workers ------------------------------------------------------------------------------------------------
+
+
+def master_worker_allreduce(
+    group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
+) -> Steps[None]:
+    """Everyone sends its tensor to rank 0, which reduces and sends the result to everyone.
+
+    The parameter server with one server (Li et al., 2014, "Scaling distributed machine learning with the parameter
+    server"): two exchanges, but all of them through one link. Rank 0 sends n (P - 1) bytes, each other rank n.
+    """
+    if buffer.size == 0:
+        return
+    payload = codec.encode(buffer)
+    if group.rank == MASTER:
+        scratch, payloads = room_for_payloads(group, payload)
+        yield [group.irecv(payloads[worker], worker, tag) for worker in group.peers()]
+        codec.decode_reduce(payloads, buffer, op, scale)
+        SCRATCH.give_back(scratch)
+        payload = codec.encode(buffer)
+        yield [group.isend(payload, worker, tag + 1) for worker in group.peers()]
+    else:
+        yield [group.isend(payload, MASTER, tag)]
+        yield [group.irecv(payload, MASTER, tag + 1)]
+    decode_final(codec, [payload], [buffer])
