@@ -101,7 +101,7 @@ def is_homogeneous() -> bool:
 
 def compression_stats() -> CompressionStatistics:
     """What compression did on this rank: bytes before and after, seconds, residuals, by codec and by parameter."""
-    return compression_statistics(runtime.engine())
+    return compression_statistics(runtime.engine().lanes)
 
 
 def communication_stats() -> CommunicationStatistics:
@@ -116,12 +116,12 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     if not isinstance(file_path, str | os.PathLike):
         raise TypeError(f"start_timeline: file_path must be a string or a path, got {file_path!r}")
-    runtime.engine().start_timeline(os.fspath(file_path), mark_cycles)
+    runtime.engine().telemetry.start(os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
     """End the recording and close its file."""
-    runtime.engine().stop_timeline()
+    runtime.engine().telemetry.stop()
 
 
 def mpi_threads_supported() -> bool:

@@ -3,41 +3,61 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdkit.collectives.group import Steps
 from hvdkit.compression import codec_told
 from hvdkit.engine.direct import staged, zeros_on_device
+from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
-from hvdkit.engine.messages import Run
+from hvdkit.engine.mailbox import Mailbox
+from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Reject, Run
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.ops import KINDS, TAGS_PER_OPERATION, Batch, Submission
 from hvdkit.engine.requests import Key, Signature
-from hvdkit.errors import HorovodInternalError
-
-if TYPE_CHECKING:
-    from hvdkit.engine.core import Engine
+from hvdkit.engine.submissions import Submissions
+from hvdkit.engine.telemetry import Telemetry
+from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
 
 # Named operations count their tags below those of lanes; see lane.LANE_TAG.
 NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
 # How many names of operations with a codec are remembered, to count how often each has come.
 KEYS_COUNTED = 10_000
+# By the coordinator's word for what went wrong.
+REJECTED: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}
 
 
 class Batches:
     """Starts batches; each ends in the handles of its submissions."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        groups: Groups,
+        submissions: Submissions,
+        operations: list[Operation],
+        telemetry: Telemetry,
+    ) -> None:
+        self._mailbox, self._groups, self._telemetry = mailbox, groups, telemetry
+        self._submissions, self._operations = submissions, operations
         self._turns: dict[Key, int] = {}
+        mailbox.handlers.update({Run: self._run, Reject: self._reject})
 
-    def run(self, message: Run) -> None:
+    def _reject(self, sender: int, message: Reject) -> None:
+        """The coordinator found an error; this rank's request ends with it."""
+        key, kind = Key(message.process_set, message.kind, message.name), REJECTED[message.cause]
+        submission = self._submissions.pop(key, None)
+        if submission is not None:
+            self._telemetry.end(key)
+            submission.handle.fail(kind(message.text))
+
+    def _run(self, sender: int, message: Run) -> None:
         """Start a batch that all ranks run under the same sequence number."""
-        engine = self._engine
-        if engine.error is not None:
+        if self._mailbox.failed:
             return  # everyone is learning of it
+        telemetry = self._telemetry
         process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
-        group = engine.groups.group(process_set_id)  # may fail, so before anything is taken from who waits
+        group = self._groups.group(process_set_id)  # may fail, so before anything is taken from who waits
         submissions = [
             self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
             for index, (name, _) in enumerate(message.names)
@@ -47,26 +67,26 @@ class Batches:
 
         # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.
         def trace(activity: str, about: Batch | None = None) -> None:
-            if engine.timeline is None:
+            if telemetry.timeline is None:
                 return
             reason = {}
             if about is not None and row.why is not None and not direct:
                 reason = {"reason": row.why(about), "operations": len(submissions)}
             for submission in submissions:
-                engine.timeline_end(submission.key)
-                engine.timeline_begin(submission.key, activity, **reason)
+                telemetry.end(submission.key)
+                telemetry.begin(submission.key, activity, **reason)
 
         def completed(results: list[Any]) -> None:
-            row.ended(engine.groups, batch.signature, results[0])
+            row.ended(self._groups, batch.signature, results[0])
             if batch.codec.encodes and submissions[0].tally.bytes_after:
-                engine.statistics.encoded(batch.codec.told, submissions[0].tally)
+                telemetry.statistics.encoded(batch.codec.told, submissions[0].tally)
             for submission, result in zip(submissions, results, strict=True):
-                engine.timeline_end(submission.key)
+                telemetry.end(submission.key)
                 submission.handle.finish(result)
 
         def failed(error: HorovodInternalError) -> None:
             for submission in submissions:
-                engine.timeline_end(submission.key)
+                telemetry.end(submission.key)
                 submission.handle.fail(error)
 
         batch = Batch(group, submissions, [extra for _, extra in message.names], tag, trace=trace)
@@ -84,18 +104,18 @@ class Batches:
 
         what = submissions[0].handle.what + (f" and {len(submissions) - 1} more" if len(submissions) > 1 else "")
         for one in steps:
-            engine.operations.append(Operation(what, one, engine.transport, finished, group.members, failed))
+            self._operations.append(Operation(what, one, group.transport, finished, group.members, failed))
 
     def _submission(self, key: Key, signature: Signature | None) -> Submission:
         """What this rank submitted; zeros where it did not because it has joined."""
-        submission = self._engine.submissions.pop(key, None)
+        submission = self._submissions.pop(key, None)
         if submission is None:
             assert signature is not None, f"{key} runs, but this rank neither asked for it nor joined"
             joined = KINDS[key.kind].joined
             assert joined is not None, f"{key} runs on a rank that has joined"
             arrays = [] if signature.get("direct") else joined(signature)
             codec = codec_told(signature.get("codec", "none"))
-            submission = Submission(key, signature, arrays, None, Handle(key, None, self._engine.drive), codec=codec)
+            submission = Submission(key, signature, arrays, None, Handle(key, None, _nobody_waits), codec=codec)
         return submission
 
     def _turn(self, key: Key) -> int:
@@ -112,7 +132,7 @@ class Batches:
         after all older ones, and launches everything before it first yields.
         """
         row, signature = KINDS[batch.submissions[0].key.kind], batch.signature
-        collectives = self._engine.groups.device_collectives(process_set_id, signature["device"], self._engine.place)
+        collectives = self._groups.device_collectives(process_set_id, signature["device"])
         for submission in batch.submissions:
             if not submission.arrays and row.joined is not None:  # this rank has joined
                 asked = submission.signature
@@ -124,3 +144,7 @@ class Batches:
         batch.side_by_side = False  # it is one operation already
         (steps,) = row.run(batch)
         return (yield from steps)
+
+
+def _nobody_waits(handle: Handle) -> None:
+    raise AssertionError(f"{handle.what} was not submitted here")

@@ -5,30 +5,19 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import Layout, early_scale
-from hvdkit.compression import Codec
 from hvdkit.compression.memory import OWED
+from hvdkit.engine.arrangement import Arrangement
 from hvdkit.engine.memories import Memories, Report, State
 from hvdkit.engine.ops import effective
-from hvdkit.engine.plan import Bucket
+from hvdkit.engine.plan import Bucket, Reduction
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What a plan does to its buckets."""
-
-    op: ReduceOp
-    prescale: float
-    postscale: float
-    codecs: tuple[Codec, ...]  # slots say which one is theirs
 
 
 class Buckets(ABC):
@@ -43,13 +32,16 @@ class Buckets(ABC):
     takes_turns = False  # with the computation, which has every core: nothing is reduced before a step is finished
     layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
     memories: Memories  # what codecs keep
-    pieces: Sequence[Piece] = ()  # how the lane cuts its buckets
+    arrangement: Arrangement  # of the lane: its buckets, and how they are cut
     _group: Group
     _reduction: Reduction
-    _buckets: list[Bucket]
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return self.arrangement.buckets
 
     @abstractmethod
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+    def lay_out(self, arrangement: Arrangement) -> None:
         """From now on the lane has these buckets."""
 
     @abstractmethod
@@ -138,7 +130,7 @@ class Buckets(ABC):
         encoded = [
             (
                 bucket.slots, bucket.offsets, str(bucket.dtype), codec.told,
-                sorted((piece.begin, piece.end) for piece in self.pieces if piece.bucket == number),
+                sorted((piece.begin, piece.end) for piece in self.arrangement.pieces if piece.bucket == number),
             )
             for number, bucket in enumerate(self._buckets)
             if (codec := self.memories.codec(number)).encodes

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdkit.compression import Tally
-
-if TYPE_CHECKING:
-    from hvdkit.engine.core import Engine
+from hvdkit.engine.lanes import Lanes
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,16 @@ class CompressionStatistics:
         return "\n".join(map(str, self.by_codec.values())) or "nothing was compressed"
 
 
-def compression_statistics(engine: Engine) -> CompressionStatistics:
+def compression_statistics(lanes: Lanes) -> CompressionStatistics:
     """Of all optimizers' parameters, and of operations by name, which keep nothing."""
     by_parameter: dict[str, CodecStatistics] = {}
     totals: dict[str, tuple[Tally, float]] = {}
-    for lane in list(engine.lanes.values()):
+    for lane in list(lanes.values()):
         for slot, codec, tally, norm in lane.home.reports():
             name = slot.name if slot.name not in by_parameter else f"{slot.name} ({lane.name})"
             by_parameter[name] = _statistics(codec, tally, norm)
             _count(totals, codec, tally, norm)
-    for codec, tally in engine.statistics.encoded_by_name().items():
+    for codec, tally in lanes.telemetry.statistics.encoded_by_name().items():
         _count(totals, codec, tally, 0.0)
     by_codec = {codec: _statistics(codec, tally, square**0.5) for codec, (tally, square) in totals.items()}
     return CompressionStatistics(by_codec, by_parameter)

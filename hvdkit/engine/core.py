@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -15,44 +15,44 @@ from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
 from hvdkit.engine.batches import Batches
 from hvdkit.engine.bell import new_bell
-from hvdkit.engine.buckets import Reduction
 from hvdkit.engine.direct import DeviceArray
 from hvdkit.engine.driver import Driver, spin_seconds, usable_cores
 from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.joining import Joining
 from hvdkit.engine.lane import Lane
-from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Lost, Message
+from hvdkit.engine.lanes import Lanes
+from hvdkit.engine.liveness import Liveness
+from hvdkit.engine.mailbox import Mailbox
+from hvdkit.engine.messages import Lost
 from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.negotiation import Negotiation
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.ops import Submission
-from hvdkit.engine.plan import Slot
-from hvdkit.engine.plans import Plan, keep_closed, register
+from hvdkit.engine.plan import Plan, Reduction, Slot
+from hvdkit.engine.plans import register
 from hvdkit.engine.requests import Call, Key, Signature
 from hvdkit.engine.schedule import Network, choose_sizes
-from hvdkit.engine.statistics import CommunicationStatistics, Statistics
+from hvdkit.engine.statistics import CommunicationStatistics
 from hvdkit.engine.submissions import Submissions
+from hvdkit.engine.telemetry import Telemetry
 from hvdkit.engine.topology import Topology
 from hvdkit.engine.watch import Watch
-from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, PeerLostError, StallError
+from hvdkit.errors import ForkedChildError, HorovodInternalError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
 
 if TYPE_CHECKING:
-    from hvdkit.engine.timeline import Timeline
     from hvdkit.kernels._native import Heartbeat
 
 logger = logging.getLogger("hvdkit")
 
 # How long a pass over shared memory watches the other ranks before the engine looks at other operations.
 PASS_SPIN_SECONDS = 20e-6
-# By the coordinator's word for what went wrong.
-REJECTED: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}
 
 
 class Engine(NamedOperations):
-    """All collective communication of this rank in its job."""
+    """All collective communication of this rank in its job. It makes its parts; none of them knows it."""
 
     def __init__(
         self,
@@ -65,31 +65,15 @@ class Engine(NamedOperations):
         going_on: Callable[[], None] = lambda: None,
     ) -> None:
         self.transport = transport
-        self.heartbeat = heartbeat
         self._going_on = going_on
         self.topology = topology
         self.settings = settings
-        self.network = network
-        self.sizes = choose_sizes(
-            network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
-        )
-        self.statistics = Statistics()
-        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology, len(usable_cores()))
-        choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)
-        self.groups = Groups(transport, static_process_sets, choice, min(spin, PASS_SPIN_SECONDS))
-        self.timeline: Timeline | None = None
         self.error: HorovodInternalError | None = None  # why nothing works any more
-        self.lanes: dict[int, Lane] = {}
-        self.closed_lanes: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank joins
         self.operations: list[Operation] = []
         self.submissions = Submissions()
-        self.place: str | None = None  # the device that this rank's named operations use
         self._process = os.getpid()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self.joining = Joining(self)
-        self.batches = Batches(self)
-        self.negotiation = Negotiation(self, static_process_sets)
-        self.watch = Watch(self)
+        self.telemetry = Telemetry(topology.rank)
+        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology, len(usable_cores()))
         self.driver = Driver(
             self._round,
             self.busy,
@@ -98,7 +82,24 @@ class Engine(NamedOperations):
             spin,
             settings.cycle_time_ms * 1e-3,
             settings.idle_poll_ms * 1e-3,
+            self.telemetry.statistics.waited,
+            alone=transport.size == 1,
         )
+        choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)
+        self.groups = Groups(transport, static_process_sets, choice, min(spin, PASS_SPIN_SECONDS))
+        sizes = choose_sizes(
+            network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
+        )
+        liveness = Liveness(settings.timeout_seconds, settings.longest_unresponsive_seconds)
+        self.mailbox = Mailbox(transport, topology, liveness, self.driver.defer)
+        self.mailbox.handlers[Lost] = self._lost
+        self.negotiation = Negotiation(
+            self.mailbox, transport, sizes.bucket, settings.cache_capacity, static_process_sets
+        )
+        self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive_lane)
+        self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations)
+        self.batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
+        self.watch = Watch(settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations)
         if transport.size > 1:
             transport.set_waker(self.driver.wake)
             self.driver.start()
@@ -108,8 +109,11 @@ class Engine(NamedOperations):
 
         ``place``: the device for zeros where this rank has used none so far.
         """
-        self.place = self.place or place
-        return self.joining.join()
+        self.check_usable()
+        self.groups.device = self.groups.device or place
+        handle = Handle("join()", None, self._drive)
+        self.joining.join(handle)
+        return handle
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -133,89 +137,37 @@ class Engine(NamedOperations):
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
-        lane = register(self, Plan(name, slots, reduction, process_set_id, groups, place))
+        plan = Plan(name, list(slots), reduction, process_set_id, groups, place)
+        lane = register(self, self.topology, self.settings, self.lanes, plan)
         self.lanes[lane.lane_id] = lane
         return lane
-
-    def forget_lane(self, lane: Lane) -> None:
-        """A lane was closed."""
-        if self.lanes.pop(lane.lane_id, None) is not None:
-            keep_closed(self.closed_lanes, lane)
-
-    def drive_lane(self, lane: Lane) -> None:
-        """Drive until every bucket of the lane's step is reduced or the lane has failed."""
-        self._wait(None, lane, lane.idle)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
     def communication_statistics(self) -> CommunicationStatistics:
         """What communication cost this rank since init."""
-        return self.statistics.totals(self.groups.bytes_sent())
+        return self.telemetry.statistics.totals(self.groups.bytes_sent())
 
     def busy(self) -> bool:
         """Whether anything waits to be driven."""
-        return bool(self._inbox or self.operations or self.submissions or self.joining.waiting)
-
-    # -- timeline -----------------------------------------------------------------------------------------------------
-
-    def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Begin recording on rank 0, in place of what was being recorded."""
-        self.stop_timeline()
-        if self.topology.rank == 0:
-            from hvdkit.engine.timeline import Timeline
-
-            self.timeline = Timeline(path, self.topology.rank, mark_cycles)
-
-    def stop_timeline(self) -> None:
-        timeline, self.timeline = self.timeline, None
-        if timeline is not None:
-            timeline.close()
-
-    def timeline_begin(self, row: object, activity: str, **args: Any) -> None:
-        timeline = self.timeline  # another thread may stop it
-        if timeline is not None:
-            timeline.begin(str(row), activity, **args)
-
-    def timeline_end(self, row: object) -> None:
-        timeline = self.timeline
-        if timeline is not None:
-            timeline.end(str(row))
-
-    def later(self, message: Message) -> None:
-        """Have the driver tell the coordinator something."""
-        self.defer(lambda: self.negotiation.send_to_coordinator(message))
-
-    def tell_later(self, ranks: Sequence[int], message: Message) -> None:
-        """Have the driver tell those of ``ranks`` that are others something."""
-        self.defer(lambda: self.negotiation.tell(ranks, message))
-
-    def defer(self, action: Callable[[], None]) -> None:
-        """Have the driver do something in its next round."""
-        self._inbox.append(action)
-        self.wake()
+        return bool(self.driver.inbox or self.operations or self.submissions or self.joining.waiting)
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Have what was submitted looked at soon; a rank alone looks at it now, as long as it can do anything."""
-        if self.transport.size == 1 and self.error is None:
-            self._drive_until(lambda: not self._inbox)
-        else:
-            self.driver.wake()
-
-    def _drive_until(self, finished: Callable[[], bool]) -> None:
-        self.statistics.waited(self.driver.drive_until(finished))
-
-    def drive(self, handle: Handle) -> None:
+    def _drive(self, handle: Handle) -> None:
         """Drive until an operation has ended."""
         self._wait(handle, None, handle.done)
 
+    def _drive_lane(self, lane: Lane) -> None:
+        """Drive until every bucket of the lane's step is reduced or the lane has failed."""
+        self._wait(None, lane, lane.idle)
+
     def _wait(self, handle: Handle | None, lane: Lane | None, finished: Callable[[], bool]) -> None:
         if os.getpid() != self._process:
-            raise ForkedChildError(self.told(), self._process)
+            raise ForkedChildError(self.mailbox.me(), self._process)
         self.watch.begin_waiting(handle, lane)
         try:
-            self._drive_until(finished)
+            self.driver.drive_until(finished)
         finally:
             self.watch.end_waiting()
 
@@ -228,10 +180,10 @@ class Engine(NamedOperations):
             failure = error
         except Exception as error:  # a defect of ours: whoever waits must learn of it, on whatever thread it happens
             if not broken:
-                logger.exception("the engine failed on %s", self.told())
-            failure = HorovodInternalError(f"the engine failed on {self.told()}: {error!r}")
+                logger.exception("the engine failed on %s", self.mailbox.me())
+            failure = HorovodInternalError(f"the engine failed on {self.mailbox.me()}: {error!r}")
         except BaseException as error:  # Ctrl-C in the middle of a sum: nobody can know how far it is
-            self._break(HorovodInternalError(f"{self.told()} was interrupted by {type(error).__name__}"), broken)
+            self._break(HorovodInternalError(f"{self.mailbox.me()} was interrupted by {type(error).__name__}"), broken)
             raise
         self._break(failure, broken)
         return not broken
@@ -240,13 +192,13 @@ class Engine(NamedOperations):
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
             rank = failure.rank if isinstance(failure, PeerLostError) else None
-            self.negotiation.tell_everyone(Lost(rank, str(failure)))
+            self.mailbox.tell_everyone(Lost(rank, str(failure)))
         self.fail(failure)
 
     def _pass(self) -> bool:
-        moved = False
-        while self._inbox:
-            self._inbox.popleft()()
+        moved, inbox = False, self.driver.inbox
+        while inbox:
+            inbox.popleft()()
             moved = True
         moved |= self.transport.advance()
         moved |= self.negotiation.exchange()
@@ -265,7 +217,7 @@ class Engine(NamedOperations):
             if self.error is not None:
                 return True
         self.joining.end_if_over()
-        timeline = self.timeline
+        timeline = self.telemetry.timeline
         if moved and timeline is not None:
             timeline.mark_cycle()
         self.watch.look(monotonic())
@@ -275,65 +227,29 @@ class Engine(NamedOperations):
         try:
             moved = operation.advance()
         except PeerLostError as error:
-            reason = self.negotiation.departed.get(-1 if error.rank is None else error.rank)
+            reason = self.mailbox.departed.get(-1 if error.rank is None else error.rank)
             who = "" if error.rank is None else self.topology.told(error.rank)
             how = f"{who} has left the job: {reason}" if reason else str(error)
             if who not in how:
                 how = f"{who} is lost: {how}"
-            raise PeerLostError(f"{operation.what} failed on {self.told()}: {how}", error.rank) from error
+            raise PeerLostError(f"{operation.what} failed on {self.mailbox.me()}: {how}", error.rank) from error
         except Exception as error:
-            raise HorovodInternalError(f"{operation.what} failed on {self.told()}: {error!r}") from error
+            raise HorovodInternalError(f"{operation.what} failed on {self.mailbox.me()}: {error!r}") from error
         if moved and operation in self.operations:
             self.operations.remove(operation)
         return moved is not None
-
-    def told(self) -> str:
-        """This rank, for messages."""
-        return self.topology.told(self.topology.rank)
 
     def fail(self, error: HorovodInternalError) -> None:
         """End every wait with ``error``: a rank is lost, or this one cannot go on."""
         if self.error is None:
             self.error = error
+            self.mailbox.failed, self.driver.looks_at_once = True, False
         for operation in self.operations:
             operation.fail(error)
         self.operations.clear()
-        for lane in list(self.lanes.values()) + list(self.closed_lanes.values()):  # some were closed in the middle
-            lane.fail(error)
+        self.lanes.fail(error)
         self.submissions.fail(error)
         self.joining.fail(error)
-
-    # -- what the coordinator decided ---------------------------------------------------------------------------------
-
-    def reject(self, key: Key, text: str, cause: str) -> None:
-        """The coordinator found an error; this rank's request for ``key`` ends with it."""
-        kind = REJECTED[cause]
-        submission = self.submissions.pop(key, None)
-        if submission is not None:
-            self.timeline_end(key)
-            submission.handle.fail(kind(text))
-
-    def lane_failed(self, lane_id: int, text: str) -> None:
-        lane = self.lanes.get(lane_id) or self.closed_lanes.get(lane_id)
-        if lane is not None:
-            lane.fail(MismatchError(text))
-
-    def drop(self, operations: Iterable[Operation]) -> None:
-        """Let go of what nobody waits for any more and may never end."""
-        dropped = set(operations)
-        self.operations = [operation for operation in self.operations if operation not in dropped]
-
-    def lane_given_up(self, rank: int, lane_id: int, step: int) -> None:
-        """``rank`` will not use the results of a step of a lane."""
-        lane = self.lanes.get(lane_id)
-        if lane is not None:
-            lane.given_up_by(rank, step)
-
-    def lane_ended(self, rank: int, lane_id: int, step: int) -> None:
-        """``rank`` takes no part in a step of a lane, nor in later ones."""
-        lane = self.lanes.get(lane_id) or self.closed_lanes.get(lane_id)
-        if lane is not None:
-            lane.ended_by(rank, step)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -374,16 +290,19 @@ class Engine(NamedOperations):
 
         def make(key: Key) -> Submission:
             signature = {"kind": kind, "ps": call.process_set_id, **fields}
-            handle = Handle(key, call.name, self.drive)
+            handle = Handle(key, call.name, self._drive)
             at = None if sources is None else list(sources)
             return Submission(key, signature, list(arrays), detail, handle, at, codec)
 
         submission = self.submissions.enter(kind, call.process_set_id, call.name, make)
         if arrays and isinstance(arrays[0], DeviceArray):
-            self.place = arrays[0].place
+            self.groups.device = arrays[0].place
         self.watch.seen_thread()
-        self.timeline_begin(submission.key, f"NEGOTIATE_{kind.upper()}")
-        self._inbox.append(lambda: self.negotiation.announce(submission))
-        if call.wake or self.transport.size == 1:
-            self.wake()
+        self.telemetry.begin(submission.key, f"NEGOTIATE_{kind.upper()}")
+        self.driver.inbox.append(partial(self.negotiation.announce, submission))
+        if call.wake or self.topology.size == 1:
+            self.driver.wake()
         return submission.handle
+
+    def _lost(self, sender: int, message: Lost) -> None:
+        self.fail(PeerLostError(message.text, message.rank))

@@ -8,11 +8,12 @@ from typing import Any, cast
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.compression.memory import TURN
-from hvdkit.engine.buckets import Buckets, Reduction
+from hvdkit.engine.arrangement import Arrangement
+from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.memories import Memories, Report, State
 from hvdkit.engine.offers import Offer
 from hvdkit.engine.ops import effective
-from hvdkit.engine.plan import Bucket, Slot
+from hvdkit.engine.plan import Bucket, Reduction, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
@@ -69,15 +70,14 @@ class DeviceBuckets(Buckets):
         self._changed: set[int] = set()  # of which the host holds what the device shall keep
         self._reduction = reduction
         self._collectives = collectives
-        self._buckets: list[Bucket] = []
         self._slots = list(slots)
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self.told = "the device's collectives"
 
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+    def lay_out(self, arrangement: Arrangement) -> None:
         self._pull(range(len(self._kept)))
-        self._buckets = list(buckets)
-        self.memories.lay_out(buckets)
+        self.arrangement = arrangement
+        self.memories.lay_out(arrangement.buckets)
         self._remember()
         self._push(range(len(self._kept)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -36,7 +37,11 @@ def spin_seconds(asked: float, transport: Transport, topology: Topology, cores: 
 
 
 class Driver:
-    """Calls ``round_`` (one pass over everything in flight; True if anything moved) from one thread at a time."""
+    """Calls ``round_`` (one pass over everything in flight; True if anything moved) from one thread at a time.
+
+    ``waited`` is told the seconds that a thread has waited. ``alone``: there is no other rank, so no background thread
+    is needed, and what is submitted is looked at by who submits it.
+    """
 
     def __init__(
         self,
@@ -47,7 +52,12 @@ class Driver:
         spin_seconds: float,
         longest_pause: float,
         idle_pause: float,
+        waited: Callable[[float], None],
+        alone: bool,
     ) -> None:
+        self.inbox: deque[Callable[[], None]] = deque()  # what the next round begins with; any thread may append
+        self.looks_at_once = alone
+        self._waited = waited
         self._round = round_
         self._busy = busy
         self._bell = bell  # rung by whoever has something for this rank: its own threads, and ranks of its node
@@ -77,8 +87,19 @@ class Driver:
             self._thread.join(ROUND_SECONDS)
 
     def wake(self) -> None:
-        """Something has come in or was submitted."""
-        self._bell.ring()
+        """Have what has come in or was submitted looked at soon, or at once where nobody else would."""
+        if self.looks_at_once:
+            self.drive_until(self._inbox_is_empty)
+        else:
+            self._bell.ring()
+
+    def defer(self, action: Callable[[], None]) -> None:
+        """Have something done in the next round."""
+        self.inbox.append(action)
+        self.wake()
+
+    def _inbox_is_empty(self) -> bool:
+        return not self.inbox
 
     @contextmanager
     def halted(self, seconds: float) -> Iterator[bool]:
@@ -90,8 +111,8 @@ class Driver:
             if mine:
                 self._turn.release()
 
-    def drive_until(self, finished: Callable[[], bool]) -> float:
-        """Drive from the calling thread until ``finished()``. Returns the seconds that it took."""
+    def drive_until(self, finished: Callable[[], bool]) -> None:
+        """Drive from the calling thread until ``finished()``."""
         started = perf_counter()
         with self._guests_lock:
             self._guests += 1
@@ -110,7 +131,7 @@ class Driver:
                 if moved:
                     moved_at, pause = perf_counter(), SHORTEST_PAUSE
                     if self._guests > 1:
-                        self.wake()  # it may have been what another thread waits for
+                        self._bell.ring()  # it may have been what another thread waits for
                 elif not self._polling:
                     if not finished():  # in that round, without anything that counts as moving
                         self._bell.sleep(seen, EVENT_PAUSE, self._spin)
@@ -120,9 +141,10 @@ class Driver:
         finally:
             with self._guests_lock:
                 self._guests -= 1
-            if self._busy() or perf_counter() - started > SHORT_VISIT:
+            seconds = perf_counter() - started
+            if seconds > SHORT_VISIT or self._busy():
                 self._last_guest_left.set()
-        return perf_counter() - started
+        self._waited(seconds)
 
     def _serve(self) -> None:
         pause = SHORTEST_PAUSE

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING
 
+from hvdkit.engine.liveness import Loss
+from hvdkit.engine.mailbox import Mailbox
 from hvdkit.engine.messages import Bye, Ping
-
-if TYPE_CHECKING:
-    from hvdkit.engine.core import Engine
-    from hvdkit.engine.liveness import Loss
+from hvdkit.engine.watch import Watch
 
 # How long shutdown waits for the others to shut down too. A rank that failed only makes sure that they have heard.
 GOODBYE_SECONDS = 5.0
@@ -25,8 +23,8 @@ class Farewell:
     answer in time is among the ``losses``: it was stopped or cut off, or hangs, and its job would never end.
     """
 
-    def __init__(self, engine: Engine, reason: str, code: int, failed: bool) -> None:
-        self._engine = engine
+    def __init__(self, mailbox: Mailbox, watch: Watch, reason: str, code: int, failed: bool) -> None:
+        self._mailbox, self._watch = mailbox, watch
         self._failed = failed
         self._began = monotonic()
         self._told = False
@@ -34,15 +32,15 @@ class Farewell:
         self.losses: list[Loss] = []
 
         def tell() -> None:
-            engine.negotiation.tell_everyone(Bye(reason, code))
+            mailbox.tell_everyone(Bye(reason, code))
             self._told = True
 
-        engine.defer(tell)
+        mailbox.defer(tell)
 
     def missing(self) -> list[int]:
         """The ranks that have not said goodbye."""
-        engine = self._engine
-        return sorted(set(range(engine.transport.size)) - {engine.topology.rank, *engine.negotiation.departed})
+        topology = self._mailbox.topology
+        return sorted(set(range(topology.size)) - {topology.rank, *self._mailbox.departed})
 
     def over(self) -> bool:
         """Whether this rank may leave. Also where no message can be sent any more, it ends."""
@@ -51,15 +49,15 @@ class Farewell:
         waited = now - self._began
         if self._told and not missing:
             return True
-        if self._failed or self._engine.error is not None or not self._told:
+        if self._failed or self._mailbox.failed or not self._told:
             return waited > (FAILED_GOODBYE_SECONDS if self._failed else GOODBYE_SECONDS)
         if self._asked_at is None:
             if waited > ASKING_SECONDS:
                 self._ask(missing, now)
             return False
-        unheard = [rank for rank in missing if not self._engine.watch.heard_since(rank, self._asked_at)]
+        unheard = [rank for rank in missing if not self._mailbox.liveness.heard_since(rank, self._asked_at)]
         if unheard:
-            self.losses = self._engine.watch.lost_since(unheard, self._asked_at, now)
+            self.losses = self._watch.lost_since(unheard, self._asked_at, now)
             return bool(self.losses)
         # An answer is worth no more than its age: the last one must have been asked for at the end.
         if self._asked_at > self._began + GOODBYE_SECONDS:
@@ -70,4 +68,4 @@ class Farewell:
 
     def _ask(self, ranks: list[int], now: float) -> None:
         self._asked_at = now
-        self._engine.defer(lambda: self._engine.negotiation.tell(ranks, Ping()))
+        self._mailbox.tell_later(ranks, Ping())

@@ -18,29 +18,27 @@ class Groups:
     ) -> None:
         self.ranks: dict[int, list[int]] = {0: list(range(transport.size))}
         self.ranks.update(enumerate(static_process_sets, start=1))
-        self._transport = transport
+        self.transport = transport
         self._choice = choice
         self._pass_spin_seconds = pass_spin_seconds
         self._groups: dict[int, Group] = {}
+        self.device: str | None = None  # ("cuda:0") that this rank's named operations have used last
         self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
 
     def group(self, process_set_id: int) -> Group:
         """The ranks of a process set that this rank is in."""
         if process_set_id not in self._groups:
-            group = Group(self._transport, self.ranks[process_set_id], self._choice)
+            group = Group(self.transport, self.ranks[process_set_id], self._choice)
             group.layout = layout_of(group, process_set_id, self._pass_spin_seconds)
             self._groups[process_set_id] = group
         return self._groups[process_set_id]
 
-    def device_collectives(self, process_set_id: int, device: str, place: str | None) -> DeviceCollectives | None:
-        """The collectives of a process set's named operations; all its ranks ask for the first time together.
-
-        ``place``: the device ("cuda:0") that this rank has used last.
-        """
+    def device_collectives(self, process_set_id: int, device: str) -> DeviceCollectives | None:
+        """The collectives of a process set's named operations; all its ranks ask for the first time together."""
         key = process_set_id, device
         if key not in self._device_collectives:
-            here = place if place and place.partition(":")[0] == device else device
-            self._device_collectives[key] = self._transport.collectives_for(
+            here = self.device if self.device and self.device.partition(":")[0] == device else device
+            self._device_collectives[key] = self.transport.collectives_for(
                 here, self.ranks[process_set_id], f"set{process_set_id}"
             )
         return self._device_collectives[key]

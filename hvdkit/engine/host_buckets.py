@@ -17,12 +17,13 @@ from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, l
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode
 from hvdkit.compression import Codec, Memory
-from hvdkit.engine.buckets import Buckets, Reduction
+from hvdkit.engine.arrangement import Arrangement
+from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.memories import Memories
 from hvdkit.engine.node_pass import Direction, NodePass, Order, OrderWait, Where
 from hvdkit.engine.offers import FILLED, Offer, offer_of
 from hvdkit.engine.ops import effective
-from hvdkit.engine.plan import Bucket, Slot, small_offsets
+from hvdkit.engine.plan import Bucket, Reduction, Slot, small_offsets
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import aligned_empty
@@ -92,7 +93,6 @@ class HostBuckets(Buckets):
         self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
         self._slots = list(slots)
         self.memories = Memories(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
-        self._buckets: list[Bucket] = []
         self._runs: dict[Piece, list[Part]] = {}  # what lies in a piece of these buckets
         self._small = node.small if node is not None else _block_of_small(slots)
         self._small_offers = {slot: offer_of(memory) for slot, memory in self._small.items()}
@@ -105,10 +105,10 @@ class HostBuckets(Buckets):
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
         self.told = _told(layout, node)
 
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = list(buckets)
+    def lay_out(self, arrangement: Arrangement) -> None:
+        self.arrangement = arrangement
         self._runs = {}
-        self.memories.lay_out(buckets)
+        self.memories.lay_out(arrangement.buckets)
 
     def small(self, slot: int) -> Array | None:
         return self._small.get(slot)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.handle import Handle
-from hvdkit.engine.messages import Join, LaneStarted
-from hvdkit.errors import DuplicateNameError, HorovodInternalError
+from hvdkit.engine.lanes import Lanes
+from hvdkit.engine.messages import Join, JoinDone, Joined, JoinFailed, LaneStarted
+from hvdkit.engine.negotiation import Negotiation
+from hvdkit.engine.operation import Operation
+from hvdkit.engine.submissions import Submissions
+from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
 
 if TYPE_CHECKING:
-    from hvdkit.engine.core import Engine
     from hvdkit.engine.lane import Lane
 
 
@@ -20,68 +23,50 @@ class Joining:
     tells those that have joined how far the lane is, and they follow.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self, negotiation: Negotiation, lanes: Lanes, submissions: Submissions, operations: list[Operation]
+    ) -> None:
+        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
+        self._open_lanes, self._submissions, self._operations = lanes, submissions, operations
+        self._rank = self._mailbox.topology.rank
         self._ranks: set[int] = set()
         self._lanes: dict[int, Lane] = {}  # on which this rank takes part with zeros
         self._handle: Handle | None = None
         self.over = 0  # joins that have ended, counted alike by all ranks, which all wait for the end
         self._last: int | None = None  # set between the end of a join and the end of its last zeros
+        self._mailbox.handlers.update(
+            {Joined: self._joined, JoinDone: self._done, JoinFailed: self._join_failed, LaneStarted: self._follow}
+        )
 
     @property
     def waiting(self) -> bool:
         """Whether this rank waits in join()."""
         return self._handle is not None
 
-    def join(self) -> Handle:
-        """Announce that this rank has no more data; the result is the last rank to join."""
-        engine = self._engine
-        engine.check_usable()
+    def join(self, handle: Handle) -> None:
+        """Announce that this rank has no more data; the result of ``handle`` is the last rank to join."""
         if self._handle is not None:
             raise DuplicateNameError("hvd.join() was called again while this rank is still joined.")
-        handle = self._handle = Handle("join()", None, engine.drive)
-        engine.later(Join())
-        return handle
+        self._handle = handle
+        self._negotiation.later(Join())
 
     def tell_started(self, lane: Lane) -> None:
         """An operation of a lane was started here; ranks that have joined follow."""
-        for rank in self._ranks.intersection(lane.group.members) - {self._engine.topology.rank}:
-            self._engine.negotiation.send(rank, LaneStarted(lane.lane_id, lane.sequence))
-
-    def joined(self, rank: int) -> None:
-        """A rank takes part with zeros from now on; tell it how far the lanes are that wait for it."""
-        self._ranks.add(rank)
-        if rank != self._engine.topology.rank:
-            for lane in list(self._engine.lanes.values()):
-                if rank in lane.group.members and not lane.idle() and lane.sequence:
-                    self._engine.negotiation.send(rank, LaneStarted(lane.lane_id, lane.sequence))
-
-    def follow(self, lane_id: int, sequence: int) -> None:
-        """Others have started a lane's operations up to here; this rank contributes zeros to them."""
-        lane = self._engine.lanes.get(lane_id) or self._engine.closed_lanes.get(lane_id)
-        if lane is not None and self._handle is not None:
-            lane.joined_until = max(lane.joined_until, sequence)
-            self._lanes[lane_id] = lane
+        for rank in self._ranks.intersection(lane.group.members) - {self._rank}:
+            self._mailbox.send(rank, LaneStarted(lane.lane_id, lane.sequence))
 
     def start_zeros(self) -> bool:
         """Start what may start. True if anything did."""
         started = False
         for lane in self._lanes.values():
             while lane.zeros_startable():
-                self._engine.operations.append(lane.start_zeros())
+                self._operations.append(lane.start_zeros())
                 started = True
         return started
 
-    def done(self, last: int) -> None:
-        """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
-        self._ranks.clear()
-        self.over += 1
-        self._engine.submissions.count_names_anew()
-        self._last = last
-
     def end_if_over(self) -> None:
         """End the join once nothing of it is in flight."""
-        if self._last is None or self._engine.operations:
+        if self._last is None or self._operations:
             return
         if self._handle is not None and all(lane.caught_up for lane in self._lanes.values()):
             for lane in self._lanes.values():
@@ -96,3 +81,31 @@ class Joining:
         if self._handle is not None:
             self._handle.fail(error)
             self._handle = None
+
+    # -- what others tell ---------------------------------------------------------------------------------------------
+
+    def _joined(self, sender: int, message: Joined) -> None:
+        """A rank takes part with zeros from now on; tell it how far the lanes are that wait for it."""
+        rank = message.rank
+        self._ranks.add(rank)
+        if rank != self._rank:
+            for lane in list(self._open_lanes.values()):
+                if rank in lane.group.members and not lane.idle() and lane.sequence:
+                    self._mailbox.send(rank, LaneStarted(lane.lane_id, lane.sequence))
+
+    def _follow(self, sender: int, message: LaneStarted) -> None:
+        """Others have started a lane's operations up to here; this rank contributes zeros to them."""
+        lane = self._open_lanes.find(message.lane)
+        if lane is not None and self._handle is not None:
+            lane.joined_until = max(lane.joined_until, message.sequence)
+            self._lanes[message.lane] = lane
+
+    def _done(self, sender: int, message: JoinDone) -> None:
+        """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
+        self._ranks.clear()
+        self.over += 1
+        self._submissions.count_names_anew()
+        self._last = message.rank
+
+    def _join_failed(self, sender: int, message: JoinFailed) -> None:
+        self.fail(PeerLostError(message.text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,21 +13,19 @@ from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.compression import CASTS, Codec
+from hvdkit.compression import CASTS
 from hvdkit.engine.arrangement import UNSEEN, arrange, load
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.given_up import ENDED, GIVEN_UP, GivenUpSteps
 from hvdkit.engine.lane_records import LaneRecords
+from hvdkit.engine.lanes import Lanes
 from hvdkit.engine.messages import Ended, GivenUp, LaneFailed
 from hvdkit.engine.operation import Operation
-from hvdkit.engine.plan import Slot
+from hvdkit.engine.plan import Plan
 from hvdkit.engine.schedule import without_overlap
 from hvdkit.engine.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
 from hvdkit.kernels import ONE, ReduceOp
-
-if TYPE_CHECKING:
-    from hvdkit.engine.core import Engine
 
 # How far the newest operation of a lane may be ahead of the oldest one in flight; see node_pass.CELLS.
 SPAN = 32
@@ -52,20 +50,11 @@ class Lane:
     steps. Where gradients lie is for ``home`` to know.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        lane_id: int,
-        name: str,
-        slots: Sequence[Slot],
-        group: Group,
-        home: Buckets,
-        codecs: Sequence[Codec],
-        groups: Sequence[Sequence[int]],
-    ) -> None:
-        self.name = name
+    def __init__(self, lanes: Lanes, lane_id: int, plan: Plan, group: Group, home: Buckets, verify: int) -> None:
+        self.name = plan.name
         self.lane_id = lane_id
-        self.slots = list(slots)
+        self.plan = plan
+        self.slots = plan.slots
         self.group = group
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
@@ -74,12 +63,10 @@ class Lane:
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
         self.home = home
         self._running: dict[int, Operation] = {}  # by sequence
-        self._engine = engine
-        self._sizes = without_overlap(engine.sizes) if home.takes_turns else engine.sizes
-        self._codecs = list(codecs)
-        self._groups = [list(members) for members in groups]
-        self._records = LaneRecords(engine, name, self.slots, home, self._sizes.reason)
-        self.verification = LaneVerification(group, engine.settings.verify)
+        self._lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
+        self._sizes = without_overlap(lanes.sizes) if home.takes_turns else lanes.sizes
+        self._records = LaneRecords(lanes.telemetry, plan, home, self._sizes.reason)
+        self.verification = LaneVerification(group, verify)
         self._given_up = GivenUpSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
         self._lock = threading.Lock()
@@ -87,7 +74,7 @@ class Lane:
         self._started = 0  # operations of this step
         self._completed = 0
         self._observed: dict[int, float] = {}  # when each slot was ready in the first step, in seconds
-        self._arrange([UNSEEN] * len(slots))
+        self._arrange([UNSEEN] * len(plan.slots))
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -115,7 +102,7 @@ class Lane:
             self._ready.add(slot)
             if self._step == 0 and since != UNSEEN:
                 self._observed[slot] = perf_counter() if since is None else since
-            bucket = self._bucket_of[slot]
+            bucket = self.arrangement.bucket_of[slot]
             if mark is not None:
                 self._marks[bucket].append(mark)
             self._left[bucket] -= 1
@@ -123,7 +110,7 @@ class Lane:
         if complete:
             self._records.waits(bucket)
             if not self.home.takes_turns:
-                self._engine.wake()
+                self._driver.wake()
 
     def copied(self, slots: Sequence[int], started: float) -> None:
         """For the timeline: gradients were copied into their slots between ``started`` (perf_counter) and now."""
@@ -170,7 +157,7 @@ class Lane:
     def _end(self) -> None:
         assert not self.unready_slots(), "finish() before every slot was ready"
         self._finishing = True
-        self._engine.drive_lane(self)
+        self._lanes.drive(self)
         if self.error is not None:
             raise self.error
         with self._lock:
@@ -183,7 +170,7 @@ class Lane:
         """
         if self.in_flight and self.error is None:
             self._given_up.here(self._step)
-            self._engine.tell_later(self.group.members, GivenUp(self.lane_id, self._step))
+            self._mailbox.tell_later(self.group.members, GivenUp(self.lane_id, self._step))
             for slot in self.unready_slots():
                 self.ready(slot, None)
             self._end()
@@ -194,13 +181,13 @@ class Lane:
         The lane fails on all ranks, in this step, or in the next one where a rank had all that it needed for this one.
         """
         if self.in_flight and self.error is None:
-            self.fail(MismatchError(ENDED % (self._engine.told(), self.name)))
-            self._engine.tell_later(self.group.members, Ended(self.lane_id, self._step))
+            self.fail(MismatchError(ENDED % (self._mailbox.me(), self.name)))
+            self._mailbox.tell_later(self.group.members, Ended(self.lane_id, self._step))
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
         self.closed = True
-        self._engine.forget_lane(self)
+        self._lanes.keep_closed(self)
         if self.error is not None or not self._in_flight:
             self.home.end_step()
         self.home.forget(quiet=self.error is None and not self._in_flight)
@@ -219,19 +206,19 @@ class Lane:
     def _may_start(self) -> bool:
         if self.error is not None or not self._room() or (self.home.takes_turns and not self._finishing):
             return False
-        if self._started < len(self._pieces):
-            return bool(self._left[self._pieces[self._started].bucket] == 0)
+        if self._started < len(self.arrangement.pieces):
+            return bool(self._left[self.arrangement.pieces[self._started].bucket] == 0)
         return self._finishing and self._may_observe()
 
     def _may_observe(self) -> bool:
         """Exchanges of what was observed or measured come after all pieces, one after the other."""
-        return len(self._pieces) <= self._started == self._completed < self._planned()
+        return len(self.arrangement.pieces) <= self._started == self._completed < self._planned()
 
     def _room(self) -> bool:
         """Whether what is on its way leaves room for the next operation."""
         if not self._in_flight:
             return True
-        nbytes = self._load(self._started) if self._started < len(self._pieces) else 0
+        nbytes = self._load(self._started) if self._started < len(self.arrangement.pieces) else 0
         near = self.sequence - min(self._in_flight) < SPAN
         return near and sum(self._in_flight.values()) + nbytes <= self._sizes.in_flight
 
@@ -248,7 +235,7 @@ class Lane:
         """Whether this rank has joined, others have started the next operation, and it may start here."""
         if self.error is not None or self.sequence >= self.joined_until or not self._room():
             return False
-        return self._started < len(self._pieces) or self._may_observe()
+        return self._started < len(self.arrangement.pieces) or self._may_observe()
 
     def start_zeros(self) -> Operation:
         """Start the next operation with zeros, as a rank that has joined does."""
@@ -259,15 +246,15 @@ class Lane:
         place, sequence = self._started, self.sequence
         self._started, self.sequence = place + 1, sequence + 1
         tag = lane_tag(self.lane_id, sequence)
-        if place < len(self._pieces):
+        if place < len(self.arrangement.pieces):
             self._in_flight[sequence] = self._load(place)
-            marks = [self.home.mark()] if joined else self._marks[self._pieces[place].bucket]
-            steps = self.home.reduce(self._pieces[place], joined, marks, sequence, tag)
+            marks = [self.home.mark()] if joined else self._marks[self.arrangement.pieces[place].bucket]
+            steps = self.home.reduce(self.arrangement.pieces[place], joined, marks, sequence, tag)
             steps = self._records.reduction(place, joined, steps)
             what = self._records.told(place)
         else:
             self._in_flight[sequence] = 0
-            steps, what = self._exchange(place - len(self._pieces), joined, tag)
+            steps, what = self._exchange(place - len(self.arrangement.pieces), joined, tag)
 
         def completed(_: Any) -> None:
             del self._in_flight[sequence], self._running[sequence]
@@ -278,10 +265,10 @@ class Lane:
             # The training thread of a joined rank is in join(): nobody else will begin the next step.
             if joined and self._completed == self._planned():
                 self._end_step()
-                self._engine.wake()
+                self._driver.wake()
 
         what += " (joined)" if joined else ""
-        operation = Operation(what, steps, self._engine.transport, completed, self.group.members)
+        operation = Operation(what, steps, self.group.transport, completed, self.group.members)
         self._running[sequence] = operation
         return operation
 
@@ -291,8 +278,9 @@ class Lane:
             self.error = error
             self.home.rescue()
             # Others may have stopped before these: nobody would ever end them.
-            self._engine.defer(lambda: self._engine.drop(self._running.values()))
-            for place in range(min(self._completed, len(self._pieces)), min(self._started, len(self._pieces))):
+            self._lanes.drop_later(self._running.values())
+            count = len(self.arrangement.pieces)
+            for place in range(min(self._completed, count), min(self._started, count)):
                 self._records.ended(place)
 
     def given_up_by(self, rank: int, step: int) -> None:
@@ -319,38 +307,27 @@ class Lane:
 
     def _fail_everywhere(self, rank: int) -> None:
         """``rank`` gave a step up that was used here."""
-        engine = self._engine
-        text = GIVEN_UP % (engine.topology.told(rank), self.name, engine.told())
+        text = GIVEN_UP % (self._mailbox.topology.told(rank), self.name, self._mailbox.me())
         self.fail(MismatchError(text))
-        engine.tell_later(self.group.members, LaneFailed(self.lane_id, text))
+        self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
 
     def _planned(self) -> int:
-        return len(self._pieces) + self._observes + self._verifies
+        return len(self.arrangement.pieces) + self._observes + self._verifies
 
     def _load(self, place: int) -> int:
-        bucket = self._pieces[place].bucket
-        codec = self.home.memories.codec(bucket)
-        return load(self._piece_bytes[place], self._buckets[bucket].dtype, codec, self._sizes)
+        now = self.arrangement
+        bucket = now.buckets[now.pieces[place].bucket]
+        codec = self.plan.reduction.codecs[bucket.codec]
+        return load(now.nbytes[place], bucket.dtype, codec, self._sizes)
 
     def _arrange(self, ready_at: Sequence[float]) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
-        engine = self._engine
-        share = sent_share(self.group.size, self.home.layout)
-        plan = arrange(
-            self.slots,
-            ready_at,
-            self._groups,
-            self._sizes,
-            engine.network,
-            share,
-            not self.on_device,
-            self._codecs,
+        plan, share = self.plan, sent_share(self.group.size, self.home.layout)
+        codecs, network = plan.reduction.codecs, self._lanes.network
+        self.arrangement = arrange(
+            plan.slots, ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
-        self._buckets, self._pieces = plan.buckets, plan.pieces
-        self._piece_bytes, self._bucket_of = plan.nbytes, plan.bucket_of
-        self._records.plan = plan
-        self.home.lay_out(self._buckets)
-        self.home.pieces = self._pieces
+        self.home.lay_out(self.arrangement)
         self._begin_step()
 
     def _end_step(self) -> None:
@@ -366,7 +343,7 @@ class Lane:
     def _fail_if_ended(self) -> None:
         """Nobody may wait for a rank that takes no part in this step."""
         if self._ended is not None and self._step >= self._ended[1]:
-            self.fail(MismatchError(ENDED % (self._engine.topology.told(self._ended[0]), self.name)))
+            self.fail(MismatchError(ENDED % (self._mailbox.topology.told(self._ended[0]), self.name)))
 
     def _begin_step(self) -> None:
         self._observes = self._step == 0
@@ -374,8 +351,8 @@ class Lane:
         self._finishing = False
         self._begun = False
         self._ready: set[int] = set()
-        self._left = [len(bucket.slots) for bucket in self._buckets]
-        self._marks: list[list[Any]] = [[] for _ in self._buckets]
+        self._left = [len(bucket.slots) for bucket in self.arrangement.buckets]
+        self._marks: list[list[Any]] = [[] for _ in self.arrangement.buckets]
         self._in_flight: dict[int, int] = {}  # bytes by sequence
         self._started = 0
         self._completed = 0

@@ -9,6 +9,7 @@ from typing import Any
 from hvdkit.collectives.group import Array
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.direct import DeviceArray
+from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Call, ReduceRequest, Signature
 from hvdkit.kernels import NAMES
@@ -20,6 +21,8 @@ class NamedOperations(ABC):
     Arrays are numpy arrays, C-contiguous. Where allreduce, broadcast and allgather take DeviceArrays, the result's
     arrays are tensors of the device or, if these ranks have no collectives of it, numpy arrays.
     """
+
+    groups: Groups
 
     @abstractmethod
     def submit(

@@ -1,4 +1,4 @@
-"""How the tensors of a plan are laid out in fusion buffers: pure functions of what all ranks have agreed on."""
+"""What an optimizer asks for, and how its tensors lie in fusion buffers: pure functions of what ranks agree on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from hvdkit.arena import SMALLEST_BYTES
+from hvdkit.compression import Codec
+from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import CACHE_LINE
 
 
@@ -26,6 +28,28 @@ class Slot:
     @cached_property
     def elements(self) -> int:
         return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a plan does to its buckets."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    codecs: tuple[Codec, ...]  # slots say which one is theirs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an optimizer asks for. ``place`` is the device on which its slots shall live, or plans.HOST."""
+
+    name: str
+    slots: Sequence[Slot]
+    reduction: Reduction
+    process_set_id: int = 0
+    groups: Sequence[Sequence[int]] = ()
+    place: str = "cpu"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def is_initialized() -> bool:
 def check_not_forked() -> None:
     """Raises ForkedChildError in a process that was forked from the one that called init."""
     if _session is not None and _session.process != os.getpid():
-        raise ForkedChildError(_session.engine.told(), _session.process)
+        raise ForkedChildError(_session.engine.mailbox.me(), _session.process)
 
 
 def is_forked() -> bool:
@@ -114,7 +114,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         process_set.process_set_id = number
     settings = _session.engine.settings
     if settings.timeline and settings.timeline != "DYNAMIC":
-        _session.engine.start_timeline(settings.timeline, settings.timeline_mark_cycles)
+        _session.engine.telemetry.start(settings.timeline, settings.timeline_mark_cycles)
 
 
 def shutdown() -> None:
@@ -130,8 +130,8 @@ def shutdown() -> None:
         return
     session, _session = _session, None
     engine = session.engine
-    ENDING.another_left = bool(engine.negotiation.departed)
-    ENDING.first_code = engine.negotiation.failed_with
+    ENDING.another_left = bool(engine.mailbox.departed)
+    ENDING.first_code = engine.mailbox.failed_with
     lost = None
     try:
         lost = session.close(ENDING.reason or LEAVING, ENDING.code)

@@ -83,17 +83,17 @@ class Session:
         engine = self.engine
         graceful, lost = False, None
         try:
-            if engine.transport.size > 1:
+            if engine.topology.size > 1:
                 graceful, lost = self._say_goodbye(reason, code)
         finally:
             engine.driver.stop()
             with engine.driver.halted(1.0) as halted:
                 if not halted:
                     logger.warning(
-                        "%s: a library that the engine called has not come back; it is left there", engine.told()
+                        "%s: a library that the engine called has not come back; it is left there", engine.mailbox.me()
                     )
                 engine.fail(HorovodInternalError(SHUT_DOWN))
-                engine.stop_timeline()
+                engine.telemetry.stop()
                 if self._heartbeat is not None:
                     self._heartbeat.stop()
                 engine.transport.close(graceful and halted)
@@ -102,16 +102,16 @@ class Session:
     def _say_goodbye(self, reason: str, code: int) -> tuple[bool, PeerLostError | None]:
         """Whether all ranks shut down now, and who is lost after all."""
         engine = self.engine
-        negotiation = engine.negotiation
-        if negotiation.departed:
-            first, cause = next(iter(negotiation.departed.items()))
+        mailbox, watch = engine.mailbox, engine.watch
+        if mailbox.departed:
+            first, cause = next(iter(mailbox.departed.items()))
             reason += f", after rank {first} had left ({cause})"
-        farewell = Farewell(engine, reason, negotiation.failed_with or code, failed=bool(code or engine.error))
+        farewell = Farewell(mailbox, watch, reason, mailbox.failed_with or code, failed=bool(code or engine.error))
         engine.driver.drive_until(farewell.over)
         # A connection that breaks now is no news: its rank may have left with its goodbye unsent, and if it was killed,
         # whoever started it knows.
         lost = None
         if farewell.losses:
             first_lost = farewell.losses[0]
-            lost = PeerLostError(engine.watch.told_loss(first_lost, " and did not say goodbye"), first_lost.rank)
+            lost = PeerLostError(watch.told_loss(first_lost, " and did not say goodbye"), first_lost.rank)
         return not farewell.missing() and engine.error is None, lost

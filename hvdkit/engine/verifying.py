@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.engine.named import NamedOperations
 from hvdkit.engine.requests import Call, ReduceRequest
 from hvdkit.kernels import ReduceOp
-
-if TYPE_CHECKING:
-    from hvdkit.engine.core import Engine
 
 # What is wrong from the beginning, or soon, is found soon.
 FIRST_STEPS = (1, 10, 100)
@@ -160,19 +157,18 @@ class LaneVerification:
         self._heard = None if mine is None else heard
 
 
-def exchange_by_name(engine: Engine, name: str, process_set_id: int, mine: Statement) -> Heard:
+def exchange_by_name(named: NamedOperations, name: str, process_set_id: int, mine: Statement) -> Heard:
     """The same by named operations, where all ranks are at the same line. Blocks.
 
     A sum in which each rank has a place of its own, since one that has joined can take part in nothing else.
     """
-    members = engine.groups.ranks[process_set_id]
-    place = members.index(engine.topology.rank)
+    group = named.groups.group(process_set_id)
 
     def gather(own: Array, length: int, what: str) -> Array:
-        places = np.zeros((len(members), length), dtype=np.int64)
-        places[place, : len(own)] = own.view(np.int64)
+        places = np.zeros((group.size, length), dtype=np.int64)
+        places[group.rank, : len(own)] = own.view(np.int64)
         call = Call(f"{name}.{what}", process_set_id, wake=False)
-        engine.allreduce([places], ReduceRequest(ReduceOp.SUM), call).wait()
+        named.allreduce([places], ReduceRequest(ReduceOp.SUM), call).wait()
         return places.view(np.uint64)
 
     heard = Heard(gather(mine.row(), FIELDS, "parameters"))

@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from hvdkit.engine.liveness import Liveness, Loss
+from hvdkit.config import Settings
+from hvdkit.engine.handle import Handle
+from hvdkit.engine.joining import Joining
+from hvdkit.engine.lane import Lane
+from hvdkit.engine.liveness import Loss
 from hvdkit.engine.messages import Lost, Ping, Waits
+from hvdkit.engine.negotiation import Negotiation
+from hvdkit.engine.operation import Operation
+from hvdkit.engine.submissions import Submissions
 from hvdkit.errors import PeerLostError, StallError
 
 if TYPE_CHECKING:
-    from hvdkit.engine.core import Engine
-    from hvdkit.engine.handle import Handle
-    from hvdkit.engine.lane import Lane
+    from hvdkit.kernels._native import Heartbeat
 
 logger = logging.getLogger("hvdkit")
 
@@ -42,30 +47,27 @@ class Waiting:
 class Watch:
     """The engine's eye on time; ``look`` is called from every round."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        settings = engine.settings
-        self._liveness = Liveness(settings.timeout_seconds, settings.longest_unresponsive_seconds)
+    def __init__(
+        self,
+        settings: Settings,
+        heartbeat: Heartbeat | None,
+        negotiation: Negotiation,
+        joining: Joining,
+        submissions: Submissions,
+        operations: list[Operation],
+    ) -> None:
+        self._settings, self._heartbeat = settings, heartbeat
+        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
+        self._joining, self._submissions, self._operations = joining, submissions, operations
+        self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
         self._waiting: dict[int, Waiting] = {}
         self._threads: set[int] = set()
         self._stands_for: dict[int, Collection[int]] = {}
         self._next_look = 0.0
-        self._departed_at: dict[int, float] = {}
 
     def seen_thread(self) -> None:
         """Several threads that submit make it impossible to say that a rank is blocked as a whole."""
         self._threads.add(threading.get_ident())
-
-    def departed(self, rank: int) -> None:
-        """A rank said goodbye just now."""
-        self._departed_at.setdefault(rank, monotonic())
-
-    def heard(self, rank: int) -> None:
-        self._liveness.heard(rank, monotonic())
-
-    def heard_since(self, rank: int, since: float) -> bool:
-        """Whether ``rank`` has answered since then."""
-        return self._liveness.heard_since(rank, since)
 
     def lost_since(self, ranks: Collection[int], since: float, now: float) -> list[Loss]:
         """Those of ``ranks`` that are lost, if they have been waited for since then."""
@@ -75,17 +77,16 @@ class Watch:
 
     def told_loss(self, loss: Loss, what: str = "") -> str:
         """How a rank was lost, for messages; ``what`` else it did not do."""
-        engine = self._engine
-        lost, me = engine.topology.told(loss.rank), engine.told()
+        lost, me, settings = self._topology.told(loss.rank), self._mailbox.me(), self._settings
         if loss.beats:
             return (
                 f"{lost} lives, but its Python gave {me} no answer for "
-                f"{engine.settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){what}.\n"
+                f"{settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){what}.\n"
                 "HINT: see where it is (py-spy dump): a library keeps Python's lock (GIL), or threads wait for each "
                 "other; raise that variable where such a call takes longer."
             )
         return (
-            f"{lost} gave {me} no sign of life for {engine.settings.timeout_seconds:g} s "
+            f"{lost} gave {me} no sign of life for {settings.timeout_seconds:g} s "
             f"(HVDKIT_TIMEOUT_SECONDS){what}.\n"
             "HINT: see whether it was killed, stopped, or cut off from the network."
         )
@@ -109,12 +110,12 @@ class Watch:
     def end_waiting(self) -> None:
         """The calling thread goes on."""
         waiting = self._waiting.pop(threading.get_ident(), None)
-        if waiting is not None and waiting.told_at and self._engine.error is None:
-            self._engine.later(Waits(None, [], "", None))
+        if waiting is not None and waiting.told_at and not self._mailbox.failed:
+            self._negotiation.later(Waits(None, [], "", None))
 
     def look(self, now: float) -> None:
         """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""
-        if now < self._next_look or self._engine.transport.size == 1 or self._engine.error is not None:
+        if now < self._next_look or self._topology.size == 1 or self._mailbox.failed:
             return
         self._next_look = now + LOOK_SECONDS
         self._liveness.looks(now)
@@ -136,26 +137,25 @@ class Watch:
             if now - max(waiting.since, waiting.told_at) < BLOCKED_SECONDS:
                 continue
             waiting.told_at = now  # and again after a while: what it waits for changes
-            engine = self._engine
             if waiting.lane is not None:
                 lane = waiting.lane
                 message = Waits(lane.lane_id, sorted(self._awaited_on_lanes()), lane.waiting_for(), lane.name)
             else:
                 assert waiting.handle is not None
-                key = next((k for k, s in engine.submissions.items() if s.handle is waiting.handle), None)
+                key = next((k for k, s in self._submissions.items() if s.handle is waiting.handle), None)
                 if key is None:
                     continue  # it runs; what it waits for is data
                 place = [key.process_set, key.kind, key.name]
                 message = Waits(place, [], waiting.handle.what, waiting.handle.label)
-            engine.negotiation.send_to_coordinator(message)
+            self._negotiation.send_to_coordinator(message)
 
     def _awaited_on_lanes(self) -> set[int]:
-        return {peer for operation in self._engine.operations for peer in operation.awaited_peers()}
+        return {peer for operation in self._operations for peer in operation.awaited_peers()}
 
     def _look_for_stalls(self, now: float) -> None:
-        settings = self._engine.settings
+        settings = self._settings
         warn_after, fail_after = settings.stall_check_seconds, settings.stall_shutdown_seconds
-        coordinator = self._engine.negotiation.coordinator
+        coordinator = self._negotiation.coordinator
         warns = warn_after > 0 and not settings.stall_check_disable
         if coordinator is not None and warns:
             for stall in coordinator.new_stalls(now, warn_after):
@@ -181,60 +181,60 @@ class Watch:
                 waiting.warned = True
                 logger.warning(
                     "%s waits for ranks %s in %s for %.0f seconds.",
-                    self._engine.told(), ranks, lane.waiting_for(), seconds,
+                    self._mailbox.me(), ranks, lane.waiting_for(), seconds,
                 )  # fmt: skip
             if fail_after > 0 and seconds > fail_after:
                 lane.fail(
                     StallError(
-                        f"{lane.waiting_for()} stalled on {self._engine.told()}: ranks {ranks} did not send their part "
+                        f"{lane.waiting_for()} stalled on {self._mailbox.me()}: ranks {ranks} did not send their part "
                         f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)."
                     )
                 )
 
     def _look_for_departed(self, now: float) -> None:
-        departed = self._engine.negotiation.departed
+        departed, departed_at = self._mailbox.departed, self._mailbox.departed_at
         if not departed:
             return
-        for operation in self._engine.operations:
+        for operation in self._operations:
             gone = operation.awaited_peers().intersection(departed)
-            rank = min(gone, key=self._departed_at.__getitem__, default=None)
-            if rank is not None and now - max(operation.since, self._departed_at[rank]) > DEPARTED_SECONDS:
+            rank = min(gone, key=departed_at.__getitem__, default=None)
+            if rank is not None and now - max(operation.since, departed_at[rank]) > DEPARTED_SECONDS:
                 raise PeerLostError(
-                    f"{operation.what} on {self._engine.told()} waits for {self._engine.topology.told(rank)}, "
+                    f"{operation.what} on {self._mailbox.me()} waits for {self._topology.told(rank)}, "
                     f"which has left the job: {departed[rank]}.",
                     rank,
                 )
-        if 0 in departed and (self._engine.submissions or self._engine.joining.waiting):
-            if self._engine.joining.waiting:
+        if 0 in departed and (self._submissions or self._joining.waiting):
+            if self._joining.waiting:
                 raise PeerLostError(f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.", 0)
-            what = next(iter(self._engine.submissions.values())).handle.what
+            what = next(iter(self._submissions.values())).handle.what
             first, reason = next(iter(departed.items()))  # the others often leave because this one did
             raise PeerLostError(
-                f"{what} on {self._engine.told()} cannot go on without rank 0, which has left the job; the first to "
-                f"leave was {self._engine.topology.told(first)}: {reason}.\n"
+                f"{what} on {self._mailbox.me()} cannot go on without rank 0, which has left the job; the first to "
+                f"leave was {self._topology.told(first)}: {reason}.\n"
                 "HINT: let every rank make the same calls and call hvd.shutdown() together.",
                 first,
             )
 
     def _look_for_lost(self, now: float) -> None:
-        engine = self._engine
+        mailbox, coordinator = self._mailbox, self._negotiation.coordinator
         awaited = self._awaited_on_lanes()
-        if engine.submissions or engine.joining.waiting:
+        if self._submissions or self._joining.waiting:
             awaited.add(0)
-        if engine.negotiation.coordinator is not None:
-            awaited |= engine.negotiation.coordinator.awaited_ranks()
-        awaited -= {engine.topology.rank, *engine.negotiation.departed}
+        if coordinator is not None:
+            awaited |= coordinator.awaited_ranks()
+        awaited -= {self._topology.rank, *mailbox.departed}
         self._count_beats(awaited, now)
         to_ask, losses = self._liveness.check(awaited, now)
         for rank in to_ask:
-            engine.negotiation.send(rank, Ping())
+            mailbox.send(rank, Ping())
         if losses:
             text = self.told_loss(losses[0])
-            engine.negotiation.tell_everyone(Lost(losses[0].rank, text))
+            mailbox.tell_everyone(Lost(losses[0].rank, text))
             raise PeerLostError(text, losses[0].rank)
 
     def _count_beats(self, ranks: Collection[int], now: float) -> None:
-        heartbeat = self._engine.heartbeat
+        heartbeat = self._heartbeat
         if heartbeat is not None:
             for rank in ranks:
                 self._liveness.counted(rank, heartbeat.count(rank), now)

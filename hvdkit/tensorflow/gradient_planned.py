@@ -68,7 +68,8 @@ class PlannedGradients:
         device = device_of_job()
         if device is None or not all(device.holds(slot.dtype) for slot in self.slots):
             return None
-        place = place_for(runtime.engine(), device.place, self._codecs, self._process_set_id)
+        engine = runtime.engine()
+        place = place_for(engine.groups, engine.topology, device.place, self._codecs, self._process_set_id)
         return None if place == HOST else device
 
     def parts(self) -> list[list[int]]:

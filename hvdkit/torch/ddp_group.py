@@ -142,7 +142,7 @@ class Worker:
         if self._thread.is_alive():
             # A thread that comes back from C++ when Python is gone can take the process down with it.
             engine = self.session.engine
-            engine.defer(lambda: engine.fail(HorovodInternalError(LEAVING)))
+            engine.driver.defer(lambda: engine.fail(HorovodInternalError(LEAVING)))
             self._thread.join(GOODBYE_SECONDS + FAIL_SECONDS)
 
     def _serve(self) -> None:

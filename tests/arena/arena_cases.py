@@ -15,7 +15,7 @@ import torch
 
 from hvdkit.arena import ARENA, Arena
 from hvdkit.compression import CASTS
-from hvdkit.engine.buckets import Reduction
+from hvdkit.engine.plan import Reduction
 from hvdkit.engine.host_buckets import HostBuckets
 from hvdkit.engine.offers import offer_of
 from hvdkit.engine.plan import Slot

@@ -28,7 +28,7 @@ def case_the_computation_and_the_sum_take_turns_where_there_is_no_core_for_both(
         if step > 0:
             (lane,) = runtime.engine().lanes.values()
             assert lane.home.takes_turns == takes_turns
-            assert len(lane._pieces) == (1 if takes_turns else LAYERS)
+            assert len(lane.arrangement.pieces) == (1 if takes_turns else LAYERS)
             assert lane.in_flight
             deadline = time.monotonic() + (0.2 if takes_turns else 60)
             while lane._started < LAYERS and time.monotonic() < deadline:

@@ -118,8 +118,8 @@ def case_gradients_travel_during_the_backward_pass_of_keras_own_step(hvd: Any) -
         check(hvd, ours, one_process(hvd, 5))
         # What is computed first travels first.
         lane = lane_of(vars(optimizer)["_hvdkit_step"]._gradients)
-        assert GRADIENTS - 1 in lane._buckets[lane._pieces[0].bucket].slots
-        assert 0 in lane._buckets[lane._pieces[-1].bucket].slots
+        assert GRADIENTS - 1 in lane.arrangement.buckets[lane.arrangement.pieces[0].bucket].slots
+        assert 0 in lane.arrangement.buckets[lane.arrangement.pieces[-1].bucket].slots
 
 
 def case_a_step_of_ones_own_may_change_gradients_in_any_way(hvd: Any) -> None:

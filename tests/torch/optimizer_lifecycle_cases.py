@@ -316,7 +316,7 @@ def case_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> Non
 
         def late_end() -> None:
             lane._finishing = True  # as the end does first; the engine's thread drives what it then waits for
-            lane._engine.wake()
+            lane._driver.wake()
             wait_for_failure(lane)
             end()
 

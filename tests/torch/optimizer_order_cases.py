@@ -29,12 +29,12 @@ def backward(hvd: Any, net: Five, order: list[str]) -> None:
 
 def bucket_order(optimizer: Any) -> list[str]:
     lane = optimizer._synchronizer._routes.planned.lane
-    return [lane.slots[slot].name for bucket in lane._buckets for slot in bucket.slots]
+    return [lane.slots[slot].name for bucket in lane.arrangement.buckets for slot in bucket.slots]
 
 
 def travel_order(optimizer: Any) -> list[str]:
     lane = optimizer._synchronizer._routes.planned.lane
-    return [name for place in range(len(lane._pieces)) for name in lane.names_in(place)]
+    return [name for place in range(len(lane.arrangement.pieces)) for name in lane.names_in(place)]
 
 
 class Announcements:

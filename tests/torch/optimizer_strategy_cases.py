@@ -139,7 +139,7 @@ def case_num_groups_is_the_deprecated_name_of_groups(hvd: Any) -> None:
         optimizer.synchronize()
         assert_same_gradients(net, alone)
     planned = optimizer._synchronizer._routes.planned
-    groups = sorted(sorted(group) for group in planned.lane._groups)
+    groups = sorted(sorted(group) for group in planned.lane.plan.groups)
     assert groups == [[0, 1, 2], [3, 4, 5], [6, 7]]  # of eight parameters
     assert distributed_sgd(hvd, make_net())._synchronizer.settings.groups is None
 
