@@ -9,6 +9,7 @@ sum in orders of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from hvdkit import kernels
 from hvdkit.collectives.all_to_all import all_to_all_allreduce
@@ -40,6 +41,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+@lru_cache(maxsize=1024)  # the same few sizes come again and again
 def choose_allreduce(
     nbytes: int,
     size: int,
@@ -77,10 +79,14 @@ def allreduce(
     ``choice`` is the group's, unless another one is given.
     """
     if group.size == 1:
-        decode_final(codec, [codec.encode(buffer)], [buffer])
-        if scale != ONE:
-            kernels.scale_into(buffer, buffer, scale)
-        return
+        return _alone(buffer, scale, codec)
     choice = choice or group.choice
     name, _ = choose_allreduce(buffer.nbytes, group.size, choice.asked, choice.latency_seconds, choice.seconds_per_byte)
-    yield from ALGORITHMS[name](group, buffer, op, scale, codec, tag)
+    return ALGORITHMS[name](group, buffer, op, scale, codec, tag)
+
+
+def _alone(buffer: Array, scale: Scale, codec: Cast) -> Steps[None]:
+    decode_final(codec, [codec.encode(buffer)], [buffer])
+    if scale != ONE:
+        kernels.scale_into(buffer, buffer, scale)
+    yield from ()

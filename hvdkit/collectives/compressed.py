@@ -22,7 +22,7 @@ from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Cast, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
+from hvdkit.compression import CASTS, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
 from hvdkit.compression.lossy import as_float32
 from hvdkit.compression.memory import TURN
 from hvdkit.errors import PayloadError
@@ -40,10 +40,14 @@ def allreduce_encoded(
     is encoded. Raises PayloadError where a payload does not arrive as it was sent.
     """
     if not codec.encodes:
-        yield from allreduce(group, flat, op, scale, cast("Cast", codec), tag)
-        return
-    codec = cast("LossyCodec", codec)
+        return allreduce(group, flat, op, scale, codec, tag)  # type: ignore[arg-type]
     assert op == ReduceOp.SUM, op
+    return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, memory)
+
+
+def _allreduce_lossy(
+    group: Group, flat: Array, scale: Scale, codec: LossyCodec, tag: int, memory: Memory | None
+) -> Steps[None]:
     if group.size == 1 or not flat.size:
         if scale != ONE:
             kernels.scale_into(flat, flat, scale)

@@ -103,9 +103,12 @@ class Staging:
         spin_seconds: float,
         window: Any,
     ) -> None:
+        from hvdkit.kernels._native import Staged
+
         self.members = list(members)
         self.me = self.members.index(rank)
         self._rank = rank
+        self._staged = Staged
         self._lobbies = (Lobby(areas[0]), Lobby(areas[1]))
         self._begins = begins  # of the areas in the window
         self.spin_seconds = spin_seconds
@@ -138,14 +141,12 @@ class Staging:
         source: Array | None = None,
     ) -> Steps[None]:
         """One pass over ``flat``, out of ``source`` if given; ``shares`` are each member's elements (begin, end)."""
-        from hvdkit.kernels._native import Staged
-
         lobby = self._lobbies[half]
         if lobby.passed != ticket:
             yield [Turn(lobby, ticket, self._rank)]
         measure = flat.nbytes >= MEASURED_BYTES
         past_cache = choose_handover(flat.nbytes, lobby.area.line_seconds())[0] if measure else []
-        staged = Staged(lobby.area, int(mode), flat, op, scale, list(shares), source, past_cache, measure)
+        staged = self._staged(lobby.area, int(mode), flat, op, scale, list(shares), source, past_cache, measure)
         yield [Pass(staged, self.members, self.spin_seconds)]
         lobby.passed += 1
 
@@ -184,4 +185,4 @@ def node_allreduce(
     """
     shares = partition(flat.size, len(staging.members), flat.itemsize)
     mode, _ = choose_pass(flat.nbytes)
-    yield from staging.run(0, ticket, mode, flat, shares, op, scale, source)
+    return staging.run(0, ticket, mode, flat, shares, op, scale, source)

@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 from hvdkit.collectives.group import Steps
-from hvdkit.compression import codec_told
+from hvdkit.compression import Tally, codec_told
 from hvdkit.engine.direct import staged, zeros_on_device
 from hvdkit.engine.groups import Groups
 from hvdkit.engine.handle import Handle
@@ -58,10 +58,12 @@ class Batches:
         telemetry = self._telemetry
         process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
         group = self._groups.group(process_set_id)  # may fail, so before anything is taken from who waits
-        submissions = [
-            self._submission(Key(process_set_id, kind, name), signatures[index] if signatures else None)
-            for index, (name, _) in enumerate(message.names)
-        ]
+        submissions, extras = [], []
+        for index, (name, extra) in enumerate(message.names):
+            key = Key(process_set_id, kind, name)
+            submission = self._submissions.pop(key, None)
+            submissions.append(submission or self._zeros(key, signatures, index))
+            extras.append(extra)
         row, direct = KINDS[kind], submissions[0].signature.get("direct")
         tag = message.sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
 
@@ -77,9 +79,11 @@ class Batches:
                 telemetry.begin(submission.key, activity, **reason)
 
         def completed(results: list[Any]) -> None:
-            row.ended(self._groups, batch.signature, results[0])
-            if batch.codec.encodes and submissions[0].tally.bytes_after:
-                telemetry.statistics.encoded(batch.codec.told, submissions[0].tally)
+            if row.ended is not None:
+                row.ended(self._groups, batch.signature, results[0])
+            tally = submissions[0].tally
+            if tally is not None and tally.bytes_after:
+                telemetry.statistics.encoded(batch.codec.told, tally)
             for submission, result in zip(submissions, results, strict=True):
                 telemetry.end(submission.key)
                 submission.handle.finish(result)
@@ -89,10 +93,11 @@ class Batches:
                 telemetry.end(submission.key)
                 submission.handle.fail(error)
 
-        batch = Batch(group, submissions, [extra for _, extra in message.names], tag, trace=trace)
+        batch = Batch(group, submissions, extras, tag, trace=trace)
         if batch.codec.encodes:
-            submissions[0].turn = self._turn(submissions[0].key)
-        trace(kind.upper(), batch)
+            submissions[0].turn, submissions[0].tally = self._turn(submissions[0].key), Tally()
+        if telemetry.timeline is not None:
+            trace(kind.upper(), batch)
         steps = [self._direct(batch, process_set_id)] if direct else row.run(batch)
         unfinished = len(steps)
 
@@ -102,21 +107,17 @@ class Batches:
             if not unfinished:
                 completed(results)
 
-        what = submissions[0].handle.what + (f" and {len(submissions) - 1} more" if len(submissions) > 1 else "")
         for one in steps:
-            self._operations.append(Operation(what, one, group.transport, finished, group.members, failed))
+            self._operations.append(Operation(batch, one, group.transport, finished, group.members, failed))
 
-    def _submission(self, key: Key, signature: Signature | None) -> Submission:
-        """What this rank submitted; zeros where it did not because it has joined."""
-        submission = self._submissions.pop(key, None)
-        if submission is None:
-            assert signature is not None, f"{key} runs, but this rank neither asked for it nor joined"
-            joined = KINDS[key.kind].joined
-            assert joined is not None, f"{key} runs on a rank that has joined"
-            arrays = [] if signature.get("direct") else joined(signature)
-            codec = codec_told(signature.get("codec", "none"))
-            submission = Submission(key, signature, arrays, None, Handle(key, None, _nobody_waits), codec=codec)
-        return submission
+    def _zeros(self, key: Key, signatures: list[Signature] | None, index: int) -> Submission:
+        """What this rank contributes to what it did not submit, because it has joined."""
+        assert signatures, f"{key} runs, but this rank neither asked for it nor joined"
+        signature, joined = signatures[index], KINDS[key.kind].joined
+        assert joined is not None, f"{key} runs on a rank that has joined"
+        arrays = [] if signature.get("direct") else joined(signature)
+        codec = codec_told(signature.get("codec", "none"))
+        return Submission(key, signature, arrays, None, Handle(key, None, _nobody_waits), codec=codec)
 
     def _turn(self, key: Key) -> int:
         """A number for the next operation under a key: the same on all ranks, those that have joined too."""

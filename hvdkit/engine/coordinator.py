@@ -31,7 +31,7 @@ from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.requests import Key, Request, Signature
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One operation that not all of its ranks have asked for yet."""
 
@@ -140,16 +140,19 @@ class Coordinator:
 
     def take_outgoing(self) -> list[tuple[int, Message]]:
         """Messages to deliver now. Ready operations that may be fused are batched up to the fusion threshold."""
-        self._run_ready()
+        if self._ready:
+            self._run_ready()
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     def _run_ready(self) -> None:
-        while self._ready:
+        while len(self._ready) > 1:
             # Read only as far as the batch goes: thousands of tensors may be ready of which no two can be batched.
             asked = ((key.process_set, entry.signature) for key, entry in self._ready)
             count = batch_size(asked, self._threshold)
             self._run([self._ready.popleft() for _ in range(count)])
+        if self._ready:
+            self._run([self._ready.popleft()])
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
         """Operations pending for longer than ``seconds``."""
@@ -174,14 +177,17 @@ class Coordinator:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
-        failure = next((one for one in self._failed.get(key, ()) if rank in one.untold), None)
+        failures = self._failed.get(key)
+        failure = next((one for one in failures if rank in one.untold), None) if failures else None
         if failure is not None:
             self._tell_failure(rank, key, failure)
             failure.untold.discard(rank)
             if not failure.untold:
                 self._forget(failure)
             return
-        entry = self._pending.setdefault(key, Entry(now))
+        entry = self._pending.get(key)
+        if entry is None:
+            entry = self._pending[key] = Entry(now)
         entry.requests[rank] = request
         if key.process_set not in self.members:
             self._fail([key], f"{key}: there is no such process set; it was removed.")
@@ -196,7 +202,8 @@ class Coordinator:
                 if rival in self._pending:
                     self._fail([key, rival], self._other_kind_text(key, rival))
                     return
-        problem = KINDS[key.kind].wrong(key, rank, request, len(self.members[key.process_set]))
+        wrong = KINDS[key.kind].wrong
+        problem = None if wrong is None else wrong(key, rank, request, len(self.members[key.process_set]))
         if problem is not None:  # nobody needs to wait for the others to know
             self._fail([key], problem)
             return
@@ -230,9 +237,9 @@ class Coordinator:
 
     def _check_complete(self, key: Key) -> None:
         entry = self._pending[key]
-        if self._missing(key, entry):
-            return
         absent = [rank for rank in self.members[key.process_set] if rank not in entry.requests]
+        if absent and not all(self._is_joined(key, rank) for rank in absent):
+            return
         problem = KINDS[key.kind].mismatch(key, entry.requests)
         if problem is None and absent and KINDS[key.kind].joined is None:
             problem = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
@@ -298,16 +305,21 @@ class Coordinator:
         """One message to every member: run these now, under this sequence number."""
         self._sequence += 1
         first_key = batch[0][0]
-        names = [[key.name, KINDS[key.kind].decide(self, key, entry.requests)] for key, entry in batch]
-        members = list(self.members[first_key.process_set])
+        kind, members = KINDS[first_key.kind], list(self.members[first_key.process_set])
+        names, decide = [], kind.decide
         for key, entry in batch:
-            if KINDS[key.kind].ends_process_set:
+            names.append([key.name, None if decide is None else decide(self, key, entry.requests)])
+            if kind.ends_process_set:
                 self._remove(entry.signature["id"])
+        asked = Run(self._sequence, first_key.process_set, first_key.kind, names, None)
         for rank in members:
-            # A rank that has joined never sent the signatures; it needs them to contribute zeros.
-            absent = any(rank not in entry.requests for _, entry in batch)
-            shapes = [entry.signature for _, entry in batch] if absent else None
-            self._outgoing.append((rank, Run(self._sequence, first_key.process_set, first_key.kind, names, shapes)))
+            message = asked
+            for _, entry in batch:
+                if rank not in entry.requests:  # it has joined, and needs the signatures to contribute zeros
+                    signatures = [one.signature for _, one in batch]
+                    message = Run(self._sequence, first_key.process_set, first_key.kind, names, signatures)
+                    break
+            self._outgoing.append((rank, message))
 
     def _remove(self, process_set: int) -> None:
         """Forget a process set; what its members still asked for fails."""

@@ -31,7 +31,7 @@ from hvdkit.engine.operation import Operation
 from hvdkit.engine.ops import Submission
 from hvdkit.engine.plan import Plan, Reduction, Slot
 from hvdkit.engine.plans import register
-from hvdkit.engine.requests import Call, Key, Signature
+from hvdkit.engine.requests import Call, Signature
 from hvdkit.engine.schedule import Network, choose_sizes
 from hvdkit.engine.statistics import CommunicationStatistics
 from hvdkit.engine.submissions import Submissions
@@ -62,7 +62,7 @@ class Engine(NamedOperations):
         network: Network,
         static_process_sets: Sequence[list[int]],
         heartbeat: Heartbeat | None = None,
-        going_on: Callable[[], None] = lambda: None,
+        going_on: Callable[[], None] | None = None,
     ) -> None:
         self.transport = transport
         self._going_on = going_on
@@ -205,22 +205,27 @@ class Engine(NamedOperations):
         if self.error is not None:
             self.fail(self.error)  # also what was submitted while it failed
             return moved
-        self.negotiation.look_for_broken()
+        if lost := self.transport.lost_peers():
+            self.negotiation.look_for_broken(lost)
         for lane in list(self.lanes.values()):
             while lane.startable():
                 self.operations.append(lane.start())
                 self.joining.tell_started(lane)
                 moved = True
-        moved |= self.joining.start_zeros()
+        if self.joining.followed:
+            moved |= self.joining.start_zeros()
         for operation in list(self.operations):
             moved |= self._advance(operation)
             if self.error is not None:
                 return True
-        self.joining.end_if_over()
+        if self.joining.last is not None:
+            self.joining.end_if_over()
         timeline = self.telemetry.timeline
         if moved and timeline is not None:
             timeline.mark_cycle()
-        self.watch.look(monotonic())
+        now = monotonic()
+        if now >= self.watch.next_look:
+            self.watch.look(now)
         return moved
 
     def _advance(self, operation: Operation) -> bool:
@@ -278,8 +283,10 @@ class Engine(NamedOperations):
         sources: Sequence[Array] | None = None,
         codec: Codec = CASTS["none"],
     ) -> Handle:
-        self.check_usable()
-        self._going_on()
+        if self.error is not None:
+            self.check_usable()
+        if self._going_on is not None:
+            self._going_on()
         members = self.groups.ranks.get(call.process_set_id)
         if members is None or self.topology.rank not in members:
             there = "does not exist" if members is None else f"has the ranks {members}"
@@ -287,22 +294,21 @@ class Engine(NamedOperations):
                 f"{kind}: rank {self.topology.rank} is not in process set {call.process_set_id}, which {there}.\n"
                 "HINT: call it only where process_set.included() is true."
             )
-
-        def make(key: Key) -> Submission:
-            signature = {"kind": kind, "ps": call.process_set_id, **fields}
-            handle = Handle(key, call.name, self._drive)
-            at = None if sources is None else list(sources)
-            return Submission(key, signature, list(arrays), detail, handle, at, codec)
-
-        submission = self.submissions.enter(kind, call.process_set_id, call.name, make)
+        key = self.submissions.key_for(kind, call.process_set_id, call.name)
+        signature = {"kind": kind, "ps": call.process_set_id, **fields}
+        handle = Handle(key, call.name, self._drive)
+        at = None if sources is None else list(sources)
+        submission = Submission(key, signature, list(arrays), detail, handle, at, codec)
+        self.submissions.enter(submission)
         if arrays and isinstance(arrays[0], DeviceArray):
             self.groups.device = arrays[0].place
         self.watch.seen_thread()
-        self.telemetry.begin(submission.key, f"NEGOTIATE_{kind.upper()}")
+        if self.telemetry.timeline is not None:
+            self.telemetry.begin(key, f"NEGOTIATE_{kind.upper()}")
         self.driver.inbox.append(partial(self.negotiation.announce, submission))
         if call.wake or self.topology.size == 1:
             self.driver.wake()
-        return submission.handle
+        return handle
 
     def _lost(self, sender: int, message: Lost) -> None:
         self.fail(PeerLostError(message.text, message.rank))

@@ -30,10 +30,10 @@ class Joining:
         self._open_lanes, self._submissions, self._operations = lanes, submissions, operations
         self._rank = self._mailbox.topology.rank
         self._ranks: set[int] = set()
-        self._lanes: dict[int, Lane] = {}  # on which this rank takes part with zeros
+        self.followed: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
         self._handle: Handle | None = None
         self.over = 0  # joins that have ended, counted alike by all ranks, which all wait for the end
-        self._last: int | None = None  # set between the end of a join and the end of its last zeros
+        self.last: int | None = None  # set between the end of a join and the end of its last zeros
         self._mailbox.handlers.update(
             {Joined: self._joined, JoinDone: self._done, JoinFailed: self._join_failed, LaneStarted: self._follow}
         )
@@ -58,7 +58,7 @@ class Joining:
     def start_zeros(self) -> bool:
         """Start what may start. True if anything did."""
         started = False
-        for lane in self._lanes.values():
+        for lane in self.followed.values():
             while lane.zeros_startable():
                 self._operations.append(lane.start_zeros())
                 started = True
@@ -66,15 +66,15 @@ class Joining:
 
     def end_if_over(self) -> None:
         """End the join once nothing of it is in flight."""
-        if self._last is None or self._operations:
+        if self.last is None or self._operations:
             return
-        if self._handle is not None and all(lane.caught_up for lane in self._lanes.values()):
-            for lane in self._lanes.values():
+        if self._handle is not None and all(lane.caught_up for lane in self.followed.values()):
+            for lane in self.followed.values():
                 if lane.closed:  # its memory was mapped anew for the zeros
                     lane.home.forget(quiet=True)
-            self._lanes.clear()
-            self._handle.finish(self._last)
-            self._handle = self._last = None
+            self.followed.clear()
+            self._handle.finish(self.last)
+            self._handle = self.last = None
 
     def fail(self, error: HorovodInternalError) -> None:
         """The join can never end."""
@@ -98,14 +98,14 @@ class Joining:
         lane = self._open_lanes.find(message.lane)
         if lane is not None and self._handle is not None:
             lane.joined_until = max(lane.joined_until, message.sequence)
-            self._lanes[message.lane] = lane
+            self.followed[message.lane] = lane
 
     def _done(self, sender: int, message: JoinDone) -> None:
         """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
         self._ranks.clear()
         self.over += 1
         self._submissions.count_names_anew()
-        self._last = message.rank
+        self.last = message.rank
 
     def _join_failed(self, sender: int, message: JoinFailed) -> None:
         self.fail(PeerLostError(message.text))

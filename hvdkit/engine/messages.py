@@ -218,10 +218,11 @@ def encode(message: Message) -> bytes:
 def decode(payload: bytes) -> Message:
     """The message. Raises ValueError for bytes that no engine of this version sends."""
     try:
-        array: Any = _DECODER.decode(payload.decode())
+        text = payload.decode()
+        array, end = _DECODER.raw_decode(text)
     except RecursionError:
         raise ValueError("a control message nested too deeply") from None
-    kind = array[0] if isinstance(array, list) and array else None
+    kind = array[0] if isinstance(array, list) and array and end == len(text) else None
     if not isinstance(kind, str) or _LENGTHS.get(kind) != len(array):
         raise ValueError(f"not a control message: {payload[:80]!r}")
     return KINDS[kind](*array[1:])

@@ -101,7 +101,11 @@ class NamedOperations(ABC):
 
 
 def _described(arrays: Sequence[Array | DeviceArray]) -> Signature:
-    return {"dtype": [_dtype_name(array) for array in arrays], "shape": [list(array.shape) for array in arrays]}
+    dtypes, shapes = [], []
+    for array in arrays:
+        dtypes.append(_dtype_name(array))
+        shapes.append(list(array.shape))
+    return {"dtype": dtypes, "shape": shapes}
 
 
 def _dtype_name(array: Array | DeviceArray) -> str:

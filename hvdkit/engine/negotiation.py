@@ -6,7 +6,7 @@ On rank 0 it also holds the coordinator, whom its own messages reach without a d
 from __future__ import annotations
 
 import marshal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 
 from hvdkit.engine.coordinator import Coordinator
@@ -89,11 +89,8 @@ class Negotiation:
                 self.mailbox.take(self._rank, message)
         return moved
 
-    def look_for_broken(self) -> None:
-        """Raise PeerLostError where a connection broke to a rank that did not say goodbye."""
-        lost = self._transport.lost_peers()
-        if not lost:
-            return
+    def look_for_broken(self, lost: Mapping[int, str]) -> None:
+        """Raise PeerLostError where one of ``lost``, whose connections broke, did not say goodbye."""
         mailbox = self.mailbox
         if lost.keys() - mailbox.departed.keys():
             self._transport.advance()

@@ -13,18 +13,18 @@ from hvdkit.transports.base import Transfer, Transport
 class Operation:
     """Drives one generator of a collective forward; ``advance`` never blocks."""
 
-    __slots__ = ("_members", "_on_done", "_pending", "_steps", "_transport", "fail", "since", "what")
+    __slots__ = ("_members", "_on_done", "_pending", "_steps", "_transport", "_what", "fail", "since")
 
     def __init__(
         self,
-        what: str,
+        what: object,
         steps: Generator[list[Transfer], None, Any],
         transport: Transport,
         on_done: Callable[[Any], None],
         members: Sequence[int] = (),
         on_fail: Callable[[HorovodInternalError], None] = lambda error: None,
     ) -> None:
-        self.what = what
+        self._what = what
         self.since = monotonic()
         self._steps = steps
         self._transport = transport
@@ -49,6 +49,11 @@ class Operation:
                 return True
             if self._pending:
                 self._transport.watch(list(self._pending))
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return str(self._what)
 
     def awaited_peers(self) -> set[int]:
         """The ranks whose transfers are not done; all members where a device's collective does not tell."""

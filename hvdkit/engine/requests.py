@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvdkit.compression import CASTS, Codec
@@ -46,8 +45,7 @@ class ReduceRequest(NamedTuple):
         return {"op": int(self.op), "prescale": self.prescale, "postscale": self.postscale, **encoding}
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One rank's request. ``detail`` holds what may differ between ranks: first dimensions, splits.
 
     Of an alltoall that is [rows, splits or None], or in words what is wrong with the splits that the user gave.
@@ -61,7 +59,10 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
     """What is wrong between the requests of all ranks for one key, each rank's value named; None where they agree."""
     ranks = sorted(requests)
     first = requests[ranks[0]].signature
-    if all(request.signature == first for request in requests.values()):
+    for request in requests.values():
+        if request.signature != first:
+            break
+    else:
         return None
     for field, title in (
         ("dtype", "data types"),

@@ -41,7 +41,7 @@ class Session:
         settings: Settings,
         process_sets: Sequence[list[int]] = (),
         dynamic: bool = False,
-        going_on: Callable[[], None] = lambda: None,
+        going_on: Callable[[], None] | None = None,
     ) -> None:
         """Start with the other ranks of ``transport``, which is this object's from now on. Collective, and blocks.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from hvdkit.engine.ops import KINDS, Submission, tensor_kinds
 from hvdkit.engine.requests import Key
@@ -18,22 +17,26 @@ class Submissions(dict[Key, Submission]):
         self._automatic: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    def enter(self, kind: str, process_set_id: int, name: str | None, make: Callable[[Key], Submission]) -> Submission:
-        """Keep what ``make`` makes for the key. Raises DuplicateNameError where the name is in flight."""
-        with self._lock:
-            if name is None:
+    def key_for(self, kind: str, process_set_id: int, name: str | None) -> Key:
+        """The key of an operation; one without a name gets a number."""
+        if name is None:
+            with self._lock:
                 number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
-                name = f"{kind}.noname.{number}"
-            for other in () if not self else tensor_kinds() if KINDS[kind].carries_tensors else (kind,):
-                if Key(process_set_id, other, name) in self:
+            name = f"{kind}.noname.{number}"
+        return Key(process_set_id, kind, name)
+
+    def enter(self, submission: Submission) -> None:
+        """Keep a submission. Raises DuplicateNameError where its name is in flight."""
+        key = submission.key
+        with self._lock:
+            for other in () if not self else tensor_kinds() if KINDS[key.kind].carries_tensors else (key.kind,):
+                if key._replace(kind=other) in self:
                     raise DuplicateNameError(
-                        f"Requested to {kind} a tensor with the same name as another tensor that is currently being "
-                        f"processed: {other} '{name}'.\n"
+                        f"Requested to {key.kind} a tensor with the same name as another tensor that is currently "
+                        f"being processed: {other} '{key.name}'.\n"
                         "HINT: synchronize() the first one, or give each tensor a name of its own."
                     )
-            key = Key(process_set_id, kind, name)
-            submission = self[key] = make(key)
-            return submission
+            self[key] = submission
 
     def fail(self, error: HorovodInternalError) -> None:
         """All of them end with ``error``."""

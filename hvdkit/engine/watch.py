@@ -45,7 +45,7 @@ class Waiting:
 
 
 class Watch:
-    """The engine's eye on time; ``look`` is called from every round."""
+    """The engine's eye on time; ``look`` is called from rounds, from ``next_look`` on."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Watch:
         self._waiting: dict[int, Waiting] = {}
         self._threads: set[int] = set()
         self._stands_for: dict[int, Collection[int]] = {}
-        self._next_look = 0.0
+        self.next_look = 0.0
 
     def seen_thread(self) -> None:
         """Several threads that submit make it impossible to say that a rank is blocked as a whole."""
@@ -115,9 +115,9 @@ class Watch:
 
     def look(self, now: float) -> None:
         """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""
-        if now < self._next_look or self._topology.size == 1 or self._mailbox.failed:
+        if self._topology.size == 1 or self._mailbox.failed:
             return
-        self._next_look = now + LOOK_SECONDS
+        self.next_look = now + LOOK_SECONDS
         self._liveness.looks(now)
         self._tell_blocked(now)
         self._look_for_stalls(now)

@@ -34,7 +34,7 @@ def run(batch: Batch) -> Ways:
     """A large array travels in pieces, each on its own."""
     pieces = pieces_of(batch)
     if not pieces:
-        return [_reduce(batch)]
+        return [_reduce_several(batch)]
     return [_reduce_piece(batch, piece, batch.tag + 2 * number) for number, piece in enumerate(pieces)]
 
 
@@ -55,23 +55,20 @@ def why(batch: Batch) -> str:
     return why_allreduce(batch.group, batch.nbytes, max(1, len(pieces_of(batch))), batch.codec)
 
 
-def _is_single(batch: Batch) -> bool:
-    """Whether a batch of allreduces is of one array, which is reduced where it is."""
-    submissions = batch.submissions
-    return len(submissions) == 1 and len(submissions[0].arrays) == 1 and submissions[0].signature["prescale"] == 1.0
-
-
 def pieces_of(batch: Batch) -> list[tuple[int, int]]:
-    """The elements (begin, end) of a large allreduce that travel each on their own; none if it travels as a whole."""
-    if (
-        not (batch.side_by_side and _is_single(batch))
-        or batch.codec.encodes
-        or batch.signature["op"] == ReduceOp.ADASUM
-    ):
+    """The elements (begin, end) of the only array of a batch that travel each on their own, reduced where they are.
+
+    None where there are several arrays, or the only one is not simply reduced.
+    """
+    arrays, signature = batch.submissions[0].arrays, batch.signature
+    if len(batch.submissions) > 1 or len(arrays) != 1 or not arrays[0].size:
         return []
-    array = batch.submissions[0].arrays[0]
-    count, _ = choose_pieces(array.nbytes, nodes_of(batch.group), batch.group.choice.asked)
-    return partition(array.size, count, array.itemsize) if count > 1 else []
+    if signature["prescale"] != 1.0 or signature["op"] == ReduceOp.ADASUM:
+        return []
+    array, count = arrays[0], 1
+    if batch.side_by_side and not batch.codec.encodes:
+        count, _ = choose_pieces(array.nbytes, nodes_of(batch.group), batch.group.choice.asked)
+    return partition(array.size, count, array.itemsize) if count > 1 else [(0, array.size)]
 
 
 def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[Any]]:
@@ -92,7 +89,9 @@ def _draw(group: Group, codec: Codec) -> tuple[int, int]:
 def memory_of(submission: Submission, elements: int) -> Memory:
     """For one operation, from which nothing is kept."""
     memory = Memory(elements)
-    memory.turn, memory.tally = submission.turn, submission.tally
+    memory.turn = submission.turn
+    if submission.tally is not None:
+        memory.tally = submission.tally
     return memory
 
 
@@ -107,20 +106,19 @@ def _reduce_whole(
     source: Array | None = None,
 ) -> Steps[None]:
     """By way of nodes, if some ranks share one. A codec keeps nothing."""
-    codec, memory = submission.codec, memory_of(submission, flat.size)
+    codec = submission.codec
+    memory = memory_of(submission, flat.size) if codec.encodes else None
     if group.layout is not None and not codec.everywhere:
-        yield from layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
-        return
+        return layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
     if source is not None:
         flat[...] = source
-    yield from allreduce_encoded(group, flat, op, scale, codec, tag, memory)
+    return allreduce_encoded(group, flat, op, scale, codec, tag, memory)
 
 
-def _reduce(batch: Batch) -> Steps[list[Any]]:
+def _reduce_several(batch: Batch) -> Steps[list[Any]]:
+    """One after the other, or fused."""
     group, first, tag = batch.group, batch.submissions[0], batch.tag
     op, scale = batch.reduction()
-    if _is_single(batch) and first.arrays[0].size and op != ReduceOp.ADASUM:
-        return (yield from _reduce_piece(batch, (0, first.arrays[0].size), tag))
     staged = op != ReduceOp.ADASUM
     by_dtype: dict[Any, list[Array]] = {}
     for submission in batch.submissions:

@@ -13,9 +13,10 @@ from hvdkit.engine.requests import Key, Signature
 from hvdkit.kernels import ReduceOp, Scale
 
 TAGS_PER_OPERATION = 8
+_OPS = {int(op): op for op in ReduceOp}  # quicker than the enumeration itself
 
 
-@dataclass
+@dataclass(slots=True)
 class Submission:
     """What this rank has announced under a key: its own arrays and the handle that waits."""
 
@@ -27,7 +28,7 @@ class Submission:
     # For each array, where its values are if not in the array itself, which then only takes the result.
     sources: list[Any] | None = None
     codec: Codec = CASTS["none"]
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally | None = None  # what encoding costs and saves, where the codec encodes
     turn: int = 0  # a number for what a codec draws at random: the same on all ranks and in each run
 
     def gather_sources(self) -> None:
@@ -53,16 +54,17 @@ class Batch:
     side_by_side: bool = True  # whether parts of it may go on at the same time
     # Is told what is done from now on, and of what if it goes its way from here, for the timeline.
     trace: Callable[..., None] = lambda activity, about=None: None
+    # What ranks agree on, and what encodes: those of the first, from which others differ in shapes alone.
+    signature: Signature = field(init=False)
+    codec: Codec = field(init=False)
 
-    @property
-    def signature(self) -> Signature:
-        """What ranks agree on; of several, that of the first, from which they differ in shapes alone."""
-        return self.submissions[0].signature
+    def __post_init__(self) -> None:
+        first = self.submissions[0]
+        self.signature, self.codec = first.signature, first.codec
 
-    @property
-    def codec(self) -> Codec:
-        """What encodes them."""
-        return self.submissions[0].codec
+    def __str__(self) -> str:
+        more = f" and {len(self.submissions) - 1} more" if len(self.submissions) > 1 else ""
+        return f"{self.submissions[0].key}{more}"
 
     @property
     def nbytes(self) -> int:
@@ -71,4 +73,4 @@ class Batch:
 
     def reduction(self) -> tuple[ReduceOp, Scale]:
         """What the signature asks for, as the group's ranks do it."""
-        return effective(ReduceOp(self.signature["op"]), self.signature["postscale"], self.group.size)
+        return effective(_OPS[self.signature["op"]], self.signature["postscale"], self.group.size)

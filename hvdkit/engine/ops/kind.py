@@ -28,14 +28,6 @@ class Assigned(Protocol):
         """The number of a new set of these ranks; None where there is one."""
 
 
-def nothing_wrong(key: Key, rank: int, request: Request, size: int) -> None:
-    """Whatever is asked for can be, if all ask for the same."""
-
-
-def no_more(assigned: Assigned, key: Key, requests: Requests) -> Any:
-    """All that members need to know is that all have asked."""
-
-
 def agreed(batch: Batch) -> Ways:
     """All have asked, which was all to wait for; the result is what the coordinator said."""
 
@@ -44,10 +36,6 @@ def agreed(batch: Batch) -> Ways:
         yield []
 
     return [steps()]
-
-
-def unchanged(groups: Groups, signature: Signature, result: Any) -> None:
-    """The process sets stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +51,12 @@ class Kind:
     fuses: bool = False
     # Whether the process set that its signature names ("id") is gone with it.
     ends_process_set: bool = False
-    # What one rank alone asks wrongly, in a process set of ``size``, in words.
-    wrong: Callable[[Key, int, Request, int], str | None] = nothing_wrong
+    # What one rank alone asks wrongly, in a process set of ``size``, in words; None where that cannot be.
+    wrong: Callable[[Key, int, Request, int], str | None] | None = None
     # What differs between all ranks' requests that must not, in words.
     mismatch: Callable[[Key, Requests], str | None] = mismatch
-    # What members need to know of each other, or what the coordinator assigns.
-    decide: Callable[[Assigned, Key, Requests], Any] = no_more
+    # What members need to know of each other, or what the coordinator assigns; None: only that all have asked.
+    decide: Callable[[Assigned, Key, Requests], Any] | None = None
     # What a rank that has joined contributes; None where it cannot take part.
     joined: Callable[[Signature], list[Array]] | None = None
     run: Callable[[Batch], Ways] = agreed
@@ -76,5 +64,5 @@ class Kind:
     run_on_device: Callable[[DeviceCollectives, Batch], Steps[list[Any]]] | None = None
     # Which way the tensors go and why, for people.
     why: Callable[[Batch], str] | None = None
-    # What follows from its end.
-    ended: Callable[[Groups, Signature, Any], None] = unchanged
+    # What follows from its end, if anything does.
+    ended: Callable[[Groups, Signature, Any], None] | None = None
