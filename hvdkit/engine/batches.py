@@ -13,14 +13,13 @@ from hvdkit.engine.handle import Handle
 from hvdkit.engine.mailbox import Mailbox
 from hvdkit.engine.messages import LEFT, MISMATCH, STALLED, Reject, Run
 from hvdkit.engine.operation import Operation
-from hvdkit.engine.ops import KINDS, TAGS_PER_OPERATION, Batch, Submission
+from hvdkit.engine.ops import KINDS, Batch, Submission
 from hvdkit.engine.requests import Key, Signature
 from hvdkit.engine.submissions import Submissions
+from hvdkit.engine.tags import named_tag
 from hvdkit.engine.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
 
-# Named operations count their tags below those of lanes; see lane.LANE_TAG.
-NAMED_SEQUENCES = (1 << 21) // TAGS_PER_OPERATION
 # How many names of operations with a codec are remembered, to count how often each has come.
 KEYS_COUNTED = 10_000
 # By the coordinator's word for what went wrong.
@@ -65,7 +64,7 @@ class Batches:
             submissions.append(submission or self._zeros(key, signatures, index))
             extras.append(extra)
         row, direct = KINDS[kind], submissions[0].signature.get("direct")
-        tag = message.sequence % NAMED_SEQUENCES * TAGS_PER_OPERATION
+        tag = named_tag(message.sequence)
 
         # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.
         def trace(activity: str, about: Batch | None = None) -> None:

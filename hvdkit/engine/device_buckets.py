@@ -13,7 +13,7 @@ from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.memories import Memories, Report, State
 from hvdkit.engine.offers import Offer
 from hvdkit.engine.ops import effective
-from hvdkit.engine.plan import Bucket, Reduction, Slot
+from hvdkit.engine.plan import Reduction, Slot
 from hvdkit.engine.schedule import Piece
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from time import perf_counter
 
 from hvdkit.engine.bell import Bell
-from hvdkit.engine.signal import Signal
 from hvdkit.engine.topology import Topology
 from hvdkit.transports.base import Transport
 
@@ -34,6 +33,25 @@ def spin_seconds(asked: float, transport: Transport, topology: Topology, cores: 
         return 0.0  # events come from threads of this process, which need the core
     ranks_here = len(next(node for node in topology.nodes if topology.rank in node))
     return asked if ranks_here <= cores else 0.0
+
+
+class Signal:
+    """A flag that one thread sleeps on and others set: a lock used as a semaphore, cheaper than threading.Event.
+
+    ``wait`` returns when ``set`` was called since the last ``wait``, or after the timeout.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        # Two threads may set it at once; the second finds it set already.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+    def wait(self, seconds: float) -> None:
+        self._lock.acquire(timeout=seconds)
 
 
 class Driver:
@@ -101,7 +119,7 @@ class Driver:
     def _inbox_is_empty(self) -> bool:
         return not self.inbox
 
-    @contextmanager
+    @contextlib.contextmanager
     def halted(self, seconds: float) -> Iterator[bool]:
         """No round runs inside this block. Yields False where a round that is stuck could not be waited out."""
         mine = self._turn.acquire(timeout=seconds)

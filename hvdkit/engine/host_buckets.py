@@ -21,7 +21,7 @@ from hvdkit.engine.arrangement import Arrangement
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.memories import Memories
 from hvdkit.engine.node_pass import Direction, NodePass, Order, OrderWait, Where
-from hvdkit.engine.offers import FILLED, Offer, offer_of
+from hvdkit.engine.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
 from hvdkit.engine.ops import effective
 from hvdkit.engine.plan import Bucket, Reduction, Slot, small_offsets
 from hvdkit.engine.schedule import Piece
@@ -31,45 +31,17 @@ from hvdkit.transports.base import aligned_empty
 logger = logging.getLogger("hvdkit")
 
 
-class Part(NamedTuple):
-    """A run of one slot's elements in a piece."""
+class Work(NamedTuple):
+    """What reduces a piece; ``number`` counts operations, alike on all ranks of the node."""
 
-    slot: int
-    first: int  # element of the slot
-    elements: int
-    begin: int  # element of the piece
-    offer: Offer | None  # None: zeros
-
-    def array(self) -> Array | None:
-        """The memory of the result."""
-        return None if self.offer is None else self.offer.array[self.first : self.first + self.elements]
-
-    def source(self) -> Array | None:
-        """What this rank contributes, if not what lies in ``array``."""
-        if self.offer is None or self.offer.source is None:
-            return None
-        return self.offer.source[self.first : self.first + self.elements]
-
-    def take(self, into: Array) -> None:
-        """Copy what this rank contributes."""
-        source, array = self.source(), self.array()
-        into[...] = source if source is not None else 0 if array is None else array
-
-
-def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
-    """The slots' runs in a piece, as parts of zeros."""
-    parts = []
-    for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
-        first = max(0, piece.begin - offset)
-        last = min(slots[slot].elements, piece.end - offset)
-        if first < last:
-            parts.append(Part(slot, first, last - first, offset + first - piece.begin, None))
-    return parts
-
-
-def with_offers(runs: Sequence[Part], offers: Mapping[int, Offer | None]) -> list[Part]:
-    """Runs as parts of what is offered, by slot; of slots that are not among the offers, of zeros."""
-    return [run._replace(offer=offers.get(run.slot)) for run in runs]
+    piece: Piece
+    bucket: Bucket
+    op: ReduceOp
+    scale: Scale
+    codec: Codec
+    memory: Memory
+    number: int
+    tag: int
 
 
 class HostBuckets(Buckets):
@@ -164,31 +136,23 @@ class HostBuckets(Buckets):
         number, self._number = self._number, self._number + 1
         bucket = self._buckets[piece.bucket]
         offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
-        return self._steps(piece, bucket, offers, joined, self.memories.of_piece(piece), number, tag)
-
-    def _steps(
-        self,
-        piece: Piece,
-        bucket: Bucket,
-        offers: Mapping[int, Offer | None],
-        joined: bool,
-        memory: Memory,
-        number: int,
-        tag: int,
-    ) -> Steps[None]:
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
-        codec, node = self.memories.codec(piece.bucket), self._node
+        codec, memory = self.memories.codec(piece.bucket), self.memories.of_piece(piece)
+        return self._steps(Work(piece, bucket, op, scale, codec, memory, number, tag), offers, joined)
+
+    def _steps(self, work: Work, offers: Mapping[int, Offer | None], joined: bool) -> Steps[None]:
+        piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
         runs = self._runs_in(piece, bucket)
-        is_flat = node is None or codec.everywhere
+        is_flat = node is None or work.codec.everywhere
         prepares = self._reduction.prescale != 1.0 or self.memories.owes(piece.bucket)
         # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
         parts = with_offers(runs, offers) if is_flat or prepares else []
         if prepares:
             self._prepare(piece, parts)
-        if node is None or codec.everywhere:
+        if node is None or work.codec.everywhere:
             for order in self._orders:
                 order.leave(number)
-            yield from self._reduce_flat(piece, bucket, parts, op, scale, codec, tag, memory)
+            yield from self._reduce_flat(work, parts)
             return
         yield list(node.ready(number, joined))
         absent = node.absent(number)
@@ -201,13 +165,12 @@ class HostBuckets(Buckets):
         if len(self.layout.nodes) == 1:
             self._orders[1].leave(number)
             begin, end = shares[node.me]
-            node.run(Direction.ALL, *_offsets(bucket), (piece.begin + begin, piece.begin + end), op, scale, absent)
+            share = piece.begin + begin, piece.begin + end
+            node.run(Direction.ALL, bucket.slots, bucket.offsets, share, work.op, work.scale, absent)
             yield from _until_right(node, number)
-            yield from self._in_chunks(node, 0, Mode.ALLREDUCE, in_chunks, None, op, scale, number)
+            yield from self._in_chunks(node, 0, Mode.ALLREDUCE, work, in_chunks, work.scale)
         else:
-            yield from self._reduce_across(
-                node, piece, bucket, in_chunks, shares, op, scale, codec, absent, number, tag, memory
-            )
+            yield from self._reduce_across(node, work, in_chunks, shares, absent)
         yield list(node.done(number))
         node.over(number)
         self._group.bytes_sent += node_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
@@ -233,18 +196,9 @@ class HostBuckets(Buckets):
             gradients.append((part.begin, array))
         self.memories.pay(piece, gradients)
 
-    def _reduce_flat(
-        self,
-        piece: Piece,
-        bucket: Bucket,
-        parts: Sequence[Part],
-        op: ReduceOp,
-        scale: Scale,
-        codec: Codec,
-        tag: int,
-        memory: Memory,
-    ) -> Steps[None]:
+    def _reduce_flat(self, work: Work, parts: Sequence[Part]) -> Steps[None]:
         """As one flat array: a tensor's own memory if the piece is all of that, else a copy."""
+        piece, bucket, op, scale, codec, memory, _, tag = work
         elements = piece.end - piece.begin
         own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None
         scratch = SCRATCH.take(0 if own is not None else elements * bucket.dtype.itemsize)
@@ -271,20 +225,14 @@ class HostBuckets(Buckets):
     def _reduce_across(
         self,
         node: NodePass,
-        piece: Piece,
-        bucket: Bucket,
+        work: Work,
         in_chunks: Sequence[Part],
         shares: Sequence[tuple[int, int]],
-        op: ReduceOp,
-        scale: Scale,
-        codec: Codec,
         absent: list[bool],
-        number: int,
-        tag: int,
-        memory: Memory,
     ) -> Steps[None]:
         """The node's sum of this rank's share into one flat array, the sum of nodes, and one pass back."""
         assert self.layout is not None
+        piece, bucket, op, scale, codec, memory, number, tag = work
         begin, end = shares[node.me]
         nbytes = (end - begin) * bucket.dtype.itemsize
         scratch = SCRATCH.take(nbytes)
@@ -292,19 +240,18 @@ class HostBuckets(Buckets):
         flat[...] = 0
         node_scale, wire_scale = early_scale(flat, op, scale, codec)
         share = piece.begin + begin, piece.begin + end
-        node.run(Direction.GATHER, *_offsets(bucket), share, op, node_scale, absent, flat)
+        node.run(Direction.GATHER, bucket.slots, bucket.offsets, share, op, node_scale, absent, flat)
         yield from _until_right(node, number)
-        yield from self._in_chunks(
-            node, 0, Mode.REDUCE_SCATTER, in_chunks, (shares, flat, begin), op, node_scale, number
-        )
+        carried = shares, flat, begin
+        yield from self._in_chunks(node, 0, Mode.REDUCE_SCATTER, work, in_chunks, node_scale, carried)
         across = counterparts(self._group, self.layout)
         if across is not None and flat.size:
             if codec.encodes:
                 self.memories.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
             yield from allreduce_encoded(across, flat, op, wire_scale, codec, tag, memory.part(begin, end))
             self._group.bytes_sent += across.bytes_sent
-        node.run(Direction.SPREAD, *_offsets(bucket), share, ReduceOp.SUM, ONE, absent, flat)
-        yield from self._in_chunks(node, 1, Mode.ALLGATHER, in_chunks, (shares, flat, begin), op, ONE, number)
+        node.run(Direction.SPREAD, bucket.slots, bucket.offsets, share, ReduceOp.SUM, ONE, absent, flat)
+        yield from self._in_chunks(node, 1, Mode.ALLGATHER, work, in_chunks, ONE, carried)
         SCRATCH.give_back(scratch)
 
     def _in_chunks(
@@ -312,19 +259,18 @@ class HostBuckets(Buckets):
         node: NodePass,
         half: int,
         mode: Mode,
+        work: Work,
         parts: Sequence[Part],
-        carried: tuple[Sequence[tuple[int, int]], Array, int] | None,
-        op: ReduceOp,
         scale: Scale,
-        number: int,
+        carried: tuple[Sequence[tuple[int, int]], Array, int] | None = None,
     ) -> Steps[None]:
         """Reduce what some rank has where others cannot reach it, through chunks in memory that they share.
 
         ``carried``: between nodes, each rank's share of the piece, this one's as a flat array, and where that begins.
         """
         order = self._orders[half]
-        if parts and not order.is_next(number):
-            yield [OrderWait(order, number, self._group.members[self._group.rank])]
+        if parts and not order.is_next(work.number):
+            yield [OrderWait(order, work.number, self._group.members[self._group.rank])]
         for part in parts:
             array, source = part.array(), part.source()
             if array is None:
@@ -332,7 +278,7 @@ class HostBuckets(Buckets):
             if carried is None:
                 runs = partition(part.elements, len(node.members), array.itemsize)
             else:
-                runs = [_within(part, share) for share in carried[0]]
+                runs = [part.within(share) for share in carried[0]]
             own = slice(*runs[node.me])
             if carried is not None:
                 _, flat, begin = carried
@@ -343,10 +289,10 @@ class HostBuckets(Buckets):
                 array[own] = of_flat
             ticket = node.staging.draw(half)
             source = None if mode is Mode.ALLGATHER else source
-            yield from node.staging.run(half, ticket, mode, array, runs, op, scale, source)
+            yield from node.staging.run(half, ticket, mode, array, runs, work.op, scale, source)
             if mode is Mode.REDUCE_SCATTER and of_flat is not None:
                 of_flat[...] = array[own]
-        order.leave(number)
+        order.leave(work.number)
 
     def forget(self, quiet: bool) -> None:
         self._small, self._small_offers = {}, {}
@@ -386,13 +332,3 @@ def _told(layout: Layout | None, node: NodePass | None) -> str:
     if len(layout.nodes) == 1:
         return f"one pass over the memory of {len(node.members)} ranks"
     return f"one pass on {len(layout.nodes)} nodes, {layout.carriers} ranks of each carry their shares between"
-
-
-def _offsets(bucket: Bucket) -> tuple[Sequence[int], Sequence[int]]:
-    return bucket.slots, bucket.offsets
-
-
-def _within(part: Part, share: tuple[int, int]) -> tuple[int, int]:
-    """The elements of a part that lie in a share of its piece."""
-    begin, end = (min(max(at - part.begin, 0), part.elements) for at in share)
-    return begin, end

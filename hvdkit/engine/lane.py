@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
-import numpy as np
-
-from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.choice import AUTO
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.compression import CASTS
-from hvdkit.engine.arrangement import UNSEEN, arrange, load
+from hvdkit.engine.arrangement import arrange, load
 from hvdkit.engine.buckets import Buckets
 from hvdkit.engine.given_up import ENDED, GIVEN_UP, GivenUpSteps
 from hvdkit.engine.lane_records import LaneRecords
 from hvdkit.engine.lanes import Lanes
 from hvdkit.engine.messages import Ended, GivenUp, LaneFailed
+from hvdkit.engine.observing import Observation
 from hvdkit.engine.operation import Operation
 from hvdkit.engine.plan import Plan
 from hvdkit.engine.schedule import without_overlap
+from hvdkit.engine.tags import lane_tag
 from hvdkit.engine.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
-from hvdkit.kernels import ONE, ReduceOp
 
 # How far the newest operation of a lane may be ahead of the oldest one in flight; see node_pass.CELLS.
 SPAN = 32
-
-# Tags of lanes lie above those of named operations: lane, then place in the lane's sequence, then phase. Places repeat
-# after more than SPAN, lanes after more than anybody has in flight at once.
-LANE_TAG = 1 << 21
-LANES, SEQUENCE, PHASES = 2048, 128, 8
-
-
-def lane_tag(lane: int, sequence: int) -> int:
-    """The first tag of the ``sequence``-th operation of a lane."""
-    return LANE_TAG | (lane % LANES * SEQUENCE + sequence % SEQUENCE) * PHASES
 
 
 class Lane:
@@ -73,8 +59,8 @@ class Lane:
         self._step = 0  # steps that are over
         self._started = 0  # operations of this step
         self._completed = 0
-        self._observed: dict[int, float] = {}  # when each slot was ready in the first step, in seconds
-        self._arrange([UNSEEN] * len(plan.slots))
+        self._observation = Observation(group, len(plan.slots))
+        self._arrange()
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -100,8 +86,8 @@ class Lane:
             if slot in self._ready:
                 raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
             self._ready.add(slot)
-            if self._step == 0 and since != UNSEEN:
-                self._observed[slot] = perf_counter() if since is None else since
+            if self._step == 0:
+                self._observation.sees(slot, since)
             bucket = self.arrangement.bucket_of[slot]
             if mark is not None:
                 self._marks[bucket].append(mark)
@@ -320,12 +306,12 @@ class Lane:
         codec = self.plan.reduction.codecs[bucket.codec]
         return load(now.nbytes[place], bucket.dtype, codec, self._sizes)
 
-    def _arrange(self, ready_at: Sequence[float]) -> None:
+    def _arrange(self) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
         plan, share = self.plan, sent_share(self.group.size, self.home.layout)
         codecs, network = plan.reduction.codecs, self._lanes.network
         self.arrangement = arrange(
-            plan.slots, ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
+            plan.slots, self._observation.ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
         self.home.lay_out(self.arrangement)
         self._begin_step()
@@ -335,7 +321,7 @@ class Lane:
         self.home.end_step()
         self._step += 1
         if self._step == 1:
-            self._arrange(self._ready_at)
+            self._arrange()
         else:
             self._begin_step()
         self._fail_if_ended()
@@ -361,14 +347,4 @@ class Lane:
         """What ranks tell each other at the end of this step, and what that is called."""
         if number == self._observes:
             return self.verification.exchange(joined, tag), f"whether parameters are the same, of {self.name}"
-        return self._exchange_observations(tag, joined), f"the gradient order of {self.name}"
-
-    def _exchange_observations(self, tag: int, joined: bool) -> Steps[None]:
-        """Tell all ranks when rank 0 saw its slots become ready, in microseconds since the first one."""
-        message = np.full(len(self.slots), -1, dtype=np.int64)
-        if self.group.rank == 0 and not joined and self._observed:
-            first = min(self._observed.values())
-            for slot, at in self._observed.items():
-                message[slot] = int((at - first) * 1e6)
-        yield from allreduce(self.group, message, ReduceOp.MAX, ONE, CASTS["none"], tag, AUTO)
-        self._ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in message.tolist()]
+        return self._observation.exchange(tag, joined), f"the gradient order of {self.name}"

@@ -1,11 +1,13 @@
-"""One rank's gradient of one slot, for one step: where it lies, and where its result shall be."""
+"""One rank's gradients, for one step: where each lies, where its result shall be, and what of it is in which piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hvdkit.collectives.group import Array
+from hvdkit.engine.plan import Bucket, Slot
+from hvdkit.engine.schedule import Piece
 
 
 class Offer:
@@ -43,3 +45,49 @@ def _nothing() -> Any:
 
 # The gradient has been copied into its slot; see Buckets.small.
 FILLED = Offer(0, _nothing)
+
+
+class Part(NamedTuple):
+    """A run of one slot's elements in a piece."""
+
+    slot: int
+    first: int  # element of the slot
+    elements: int
+    begin: int  # element of the piece
+    offer: Offer | None  # None: zeros
+
+    def array(self) -> Array | None:
+        """The memory of the result."""
+        return None if self.offer is None else self.offer.array[self.first : self.first + self.elements]
+
+    def source(self) -> Array | None:
+        """What this rank contributes, if not what lies in ``array``."""
+        if self.offer is None or self.offer.source is None:
+            return None
+        return self.offer.source[self.first : self.first + self.elements]
+
+    def within(self, share: tuple[int, int]) -> tuple[int, int]:
+        """The elements of this part that lie in a share of its piece."""
+        begin, end = (min(max(at - self.begin, 0), self.elements) for at in share)
+        return begin, end
+
+    def take(self, into: Array) -> None:
+        """Copy what this rank contributes."""
+        source, array = self.source(), self.array()
+        into[...] = source if source is not None else 0 if array is None else array
+
+
+def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
+    """The slots' runs in a piece, as parts of zeros."""
+    parts = []
+    for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+        first = max(0, piece.begin - offset)
+        last = min(slots[slot].elements, piece.end - offset)
+        if first < last:
+            parts.append(Part(slot, first, last - first, offset + first - piece.begin, None))
+    return parts
+
+
+def with_offers(runs: Sequence[Part], offers: Mapping[int, Offer | None]) -> list[Part]:
+    """Runs as parts of what is offered, by slot; of slots that are not among the offers, of zeros."""
+    return [run._replace(offer=offers.get(run.slot)) for run in runs]

@@ -24,7 +24,7 @@ CONTROL_TAG = 0
 MEETING_TAG = 31_337
 MEETING_PAUSE = 0.001
 CLOSING_SECONDS = 1.0
-# Tags of collectives reach up to here; see lane.lane_tag. MPI promises only 32767, every MPI in use has 2**22 or more.
+# Tags of collectives reach up to here; see tags.lane_tag. MPI promises only 32767, every MPI in use has 2**22 or more.
 LARGEST_TAG = 1 << 22
 
 

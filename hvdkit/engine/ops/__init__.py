@@ -4,7 +4,7 @@ from hvdkit.engine.ops.agreements import ADD_PROCESS_SET, BARRIER, PLAN, REMOVE_
 from hvdkit.engine.ops.allgather import ALLGATHER
 from hvdkit.engine.ops.allreduce import ALLREDUCE
 from hvdkit.engine.ops.alltoall import ALLTOALL
-from hvdkit.engine.ops.batch import TAGS_PER_OPERATION, Batch, Submission, effective
+from hvdkit.engine.ops.batch import Batch, Submission, effective
 from hvdkit.engine.ops.broadcast import BROADCAST
 from hvdkit.engine.ops.kind import Kind
 from hvdkit.engine.ops.reducescatter import REDUCESCATTER
@@ -30,4 +30,4 @@ def tensor_kinds() -> list[str]:
     return [kind.name for kind in KINDS.values() if kind.carries_tensors]
 
 
-__all__ = ["KINDS", "TAGS_PER_OPERATION", "Batch", "Kind", "Submission", "effective", "tensor_kinds"]
+__all__ = ["KINDS", "Batch", "Kind", "Submission", "effective", "tensor_kinds"]

@@ -12,7 +12,6 @@ from hvdkit.engine.handle import Handle
 from hvdkit.engine.requests import Key, Signature
 from hvdkit.kernels import ReduceOp, Scale
 
-TAGS_PER_OPERATION = 8
 _OPS = {int(op): op for op in ReduceOp}  # quicker than the enumeration itself
 
 
@@ -50,7 +49,7 @@ class Batch:
     group: Group
     submissions: Sequence[Submission]
     extras: Sequence[Any]  # by submission: what the coordinator said with it
-    tag: int  # the first of TAGS_PER_OPERATION
+    tag: int  # the first of tags.TAGS_PER_OPERATION
     side_by_side: bool = True  # whether parts of it may go on at the same time
     # Is told what is done from now on, and of what if it goes its way from here, for the timeline.
     trace: Callable[..., None] = lambda activity, about=None: None
