@@ -25,7 +25,7 @@ from tqdm import tqdm
 import hvdkit.torch as hvd
 from hvdkit.api.compression import codec_of
 from hvdkit.compression import LossyCodec, TopK
-from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
+from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
 
 COPY = "copy"
 COLUMNS = 1024  # of the matrices that powersgd takes the gradient for

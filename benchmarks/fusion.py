@@ -10,10 +10,10 @@ import numpy as np
 import hvdkit.torch as hvd
 from hvdkit import kernels
 from hvdkit.arena import ARENA
-from hvdkit.engine import runtime
-from hvdkit.engine.offers import FILLED, offer_of
-from hvdkit.engine.plan import Slot
-from hvdkit.transports.node import NodeTransport
+from hvdkit.engine.life import runtime
+from hvdkit.engine.steps.offers import FILLED, offer_of
+from hvdkit.engine.steps.plan import Slot
+from hvdkit.transports.node.transport import NodeTransport
 
 LINE = 64
 # Places of the node's memory that no lane or process set reaches in a benchmark.

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.engine.requests import ReduceRequest
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.errors import UnsupportedReductionError
 from hvdkit.kernels.dtypes import FLOATS
 from hvdkit.kernels.reduce_op import ReduceOp

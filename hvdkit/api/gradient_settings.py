@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from hvdkit.api import checks, planning
 from hvdkit.api.compression import NoneCompressor
 from hvdkit.api.compression_policy import Policy, check_policy
-from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Kind = TypeVar("Kind", bound="GradientSettings")

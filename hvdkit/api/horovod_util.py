@@ -26,7 +26,7 @@ def nccl_built(verbose: bool = False) -> bool:
     """Whether NCCL can, which comes with PyTorch for CUDA."""
     if not gloo_built():
         return False
-    from hvdkit.transports.nccl import nccl_version
+    from hvdkit.transports.gpu.nccl import nccl_version
 
     return nccl_version() > 0
 

@@ -13,9 +13,9 @@ from typing import Any
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.imports import after_import
 from hvdkit.api.init_arguments import check_comm, check_process_sets
-from hvdkit.engine import runtime
-from hvdkit.engine.compression_report import CompressionStatistics, compression_statistics
-from hvdkit.engine.statistics import CommunicationStatistics
+from hvdkit.engine.life import runtime
+from hvdkit.engine.telemetry.compression_report import CompressionStatistics, compression_statistics
+from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Average = ReduceOp.AVERAGE

@@ -8,11 +8,11 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
 from hvdkit.api.handles import HANDLES
-from hvdkit.engine import runtime
-from hvdkit.engine.direct import reduces_directly
-from hvdkit.engine.handle import Handle
-from hvdkit.engine.process_sets import ProcessSet
-from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import ProcessSet
+from hvdkit.engine.ops.device_operations import reduces_directly
+from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
 

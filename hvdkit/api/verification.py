@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.collectives.group import Array
-from hvdkit.engine.verifying import Heard, Statement, exchange_by_name, is_due, is_due_for_sparse
+from hvdkit.engine.telemetry.verifying import Heard, Statement, exchange_by_name, is_due, is_due_for_sparse
 from hvdkit.errors import ParametersDifferError
 
 # Of each kind so many are told by name.

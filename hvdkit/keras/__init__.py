@@ -28,7 +28,7 @@ from hvdkit.api.job import (
 )
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.compression import CustomCodec
-from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdkit.engine.life.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
 from hvdkit.keras import callbacks, unwrapped
 from hvdkit.keras.backend import adapter

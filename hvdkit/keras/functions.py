@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdkit.api import checks, guard
 from hvdkit.api.compression import Compressions
-from hvdkit.engine import runtime
-from hvdkit.engine.requests import Call, ReduceRequest
+from hvdkit.engine.life import runtime
+from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from hvdkit.api import planning
 from hvdkit.api.compression import Compressions
 from hvdkit.api.gradient_settings import check_settings
-from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from hvdkit.api.guard import WATCH, is_marked
-from hvdkit.engine import runtime
+from hvdkit.engine.life import runtime
 from hvdkit.keras import keras_2
 from hvdkit.keras.applying import apply_pairs, apply_reduced
 from hvdkit.keras.early import scale_loss_and_begin, train_step_with_early_gradients

@@ -33,9 +33,8 @@ from hvdkit.api.job import (
     stop_timeline,
 )
 from hvdkit.compression import CustomCodec
-from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdkit.engine.life.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
-from hvdkit.tensorflow import exceptions
 from hvdkit.tensorflow.basics import cuda_built, gloo_built, gpu_available, init, nccl_built, rocm_built
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.functions import (
@@ -46,10 +45,11 @@ from hvdkit.tensorflow.functions import (
     broadcast_variables,
 )
 from hvdkit.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from hvdkit.tensorflow.ops_allreduce import allreduce, grouped_allreduce
-from hvdkit.tensorflow.ops_broadcast import broadcast, broadcast_
-from hvdkit.tensorflow.ops_gather import allgather, alltoall, grouped_allgather
-from hvdkit.tensorflow.ops_ranks import (
+from hvdkit.tensorflow.ops import exceptions
+from hvdkit.tensorflow.ops.allreduce import allreduce, grouped_allreduce
+from hvdkit.tensorflow.ops.broadcast import broadcast, broadcast_
+from hvdkit.tensorflow.ops.gather import allgather, alltoall, grouped_allgather
+from hvdkit.tensorflow.ops.ranks import (
     barrier,
     join,
     local_rank_op,
@@ -58,7 +58,7 @@ from hvdkit.tensorflow.ops_ranks import (
     rank_op,
     size_op,
 )
-from hvdkit.tensorflow.ops_reducescatter import grouped_reducescatter, reducescatter
+from hvdkit.tensorflow.ops.reducescatter import grouped_reducescatter, reducescatter
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
 
 _without_keras: ImportError | None = None

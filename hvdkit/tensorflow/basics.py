@@ -30,7 +30,7 @@ def nccl_built() -> int:
     """The version of the NCCL that PyTorch has, as one number (22703 for 2.27.3), or 0 without it."""
     if importlib.util.find_spec("torch") is None:
         return 0
-    from hvdkit.transports.nccl import nccl_version
+    from hvdkit.transports.gpu.nccl import nccl_version
 
     return nccl_version()
 

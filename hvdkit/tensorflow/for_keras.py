@@ -11,7 +11,7 @@ from hvdkit.api import backends
 from hvdkit.api.gradient_settings import GradientSettings
 from hvdkit.tensorflow.functions import broadcast_variables
 from hvdkit.tensorflow.gradients import reduce_gradients
-from hvdkit.tensorflow.unconverted import as_written
+from hvdkit.tensorflow.ops.unconverted import as_written
 
 
 class TensorFlowGradients(backends.Gradients):

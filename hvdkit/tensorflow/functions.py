@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.api import objects
-from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.tensorflow.exceptions import raised_as_tensorflows
-from hvdkit.tensorflow.ops_broadcast import broadcast_
-from hvdkit.tensorflow.unconverted import as_written
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.ops.broadcast import broadcast_
+from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows
+from hvdkit.tensorflow.ops.unconverted import as_written
 
 
 @as_written

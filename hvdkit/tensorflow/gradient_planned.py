@@ -14,17 +14,17 @@ import tensorflow as tf
 
 from hvdkit.api.planning import next_title
 from hvdkit.compression import Codec
-from hvdkit.engine import runtime
-from hvdkit.engine.offers import FILLED, Offer, offer_of
-from hvdkit.engine.plan import Slot
-from hvdkit.engine.plans import HOST, place_for
+from hvdkit.engine.life import runtime
+from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
+from hvdkit.engine.steps.plan import Slot
+from hvdkit.engine.steps.registration import HOST, place_for
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.arrays import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.bridge import call, check_functions, in_order
-from hvdkit.tensorflow.device import Device, device_of_job
-from hvdkit.tensorflow.exceptions import RUNNING, mark
-from hvdkit.tensorflow.unconverted import as_written
+from hvdkit.tensorflow.ops.arrays import as_array, as_tensor, copy_of, empty_like
+from hvdkit.tensorflow.ops.bridge import call, check_functions, in_order
+from hvdkit.tensorflow.ops.device import Device, device_of_job
+from hvdkit.tensorflow.ops.exceptions import RUNNING, mark
+from hvdkit.tensorflow.ops.unconverted import as_written
 from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
 
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little

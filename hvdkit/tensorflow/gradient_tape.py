@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from hvdkit.api import guard, planning
 from hvdkit.api.gradient_settings import GradientSettings, check_settings
-from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.gradients import reduce_gradients
-from hvdkit.tensorflow.unconverted import as_written
+from hvdkit.tensorflow.ops.unconverted import as_written
 
 _FUNCTION = "DistributedGradientTape"
 

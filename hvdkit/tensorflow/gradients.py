@@ -13,18 +13,18 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.api.gradient_settings import GradientSettings, is_variable, names_of
 from hvdkit.api.planning import form_groups, plain_name
-from hvdkit.engine import runtime
-from hvdkit.engine.plan import Slot
-from hvdkit.engine.process_sets import ProcessSet
-from hvdkit.engine.requests import ReduceRequest
+from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import ProcessSet
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.bridge import backward, check_functions, in_order
-from hvdkit.tensorflow.exceptions import mark, raised_as_tensorflows
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
-from hvdkit.tensorflow.ops_allreduce import grouped_allreduce
-from hvdkit.tensorflow.ops_sparse import quotient
-from hvdkit.tensorflow.reduction import Reduction, reduce
-from hvdkit.tensorflow.unconverted import as_written
+from hvdkit.tensorflow.ops.allreduce import grouped_allreduce
+from hvdkit.tensorflow.ops.bridge import backward, check_functions, in_order
+from hvdkit.tensorflow.ops.exceptions import mark, raised_as_tensorflows
+from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.sparse import quotient
+from hvdkit.tensorflow.ops.unconverted import as_written
 from hvdkit.tensorflow.verification import Verified, verified
 
 SPARSE = (

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.job import Sum
-from hvdkit.engine.process_sets import ProcessSet, global_process_set
-from hvdkit.tensorflow.ops_allreduce import allreduce
-from hvdkit.tensorflow.unconverted import as_written
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.ops.allreduce import allreduce
+from hvdkit.tensorflow.ops.unconverted import as_written
 
 _REFUSED = {
     "fused": "TensorFlow's fused kernel cannot be told the statistics of all ranks.\nHINT: leave fused out.",

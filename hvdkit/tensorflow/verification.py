@@ -12,10 +12,10 @@ import tensorflow as tf
 from hvdkit import kernels
 from hvdkit.api.machine import machine
 from hvdkit.api.verification import Verification
-from hvdkit.engine.verifying import Statement
-from hvdkit.tensorflow.arrays import as_array
-from hvdkit.tensorflow.exceptions import mark
-from hvdkit.tensorflow.unconverted import as_written
+from hvdkit.engine.telemetry.verifying import Statement
+from hvdkit.tensorflow.ops.arrays import as_array
+from hvdkit.tensorflow.ops.exceptions import mark
+from hvdkit.tensorflow.ops.unconverted import as_written
 
 BROADCAST = "hvd.broadcast_variables(model.variables, root_rank=0), or BroadcastGlobalVariablesCallback(0) in fit()"
 

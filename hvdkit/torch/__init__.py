@@ -32,14 +32,14 @@ from hvdkit.api.job import (
 )
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.compression import CustomCodec
-from hvdkit.engine.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdkit.engine.life.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
 from hvdkit.torch.basics import cuda_built, gloo_built, init, nccl_built, rocm_built
 from hvdkit.torch.compression import Compression
-from hvdkit.torch.compression_state import merge_state_dicts
-from hvdkit.torch.ddp import DDPHook, ddp_hook
-from hvdkit.torch.ops_allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from hvdkit.torch.ops_allreduce import (
+from hvdkit.torch.data_parallel.hook import DDPHook, ddp_hook
+from hvdkit.torch.gradients.compression_state import merge_state_dicts
+from hvdkit.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from hvdkit.torch.ops.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -49,18 +49,18 @@ from hvdkit.torch.ops_allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from hvdkit.torch.ops_alltoall import alltoall, alltoall_async
-from hvdkit.torch.ops_broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from hvdkit.torch.ops_reducescatter import (
+from hvdkit.torch.ops.alltoall import alltoall, alltoall_async
+from hvdkit.torch.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from hvdkit.torch.ops.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from hvdkit.torch.ops_sparse import sparse_allreduce_async
-from hvdkit.torch.ops_sync import barrier, join, poll, synchronize
+from hvdkit.torch.ops.sparse import sparse_allreduce_async
+from hvdkit.torch.ops.sync import barrier, join, poll, synchronize
 from hvdkit.torch.optimizer import DistributedOptimizer
-from hvdkit.torch.optimizer_state import broadcast_optimizer_state
+from hvdkit.torch.optimizers.state import broadcast_optimizer_state
 from hvdkit.torch.parameters import broadcast_parameters
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 

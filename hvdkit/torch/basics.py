@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hvdkit.api import job
-from hvdkit.transports.nccl import nccl_available, nccl_version
+from hvdkit.transports.gpu.nccl import nccl_available, nccl_version
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from hvdkit.api import backends
 from hvdkit.api.gradient_settings import GradientSettings, names_of
-from hvdkit.engine.driver import ROUND_SECONDS
+from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.torch.for_keras_hooks import TrainStepHooks
-from hvdkit.torch.gradient_settings import Settings
-from hvdkit.torch.gradient_sync import GradientSynchronizer, is_current
-from hvdkit.torch.gradient_watch import ChangedInFlightError
+from hvdkit.torch.gradients.settings import Settings
+from hvdkit.torch.gradients.synchronizer import GradientSynchronizer, is_current
+from hvdkit.torch.gradients.verification import OptimizerVerification
+from hvdkit.torch.gradients.watch import ChangedInFlightError
 from hvdkit.torch.parameters import broadcast_tensors
-from hvdkit.torch.verification import OptimizerVerification
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"
 CHANGED = (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdkit.engine import runtime
-from hvdkit.torch.gradient_hooks import ParameterHooks
+from hvdkit.engine.life import runtime
+from hvdkit.torch.gradients.hooks import ParameterHooks
 
 COMPUTED_TWICE = (
     "The gradient of '{name}' was added to once more in a backward pass that had completed it before.\n"

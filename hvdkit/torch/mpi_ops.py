@@ -10,6 +10,6 @@ from __future__ import annotations
 from hvdkit.api.checks import handle_average_backwards_compatibility, num_rank_is_power_2
 from hvdkit.torch import *  # noqa: F403 (the same names)
 from hvdkit.torch import __all__ as _torch_names
-from hvdkit.torch.ops_broadcast import BroadcastFunction as HorovodBroadcast
+from hvdkit.torch.ops.broadcast import BroadcastFunction as HorovodBroadcast
 
 __all__ = [*_torch_names, "HorovodBroadcast", "handle_average_backwards_compatibility", "num_rank_is_power_2"]

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 
 from hvdkit.api.gradient_settings import check_settings
-from hvdkit.engine.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
-from hvdkit.torch.gradient_settings import Settings
-from hvdkit.torch.optimizer_class import is_distributed, wrap
-from hvdkit.torch.optimizer_names import check_names
+from hvdkit.torch.gradients.settings import Settings
+from hvdkit.torch.optimizers.distributed_class import is_distributed, wrap
+from hvdkit.torch.optimizers.names import check_names
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 

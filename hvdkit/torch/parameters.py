@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.ops_broadcast import broadcast_async_
-from hvdkit.torch.ops_sync import synchronize
-from hvdkit.torch.tensor_checks import MOVABLE_DTYPES
+from hvdkit.torch.ops.broadcast import broadcast_async_
+from hvdkit.torch.ops.sync import synchronize
+from hvdkit.torch.ops.tensor_checks import MOVABLE_DTYPES
 
 _EXTRA_STATE = "_extra_state"
 

@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdkit.api.job import Sum, size
-from hvdkit.torch.autograd import apply
-from hvdkit.torch.ops_allgather import allgather
-from hvdkit.torch.ops_allreduce import allreduce
+from hvdkit.torch.ops.allgather import allgather
+from hvdkit.torch.ops.allreduce import allreduce
+from hvdkit.torch.ops.autograd import apply
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -129,7 +129,7 @@ class Transport(ABC):
     polling: bool
     # Ranks that share memory, by node; empty: no two do.
     nodes: Sequence[Sequence[int]] = ()
-    # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.bell.
+    # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.loop.wakeup.
     bell: Any = None
     # The window, and the place in it, where this node's ranks count the signs of life of all; None: each by itself.
     signs_of_life: Any = None

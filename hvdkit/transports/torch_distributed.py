@@ -22,14 +22,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError, TransportUnavailableError
-from hvdkit.transports.admission import SealedStore, greet, meet
 from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
-from hvdkit.transports.credentials import Credentials
-from hvdkit.transports.device import DeviceTransfer
+from hvdkit.transports.gpu.device import DeviceTransfer
+from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
-from hvdkit.transports.listening import addresses_for
-from hvdkit.transports.nccl import nccl_available, open_nccl
-from hvdkit.transports.rendezvous import open_store
+from hvdkit.transports.security.admission import SealedStore, greet, meet
+from hvdkit.transports.security.credentials import Credentials
+from hvdkit.transports.security.listening import addresses_for
+from hvdkit.transports.security.rendezvous import open_store
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")

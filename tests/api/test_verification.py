@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdkit.api.machine import machine, processor, processor_of
 from hvdkit.api.verification import MOST_NAMES, compare
-from hvdkit.engine.verifying import Heard, Statement, is_due, is_due_for_sparse
+from hvdkit.engine.telemetry.verifying import Heard, Statement, is_due, is_due_for_sparse
 
 NAMES = ["conv.weight", "conv.bias", "out.weight"]
 

@@ -15,9 +15,9 @@ import torch
 
 from hvdkit.arena import ARENA, Arena
 from hvdkit.compression import CASTS
-from hvdkit.engine.host_buckets import HostBuckets
-from hvdkit.engine.offers import offer_of
-from hvdkit.engine.plan import Reduction, Slot
+from hvdkit.engine.steps.host_reducer import HostBuckets
+from hvdkit.engine.steps.offers import offer_of
+from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.kernels import ReduceOp
 from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, populated, served, used
 

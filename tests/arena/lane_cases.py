@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvdkit.arena import ARENA
-from hvdkit.engine.node_pass import NodePass
+from hvdkit.engine.steps.node_pass import NodePass
 from tests.arena.blocks import MIB, born, lies_in_arena, served, used
 from tests.arena.fork_cases import in_child
 

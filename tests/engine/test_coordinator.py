@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hvdkit.engine.coordinator import Coordinator, Entry
-from hvdkit.engine.messages import (
+from hvdkit.engine.loop.coordinator import Coordinator, Entry
+from hvdkit.engine.loop.messages import (
     STALLED,
     Ask,
     Join,
@@ -19,7 +19,7 @@ from hvdkit.engine.messages import (
     Run,
     Waits,
 )
-from hvdkit.engine.requests import Key
+from hvdkit.engine.ops.requests import Key
 
 
 def allreduce(shape=(4,), dtype="float32", op=1, process_set=0, device="cpu"):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.engine.liveness import Liveness, Loss
-from hvdkit.engine.messages import Ask, decode, encode
-from hvdkit.engine.plan import Slot, first_order, lay_out, observed_order
-from hvdkit.engine.topology import topology_of
+from hvdkit.engine.life.topology import topology_of
+from hvdkit.engine.loop.messages import Ask, decode, encode
+from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
+from hvdkit.engine.telemetry.liveness import Liveness, Loss
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]
 slot_lists = st.lists(

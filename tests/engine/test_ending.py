@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdkit.engine import ending
-from hvdkit.engine.ending import Ending, exit_status
+from hvdkit.engine.life import ending
+from hvdkit.engine.life.ending import Ending, exit_status
 
 
 @pytest.mark.parametrize(

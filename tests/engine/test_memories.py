@@ -7,9 +7,9 @@ import numpy as np
 from hvdkit.compression import CASTS, DGC, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import OWED, RESIDUAL, Memory
-from hvdkit.engine.memories import Memories
-from hvdkit.engine.plan import Slot, lay_out
-from hvdkit.engine.schedule import Piece
+from hvdkit.engine.steps.plan import Slot, lay_out
+from hvdkit.engine.steps.residuals import Memories
+from hvdkit.engine.steps.schedule import Piece
 
 
 def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:

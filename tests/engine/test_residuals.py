@@ -12,12 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import CASTS, Codec, Int8, OneBit, PowerSGD, RandomK, TopK
-from hvdkit.engine.lane import Lane
-from hvdkit.engine.offers import FILLED, Offer, offer_of
-from hvdkit.engine.plan import Slot
-from hvdkit.engine.session import Session
+from hvdkit.engine.life.session import Session
+from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
+from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import ReduceOp
-from hvdkit.torch import compression_state
+from hvdkit.torch.gradients import compression_state
 from tests.network import MemoryTransport
 from tests.threads import on_threads
 from tests.transports.thread_group import DeviceThreadTransport

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import CASTS, Int8, PowerSGD
-from hvdkit.engine.arrangement import load
-from hvdkit.engine.driver import spin_seconds
-from hvdkit.engine.plan import Slot, first_order, lay_out, small_offsets
-from hvdkit.engine.schedule import (
+from hvdkit.engine.life.topology import nodes_that_share, topology_of
+from hvdkit.engine.loop.driver import spin_seconds
+from hvdkit.engine.steps.arrangement import load
+from hvdkit.engine.steps.plan import Slot, first_order, lay_out, small_offsets
+from hvdkit.engine.steps.schedule import (
     BUCKET_AT_THE_END,
     LARGEST_BUCKET,
     SMALLEST_BUCKET,
@@ -24,7 +25,6 @@ from hvdkit.engine.schedule import (
     send_order,
     without_overlap,
 )
-from hvdkit.engine.topology import nodes_that_share, topology_of
 from tests.network import MemoryTransport, Wires
 
 GIGABIT = Network(100e-6, 8e-9)

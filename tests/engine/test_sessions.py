@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.engine.offers import FILLED, offer_of
-from hvdkit.engine.plan import Slot
-from hvdkit.engine.requests import Call, ReduceRequest
-from hvdkit.engine.session import Session
+from hvdkit.engine.life.session import Session
+from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.steps.offers import FILLED, offer_of
+from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from tests.threads import Dies, on_threads

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.engine.requests import Call, ReduceRequest
-from hvdkit.engine.session import Session
+from hvdkit.engine.life.session import Session
+from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.kernels import ReduceOp
 from tests.threads import on_threads
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.engine import timeline as module
-from hvdkit.engine.timeline import Timeline
+from hvdkit.engine.telemetry import timeline as module
+from hvdkit.engine.telemetry.timeline import Timeline
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def run_python(code, path):
 def test_a_killed_process_leaves_valid_json_up_to_the_last_flush(path):
     code = """
 import os, sys
-from hvdkit.engine.timeline import Timeline
+from hvdkit.engine.telemetry.timeline import Timeline
 timeline = Timeline(sys.argv[1], rank=0)
 timeline.begin("a", "FLUSHED")
 timeline.flush()
@@ -140,7 +140,7 @@ os._exit(7)
 def test_what_is_left_is_written_at_exit_and_not_again_by_a_forked_child(path):
     code = """
 import os, sys
-from hvdkit.engine.timeline import Timeline
+from hvdkit.engine.telemetry.timeline import Timeline
 timeline = Timeline(sys.argv[1], rank=0)
 timeline.begin("a", "PARENT")
 child = os.fork()

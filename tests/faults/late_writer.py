@@ -21,7 +21,7 @@ import torch
 
 import hvdkit.torch as hvd
 from hvdkit.arena import ARENA
-from hvdkit.engine.node_pass import NodePass
+from hvdkit.engine.steps.node_pass import NodePass
 from tests import measured
 
 ELEMENTS = 1 << 18  # 1 MiB

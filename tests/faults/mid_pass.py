@@ -17,7 +17,7 @@ import torch
 
 import hvdkit.torch as hvd
 from hvdkit.collectives.staging import Pass, Staging
-from hvdkit.engine.node_pass import NodePass
+from hvdkit.engine.steps.node_pass import NodePass
 from tests import measured
 
 ROUNDS = 12

@@ -16,7 +16,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from hvdkit.environments.network import is_loopback, own_address
-from hvdkit.transports.credentials import NONCE_BYTES
+from hvdkit.transports.security.credentials import NONCE_BYTES
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
 from tests.preloaded import preloaded, rank_name
 from tests.ranks import ROOT, TORCH, free_port, rank_environment

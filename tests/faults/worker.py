@@ -11,8 +11,8 @@ import time
 import torch
 
 import hvdkit.torch as hvd
-from hvdkit.engine.ending import ENDING
-from hvdkit.engine.node_pass import NodePass
+from hvdkit.engine.life.ending import ENDING
+from hvdkit.engine.steps.node_pass import NodePass
 from tests import measured
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from hvdkit.engine import runtime
+from hvdkit.engine.life import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, train
 from tests.keras.models import check_close, check_same_bits, compiled, model, numbers, steps_of_one_process

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hvdkit.engine.driver import Driver
+from hvdkit.engine.loop.driver import Driver
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.for_keras import TorchGradients
-from hvdkit.torch.gradient_named import NamedGradients
+from hvdkit.torch.gradients.named import NamedGradients
 from tests.keras.batches import FEATURES, batches, joined, train
 from tests.keras.models import check_close, check_same_bits
 from tests.told import told

@@ -18,8 +18,8 @@ import pytest
 from hvdkit.environments import Rendezvous, World, detect
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.plugins.horovod.library import find_native_part
-from hvdkit.transports.credentials import Credentials
-from hvdkit.transports.rendezvous import PLACE, _meet_through_http
+from hvdkit.transports.security.credentials import Credentials
+from hvdkit.transports.security.rendezvous import PLACE, _meet_through_http
 from tests.launch.launching import PATIENCE_SECONDS, environment
 from tests.preloaded import preloaded
 from tests.ranks import ROOT, TORCH, free_port, mpirun

@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvdkit.engine import runtime
-from hvdkit.engine.requests import Call
-from hvdkit.tensorflow import device
+from hvdkit.engine.life import runtime
+from hvdkit.engine.ops.requests import Call
+from hvdkit.tensorflow.ops import device
 from tests.tensorflow.data import check_equal, doubles, values, ways
 from tests.transports import pretend_device
 from tests.transports.launched import launches

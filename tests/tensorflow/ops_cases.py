@@ -17,8 +17,8 @@ from hvdkit.errors import (
     PeerLostError,
     StallError,
 )
-from hvdkit.tensorflow import ops_broadcast
-from hvdkit.tensorflow.exceptions import as_tensorflows
+from hvdkit.tensorflow.ops import broadcast as ops_broadcast
+from hvdkit.tensorflow.ops.exceptions import as_tensorflows
 from tests.forking import in_child
 from tests.ranks import Skip
 from tests.tensorflow.data import (

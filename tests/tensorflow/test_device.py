@@ -24,8 +24,8 @@ if not gpus:
     sys.exit(5)
 tf.config.set_visible_devices(gpus[-1:], "GPU")
 tf.config.experimental.set_memory_growth(gpus[-1], True)
-from hvdkit.tensorflow.bridge import call
-from hvdkit.tensorflow.device import DTYPES, Device, _number_of
+from hvdkit.tensorflow.ops.bridge import call
+from hvdkit.tensorflow.ops.device import DTYPES, Device, _number_of
 number = _number_of("GPU:0")
 assert number == len(gpus) - 1, number
 device = Device("GPU:0", f"cuda:{number}")

@@ -11,7 +11,7 @@ import torch.multiprocessing
 from torch import nn
 
 from hvdkit.arena import ARENA
-from hvdkit.torch.half_summed import is_half_summed
+from hvdkit.torch.gradients.half_summed import is_half_summed
 from tests.forking import in_child
 from tests.torch.optimizer_support import expect
 from tests.torch.ownership_support import (

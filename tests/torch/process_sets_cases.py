@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from hvdkit.engine import runtime
+from hvdkit.engine.life import runtime
 from tests.ranks import Skip
 from tests.told import told
 from tests.torch.data import equal, total, values

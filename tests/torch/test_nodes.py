@@ -38,7 +38,7 @@ os.memfd_create = memfd_create
 """
 # One rank of the two gets no memory for its gradients.
 NO_ROOM = """
-from hvdkit.transports.node_memory import NodeMemory
+from hvdkit.transports.node.memory import NodeMemory
 populate = NodeMemory.populate
 def refuse(memory, *arguments):
     if memory.index == 1:
@@ -48,8 +48,8 @@ NodeMemory.populate = refuse
 """
 # One rank of the two gets no addresses for the memory through which tensors are staged.
 NO_ADDRESSES = """
-from hvdkit.engine.places import staging_place
-from hvdkit.transports.node_memory import NodeMemory
+from hvdkit.engine.life.places import staging_place
+from hvdkit.transports.node.memory import NodeMemory
 window = NodeMemory.window
 def refuse(memory, place, nbytes):
     if memory.index == 1 and place == staging_place(0):

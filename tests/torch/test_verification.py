@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvdkit import kernels
-from hvdkit.torch.verification import CHUNK, device_hash, hashes_of
+from hvdkit.torch.gradients.verification import CHUNK, device_hash, hashes_of
 from tests.ranks import RankedCases
 
 EACH_STEP = RankedCases("tests.torch.verification_cases", HVDKIT_VERIFY="1", HVDKIT_DYNAMIC_PROCESS_SETS="1")

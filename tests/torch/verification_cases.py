@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdkit.engine import runtime
+from hvdkit.engine.life import runtime
 from hvdkit.errors import HorovodInternalError, ParametersDifferError
-from hvdkit.torch import verification
+from hvdkit.torch.gradients import verification
 from tests.ranks import Skip
 from tests.told import warned
 from tests.torch.optimizer_cases import distributed_sgd

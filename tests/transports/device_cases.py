@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hvdkit.engine import runtime
-from hvdkit.engine.plan import Slot
+from hvdkit.engine.life import runtime
+from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
 from tests.told import told

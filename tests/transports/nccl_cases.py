@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvdkit.engine import runtime
+from hvdkit.engine.life import runtime
 
 
 def case_operations_on_cuda(hvd):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvdkit.transports.device import TorchDeviceCollectives
-from hvdkit.transports.nccl import exchange
+from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.nccl import exchange
 from hvdkit.transports.torch_distributed import TorchTransport
 from tests import ranks
 from tests.transports.launched import COUNT

@@ -22,7 +22,7 @@ from tests.ranks import OF_OPEN_MPI, ROOT, rank_environment
 __all__ = ["native", "needs_native"]
 
 try:
-    node_memory: Any = importlib.import_module("hvdkit.transports.node_memory")
+    node_memory: Any = importlib.import_module("hvdkit.transports.node.memory")
 except ImportError:
     node_memory = None  # as ``native`` is where nothing was compiled
 

@@ -9,8 +9,8 @@ import torch
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError
-from hvdkit.transports.admission import greet
-from hvdkit.transports.credentials import Credentials
+from hvdkit.transports.security.admission import greet
+from hvdkit.transports.security.credentials import Credentials
 
 SESSION = Credentials(b"a secret of this job", "job", 1)
 

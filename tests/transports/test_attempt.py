@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.admission import Judge, meet
-from hvdkit.transports.attempt import ANSWER, LEADER, here
-from hvdkit.transports.credentials import NONCE_BYTES, Credentials
+from hvdkit.transports.security.admission import Judge, meet
+from hvdkit.transports.security.attempt import ANSWER, LEADER, here
+from hvdkit.transports.security.credentials import NONCE_BYTES, Credentials
 
 SECONDS = 20.0
 SECRET = Credentials(b"a secret of this job", "job", 1)

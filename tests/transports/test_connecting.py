@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hvdkit.environments.base import World
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports import torch_distributed
-from hvdkit.transports.credentials import Credentials
+from hvdkit.transports.security.credentials import Credentials
 
 SECRET = Credentials(b"a secret of this job", "job", 1)
 

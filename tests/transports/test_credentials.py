@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdkit.transports.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
+from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 
 CREDENTIALS = Credentials(b"a secret of this job", "job", 1)
 

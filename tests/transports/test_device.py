@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from hvdkit.errors import PeerLostError
-from hvdkit.transports.nccl import exchange, shared_gpus, within
+from hvdkit.transports.gpu.nccl import exchange, shared_gpus, within
 from tests.ranks import RankedCases
 
 RUNNER = "tests.transports.pretend_device"

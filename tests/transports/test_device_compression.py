@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, RandomK, TopK
 from hvdkit.compression.memory import OWED, RESIDUAL
 from hvdkit.compression.sparse import Threshold
-from hvdkit.engine.device_buckets import stays_on_device
+from hvdkit.engine.steps.device_reducer import stays_on_device
 from hvdkit.kernels import ONE, Scale
-from hvdkit.transports.device_compression import DeviceMemory, Exchange, reduce_encoded
+from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
 from tests.transports.thread_group import Together
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit.environments.base import World
-from hvdkit.transports import heartbeat
-from hvdkit.transports.heartbeat import watching_pairs
+from hvdkit.transports.node import heartbeat
+from hvdkit.transports.node.heartbeat import watching_pairs
 from tests.ranks import ROOT, rank_environment
 from tests.transports.shared import LINE, native, needs_memory_files, needs_native, new_window, open_descriptors
 

@@ -8,7 +8,7 @@ import pytest
 
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.transports import listening
+from hvdkit.transports.security import listening
 
 OWN = ("10.0.0.1", "127.0.0.1", "127.0.1.1", "fd00::1")
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from hvdkit.transports.nccl import nccl_available, open_nccl
+from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 from tests.ranks import RankedCases
 
 needs_cuda = pytest.mark.skipif(not nccl_available(), reason="no CUDA device")

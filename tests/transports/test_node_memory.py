@@ -263,7 +263,7 @@ CROWDED = """
 import numpy as np
 import torch
 import hvdkit.torch as hvd
-from hvdkit.engine import runtime
+from hvdkit.engine.life import runtime
 hvd.init()
 transport = type(runtime.engine().transport).__name__
 tensor = torch.full((1 << 20,), 1.0 + hvd.rank())

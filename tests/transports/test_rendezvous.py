@@ -11,8 +11,8 @@ from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.network import own_addresses
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.plugins.horovod.meeting import Meeting
-from hvdkit.transports.credentials import Credentials
-from hvdkit.transports.rendezvous import _meet_through_http
+from hvdkit.transports.security.credentials import Credentials
+from hvdkit.transports.security.rendezvous import _meet_through_http
 from tests.ranks import TORCH, run_ranks
 
 SECRET = Credentials(b"a secret of this job", "job", 1)

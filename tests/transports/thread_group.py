@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvdkit.transports.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.device import TorchDeviceCollectives
 from tests.network import MemoryTransport, Wires
 from tests.transports.pretend_device import ThreadStream
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdkit.engine import runtime
+from hvdkit.engine.life import runtime
 from tests import measured
 
 

@@ -12,7 +12,7 @@ from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Steps
 from hvdkit.engine.ops.batch import Batch
 from hvdkit.engine.ops.kind import Assigned, Kind, Requests, Ways
-from hvdkit.engine.requests import Key
+from hvdkit.engine.ops.requests import Key
 from hvdkit.transports.base import DeviceCollectives
 
 

@@ -17,7 +17,7 @@ from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Codec, Memory
 from hvdkit.engine.ops.batch import Batch, Submission
 from hvdkit.engine.ops.kind import Kind, Ways
-from hvdkit.engine.requests import Signature
+from hvdkit.engine.ops.requests import Signature
 from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.transports.base import DeviceCollectives
 

@@ -13,7 +13,7 @@ from hvdkit.collectives.group import Array, Steps
 from hvdkit.engine.ops.allgather import details_of_all
 from hvdkit.engine.ops.batch import Batch
 from hvdkit.engine.ops.kind import Kind, Ways
-from hvdkit.engine.requests import Key, Request
+from hvdkit.engine.ops.requests import Key, Request
 
 
 def wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | None:

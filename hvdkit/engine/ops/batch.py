@@ -8,8 +8,8 @@ from typing import Any
 
 from hvdkit.collectives.group import Group
 from hvdkit.compression import CASTS, Codec, Tally
-from hvdkit.engine.handle import Handle
-from hvdkit.engine.requests import Key, Signature
+from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.requests import Key, Signature
 from hvdkit.kernels import ReduceOp, Scale
 
 _OPS = {int(op): op for op in ReduceOp}  # quicker than the enumeration itself

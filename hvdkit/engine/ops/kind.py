@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdkit.collectives.group import Array, Steps
-from hvdkit.engine.groups import Groups
+from hvdkit.engine.life.groups import Groups
 from hvdkit.engine.ops.batch import Batch
-from hvdkit.engine.requests import Key, Request, Signature, mismatch
+from hvdkit.engine.ops.requests import Key, Request, Signature, mismatch
 from hvdkit.transports.base import DeviceCollectives
 
 Requests = dict[int, Request]  # by rank

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdkit.plugins.horovod.library import NativeHorovod
-from hvdkit.transports.device import Work
+from hvdkit.transports.gpu.device import Work
 from hvdkit.transports.waiters import Waiters
 
 # Horovod passes numbers of elements and places among them on as C ints.

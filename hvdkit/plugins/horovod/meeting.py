@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from hvdkit.environments.base import World
-from hvdkit.transports.listening import addresses_for
+from hvdkit.transports.security.listening import addresses_for
 
 logger = logging.getLogger("hvdkit")
 

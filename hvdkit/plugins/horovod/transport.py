@@ -24,8 +24,8 @@ from hvdkit.plugins.horovod.group import HorovodGroup, Launches, ThreadEnd
 from hvdkit.plugins.horovod.library import NOT_INSTALLED, NativeHorovod, common_problem, load
 from hvdkit.plugins.horovod.meeting import Meeting
 from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
-from hvdkit.transports.device import DeviceTransfer, TorchDeviceCollectives
-from hvdkit.transports.listening import addresses_for
+from hvdkit.transports.gpu.device import DeviceTransfer, TorchDeviceCollectives
+from hvdkit.transports.security.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def transport() -> str:
-    from hvdkit.engine import runtime
+    from hvdkit.engine.life import runtime
 
     return str(runtime.engine().transport.name)
 

@@ -1,0 +1,73 @@
+"""Who has which place of a node's memory: the transport, the staging of each process set, the buckets of each lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvdkit.collectives.group import Group
+from hvdkit.collectives.hierarchical import Layout
+from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
+from hvdkit.engine.steps.plan import Slot, small_offsets
+
+if TYPE_CHECKING:
+    from hvdkit.engine.steps.node_pass import NodePass
+
+
+# The places of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
+def staging_place(process_set_id: int) -> int:
+    """Where the ranks of a process set stage tensors."""
+    return 2 * process_set_id + 1
+
+
+def lane_place(lane_id: int) -> int:
+    """Where a lane's buckets live."""
+    return 2 * lane_id + 2
+
+
+def staging_bytes(ranks: int) -> int:
+    """What the two areas of so many ranks take."""
+    from hvdkit.kernels._native import Area
+
+    return 2 * Area.bytes_needed(ranks, DEPTH, SLOT_BYTES)
+
+
+def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
+    """How a process set lies on nodes, with the memory that its ranks on this node share; None if no two share any."""
+    transport, rank = group.transport, group.members[group.rank]
+    nodes = [here for node in transport.nodes if (here := [member for member in node if member in group.members])]
+    if all(len(node) == 1 for node in nodes):
+        return None
+    node = next(members for members in nodes if rank in members)
+    if len(node) == 1:
+        return Layout(nodes, None)
+    from hvdkit.kernels._native import Area
+    from hvdkit.transports.node.transport import NodeTransport
+
+    assert isinstance(transport, NodeTransport)
+    nbytes = staging_bytes(len(node))
+    window = transport.window(staging_place(process_set_id), nbytes)
+    bells = transport.bells_of(node)
+    begins = (0, nbytes // 2)
+    areas = [Area(window, begin, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for begin in begins]
+    return Layout(nodes, Staging(node, rank, (areas[0], areas[1]), begins, spin_seconds, window))
+
+
+def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePass | None, str]:
+    """Where a lane's gradients meet on this node, or why they cannot; both nothing with one rank of the group here."""
+    staging = None if group.layout is None else group.layout.staging
+    if staging is None:
+        return None, ""
+    from hvdkit.engine.steps.node_pass import NodePass
+    from hvdkit.transports.node.transport import NodeTransport
+
+    assert isinstance(group.transport, NodeTransport)
+    here = None
+    try:
+        here = NodePass(group.transport, staging.members, lane_place(lane_id), slots, staging.spin_seconds)
+        here.populate()
+    except OSError as error:
+        if here is not None:
+            here.discard()
+        return None, f"no room for {small_offsets(slots)[1]} bytes on each rank ({error})"
+    return here, ""

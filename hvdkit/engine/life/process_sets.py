@@ -1,0 +1,171 @@
+"""Process sets: some ranks of the job that run collective operations among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvdkit.engine.life import runtime
+from hvdkit.errors import NotInitializedError
+
+
+class ProcessSet:
+    """Ranks that run collective operations together.
+
+    Made from a list of ranks, or from an mpi4py communicator under MPI. It is of use once passed to ``hvd.init()`` or
+    ``hvd.add_process_set()``, which give it its ``process_set_id``.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        if isinstance(ranks_or_comm, Iterable) and not hasattr(ranks_or_comm, "Get_group"):
+            ranks = list(ranks_or_comm)
+            if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+                raise ValueError(
+                    "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
+                    f"{ranks_or_comm!r}"
+                )
+            if len(set(ranks)) != len(ranks):
+                raise ValueError(f"ProcessSet: each rank can be named once, got {ranks}")
+            self.ranks = sorted(ranks)
+        elif hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+        else:
+            raise ValueError(
+                "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
+                f"{type(ranks_or_comm).__name__}"
+            )
+
+    def size(self) -> int | None:
+        """How many ranks, or None before the set is initialized."""
+        if self.process_set_id is None:
+            return None
+        return len(_ranks_of(self))
+
+    def rank(self) -> int | None:
+        """This process's place in the set, or None before the set is initialized. Raises ValueError if not in it."""
+        if self.process_set_id is None:
+            return None
+        ranks, rank = _ranks_of(self), runtime.topology().rank
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} is not in process set {self.process_set_id}, which has the ranks {ranks}")
+        return ranks.index(rank)
+
+    def included(self) -> bool | None:
+        """Whether this process is in the set, or None before ``ranks`` is known."""
+        if self.process_set_id == 0:
+            return True
+        if self.ranks is None:
+            return None
+        return runtime.topology().rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks; the same object before and after ``hvd.init()``, and in every copy of what refers to it."""
+
+    process_set_id: int | None = 0
+
+    def __init__(self) -> None:
+        self.mpi_comm = None
+
+    @property
+    def ranks(self) -> list[int]:  # type: ignore[override]
+        return _ranks_of(self) if runtime.is_initialized() else []
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        return self
+
+
+global_process_set: ProcessSet = _GlobalProcessSet()
+
+
+def _ranks_of(process_set: ProcessSet) -> list[int]:
+    assert process_set.process_set_id is not None
+    ranks = runtime.process_sets().get(process_set.process_set_id)
+    if ranks is None:
+        raise ValueError(f"{process_set} is not part of this job: it was removed, or hvd.init() was called again.")
+    return ranks
+
+
+def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
+    """The global ranks of a set that may have been made from a communicator. Raises ValueError outside 0..size-1.
+
+    ``world_comm``: the communicator that ``hvd.init()`` was given; without one it is MPI.COMM_WORLD.
+    """
+    if process_set.ranks is None:
+        process_set.ranks = _ranks_in(process_set.mpi_comm, world_comm)
+    ranks = process_set.ranks
+    if not ranks or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(f"ProcessSet: expected ranks from 0 to {size - 1}, got {ranks}")
+    return ranks
+
+
+def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
+    """The ranks that the members of ``comm`` have in ``world_comm``."""
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), (world_comm or MPI.COMM_WORLD).Get_group()
+    ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
+    if MPI.UNDEFINED in ranks:
+        raise ValueError(
+            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
+            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
+        )
+    return sorted(ranks)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a set after ``hvd.init()``; every rank of the job calls this with the same ranks.
+
+    Needs ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` or ``hvd.init(process_sets="dynamic")``. Raises ValueError where a set of
+    these ranks exists.
+    """
+    engine = runtime.engine()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    _check_dynamic("adding")
+    if process_set.ranks is None:
+        raise NotImplementedError(
+            "Dynamically adding process sets defined by an MPI communicator is not implemented. "
+            "Please build the process set via a list of ranks."
+        )
+    number = engine.add_process_set(resolve_ranks(process_set, engine.topology.size))
+    if number is None:
+        raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
+    process_set.process_set_id = number
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a set; every rank of the job calls this. Returns whether there was such a set; the global one stays.
+
+    Raises TypeError for what is no ProcessSet.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"remove_process_set: process_set must be a hvd.ProcessSet, got {process_set!r}")
+    engine = runtime.engine()
+    if process_set.process_set_id in (None, 0):
+        return False
+    _check_dynamic("removing")
+    number, process_set.process_set_id = process_set.process_set_id, None
+    assert number is not None
+    return engine.remove_process_set(number)
+
+
+def _check_dynamic(doing: str) -> None:
+    if not runtime.is_initialized():
+        raise NotInitializedError
+    if not runtime.dynamic_process_sets():
+        raise ValueError(
+            f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after Horovod initialization.\n"
+            'HINT: or call hvd.init(process_sets="dynamic").'
+        )

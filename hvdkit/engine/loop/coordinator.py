@@ -1,0 +1,332 @@
+"""Decides, on rank 0, which named operations run and in which order: a state machine of messages in, messages out.
+
+It has no clock and no connection of its own, so that every decision can be tested without a process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hvdkit.engine.loop.dead_locks import DeadLocks
+from hvdkit.engine.loop.fusing import batch_size
+from hvdkit.engine.loop.messages import (
+    LEFT,
+    MISMATCH,
+    STALLED,
+    Ask,
+    Join,
+    JoinDone,
+    Joined,
+    JoinFailed,
+    LaneFailed,
+    Message,
+    NewSignature,
+    Reject,
+    Run,
+    Waits,
+)
+from hvdkit.engine.ops import KINDS, tensor_kinds
+from hvdkit.engine.ops.requests import Key, Request, Signature
+
+
+@dataclass(slots=True)
+class Entry:
+    """One operation that not all of its ranks have asked for yet."""
+
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+    warned: bool = False
+
+    @property
+    def signature(self) -> Signature:
+        """What was asked for, where all who asked agree."""
+        return next(iter(self.requests.values())).signature
+
+
+@dataclass
+class Failure:
+    """An error of one or more operations, and the members that have not asked for any yet: each is told once.
+
+    ``cause``: MISMATCH, LEFT or STALLED.
+    """
+
+    text: str
+    cause: str
+    untold: set[int]
+
+
+@dataclass(frozen=True)
+class Stall:
+    """An operation that some ranks wait for and others have not submitted."""
+
+    key: Key
+    submitted: list[int]
+    missing: list[int]
+    seconds: float
+
+
+class Coordinator:
+    """Collects requests; ``take_outgoing`` gives (rank, message) pairs to deliver, in order."""
+
+    def __init__(self, size: int, fusion_threshold: int) -> None:
+        self._threshold = fusion_threshold
+        self.members: dict[int, list[int]] = {0: list(range(size))}
+        self._pending: dict[Key, Entry] = {}
+        self._failed: dict[Key, list[Failure]] = {}  # the oldest first: each rank is told of them in that order
+        self._ready: deque[tuple[Key, Entry]] = deque()
+        self._signatures: dict[tuple[int, int], Signature] = {}
+        self._joined: list[int] = []
+        self._departed: dict[int, str] = {}
+        self._dead_locks = DeadLocks(self._missing_from)
+        self._outgoing: list[tuple[int, Message]] = []
+        self._sequence = 0
+        self._lanes = 0
+        self._process_sets = 0
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def receive(self, rank: int, message: Message, now: float) -> None:
+        """Take one message of a rank. Raises ValueError for one that no engine sends."""
+        match message:
+            case Ask(asked, name, detail):
+                known = asked if isinstance(asked, dict) else self._signatures.get((rank, asked))
+                if known is None or known.get("kind") not in KINDS:
+                    raise ValueError(f"rank {rank} sent a request with an unknown signature {asked!r}")
+                self._request(rank, Key(known["ps"], known["kind"], name), Request(known, detail), now)
+            case NewSignature(number, signature):
+                self._signatures[rank, number] = signature
+            case Join():
+                self._join(rank)
+            case Waits():
+                self._break_dead_lock(rank, message)
+            case _:
+                raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
+
+    def add_static_process_sets(self, sets: Iterable[list[int]]) -> None:
+        """The process sets that every rank passed to init, numbered from 1."""
+        for ranks in sets:
+            self._process_sets += 1
+            self.members[self._process_sets] = list(ranks)
+
+    def add_process_set(self, ranks: Sequence[int]) -> int | None:
+        """The number of a new set of these ranks; None where there is one."""
+        if list(ranks) in self.members.values():
+            return None
+        self._process_sets += 1
+        self.members[self._process_sets] = list(ranks)
+        return self._process_sets
+
+    def next_lane(self) -> int:
+        """A number that no lane has had."""
+        self._lanes += 1
+        return self._lanes
+
+    def depart(self, rank: int, reason: str) -> None:
+        """A rank has left the job: what waits for it fails, a join included."""
+        self._departed[rank] = reason
+        self._fail_join()
+        for key, entry in list(self._pending.items()):
+            if rank in self._missing(key, entry):
+                self._fail([key], self._departed_text(key, rank), LEFT)
+
+    def give_up(self, key: Key, message: str) -> None:
+        """Fail an operation that has stalled for too long, if it is still pending."""
+        if key in self._pending:
+            self._fail([key], message, STALLED)
+
+    # -- what goes out ------------------------------------------------------------------------------------------------
+
+    def take_outgoing(self) -> list[tuple[int, Message]]:
+        """Messages to deliver now. Ready operations that may be fused are batched up to the fusion threshold."""
+        if self._ready:
+            self._run_ready()
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def _run_ready(self) -> None:
+        while len(self._ready) > 1:
+            # Read only as far as the batch goes: thousands of tensors may be ready of which no two can be batched.
+            asked = ((key.process_set, entry.signature) for key, entry in self._ready)
+            count = batch_size(asked, self._threshold)
+            self._run([self._ready.popleft() for _ in range(count)])
+        if self._ready:
+            self._run([self._ready.popleft()])
+
+    def stalled(self, now: float, seconds: float) -> list[Stall]:
+        """Operations pending for longer than ``seconds``."""
+        return [
+            Stall(key, sorted(entry.requests), self._missing(key, entry), now - entry.since)
+            for key, entry in self._pending.items()
+            if now - entry.since > seconds
+        ]
+
+    def new_stalls(self, now: float, seconds: float) -> list[Stall]:
+        """Like ``stalled``, each operation only once."""
+        found = [stall for stall in self.stalled(now, seconds) if not self._pending[stall.key].warned]
+        for stall in found:
+            self._pending[stall.key].warned = True
+        return found
+
+    def awaited_ranks(self) -> set[int]:
+        """The ranks that some pending operation waits for."""
+        awaited = {rank for key, entry in self._pending.items() for rank in self._missing(key, entry)}
+        return awaited.union(set(self.members[0]).difference(self._joined) if self._joined else ())
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
+        failures = self._failed.get(key)
+        failure = next((one for one in failures if rank in one.untold), None) if failures else None
+        if failure is not None:
+            self._tell_failure(rank, key, failure)
+            failure.untold.discard(rank)
+            if not failure.untold:
+                self._forget(failure)
+            return
+        entry = self._pending.get(key)
+        if entry is None:
+            entry = self._pending[key] = Entry(now)
+        entry.requests[rank] = request
+        if key.process_set not in self.members:
+            self._fail([key], f"{key}: there is no such process set; it was removed.")
+            return
+        if self._departed:
+            gone = [member for member in self._missing(key, entry) if member in self._departed]
+            if gone:
+                self._fail([key], self._departed_text(key, gone[0]), LEFT)
+                return
+        if len(self._pending) > 1:
+            for rival in [Key(key.process_set, kind, key.name) for kind in tensor_kinds() if kind != key.kind]:
+                if rival in self._pending:
+                    self._fail([key, rival], self._other_kind_text(key, rival))
+                    return
+        wrong = KINDS[key.kind].wrong
+        problem = None if wrong is None else wrong(key, rank, request, len(self.members[key.process_set]))
+        if problem is not None:  # nobody needs to wait for the others to know
+            self._fail([key], problem)
+            return
+        self._check_complete(key)
+
+    def _other_kind_text(self, key: Key, rival: Key) -> str:
+        """A name is one operation at a time, so two kinds under it are a mistake on one of the ranks."""
+        told = "; ".join(
+            f"rank {', '.join(map(str, sorted(self._pending[one].requests)))} sent {one.kind}" for one in (rival, key)
+        )
+        return f"Mismatched operations for '{key.name}': {told}.\nHINT: let every rank make the same calls."
+
+    def _missing(self, key: Key, entry: Entry) -> list[int]:
+        """Members that have neither asked nor joined."""
+        members = self.members.get(key.process_set, [])
+        return [rank for rank in members if rank not in entry.requests and not self._is_joined(key, rank)]
+
+    def _missing_from(self, key: Key) -> list[int]:
+        entry = self._pending.get(key)
+        return [] if entry is None else self._missing(key, entry)
+
+    def _break_dead_lock(self, rank: int, message: Waits) -> None:
+        found = self._dead_locks.told(rank, message)
+        if found is not None:
+            self._fail([key for key in found.keys if key in self._pending], found.text)
+            for lane, stuck in found.lanes:
+                self._outgoing += [(member, LaneFailed(lane, found.text)) for member in stuck]
+
+    def _is_joined(self, key: Key, rank: int) -> bool:
+        return key.process_set == 0 and rank in self._joined
+
+    def _check_complete(self, key: Key) -> None:
+        entry = self._pending[key]
+        absent = [rank for rank in self.members[key.process_set] if rank not in entry.requests]
+        if absent and not all(self._is_joined(key, rank) for rank in absent):
+            return
+        problem = KINDS[key.kind].mismatch(key, entry.requests)
+        if problem is None and absent and KINDS[key.kind].joined is None:
+            problem = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
+        if problem is not None:
+            self._fail([key], problem)
+            return
+        del self._pending[key]
+        self._ready.append((key, entry))
+
+    def _fail(self, keys: list[Key], message: str, cause: str = MISMATCH) -> None:
+        """Tell every rank that asked for one of these, and every member that will still ask, once."""
+        members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
+        asked = {rank for key in keys for rank in self._pending[key].requests}
+        joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
+        failure = Failure(message, cause, members - asked - set(self._departed) - joined)
+        for key in keys:
+            entry = self._pending.pop(key)
+            for rank in sorted(entry.requests):
+                self._tell_failure(rank, key, failure)
+            if failure.untold:
+                self._failed.setdefault(key, []).append(failure)
+
+    def _tell_failure(self, rank: int, key: Key, failure: Failure) -> None:
+        self._outgoing.append((rank, Reject(*key, failure.text, failure.cause)))
+
+    def _forget(self, failure: Failure) -> None:
+        """All members have been told."""
+        for key, failures in list(self._failed.items()):
+            self._failed[key] = [one for one in failures if one is not failure]
+            if not self._failed[key]:
+                del self._failed[key]
+
+    def _departed_text(self, key: Key, rank: int) -> str:
+        return (
+            f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}.\n"
+            f"HINT: make the same calls on every rank, use hvd.join() for uneven data, see what rank {rank} printed."
+        )
+
+    def _join(self, rank: int) -> None:
+        self._joined.append(rank)
+        self._fail_join()
+        everyone = self.members[0]
+        for key in [key for key in self._pending if key.process_set == 0]:
+            self._check_complete(key)
+        # What was waiting for this rank runs before anybody learns of the join, or it would run after its end.
+        self._run_ready()
+        if len(self._joined) == len(everyone):
+            self._joined = []
+            self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != 0}
+            self._outgoing += [(member, JoinDone(rank)) for member in everyone]
+        elif rank in self._joined:
+            self._outgoing += [(member, Joined(rank)) for member in everyone]
+
+    def _fail_join(self) -> None:
+        """No join can end once a rank has left."""
+        if self._departed:
+            gone, reason = next(iter(self._departed.items()))
+            text = f"hvd.join() waits for rank {gone}, which has left the job: {reason}."
+            self._outgoing += [(rank, JoinFailed(text)) for rank in self._joined]
+            self._joined = [rank for rank in self._joined if rank in self._departed]
+
+    def _run(self, batch: list[tuple[Key, Entry]]) -> None:
+        """One message to every member: run these now, under this sequence number."""
+        self._sequence += 1
+        first_key = batch[0][0]
+        kind, members = KINDS[first_key.kind], list(self.members[first_key.process_set])
+        names, decide = [], kind.decide
+        for key, entry in batch:
+            names.append([key.name, None if decide is None else decide(self, key, entry.requests)])
+            if kind.ends_process_set:
+                self._remove(entry.signature["id"])
+        asked = Run(self._sequence, first_key.process_set, first_key.kind, names, None)
+        for rank in members:
+            message = asked
+            for _, entry in batch:
+                if rank not in entry.requests:  # it has joined, and needs the signatures to contribute zeros
+                    signatures = [one.signature for _, one in batch]
+                    message = Run(self._sequence, first_key.process_set, first_key.kind, names, signatures)
+                    break
+            self._outgoing.append((rank, message))
+
+    def _remove(self, process_set: int) -> None:
+        """Forget a process set; what its members still asked for fails."""
+        doomed = [entry for entry in self._ready if entry[0].process_set == process_set]
+        self._ready = deque(entry for entry in self._ready if entry[0].process_set != process_set)
+        self._pending.update(doomed)
+        for key in [key for key in self._pending if key.process_set == process_set]:
+            self._fail([key], f"{key}: the process set was removed while the operation was pending.")
+        self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != process_set}
+        self.members.pop(process_set, None)

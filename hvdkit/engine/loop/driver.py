@@ -1,0 +1,190 @@
+"""Who drives the engine: a background thread, or a thread that waits for a result and has nothing better to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+from hvdkit.engine.life.topology import Topology
+from hvdkit.engine.loop.wakeup import Bell
+from hvdkit.transports.base import Transport
+
+SHORTEST_PAUSE = 50e-6
+# After a shorter wait a thread does not wake the background thread, which would cost as much; it looks by itself.
+SHORT_VISIT = 0.004
+# An event-driven transport wakes its driver; the timeout only bounds how late a time-out is noticed.
+EVENT_PAUSE, EVENT_IDLE_PAUSE = 0.05, 0.5
+# How long the end waits for a round; only one that is stuck in a library takes longer.
+ROUND_SECONDS = 30.0
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def spin_seconds(asked: float, transport: Transport, topology: Topology, cores: int) -> float:
+    """For how long a thread that waits may watch without giving up its core: not at all where ranks share cores."""
+    if not (transport.polling or transport.bell is not None):
+        return 0.0  # events come from threads of this process, which need the core
+    ranks_here = len(next(node for node in topology.nodes if topology.rank in node))
+    return asked if ranks_here <= cores else 0.0
+
+
+class Signal:
+    """A flag that one thread sleeps on and others set: a lock used as a semaphore, cheaper than threading.Event.
+
+    ``wait`` returns when ``set`` was called since the last ``wait``, or after the timeout.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        # Two threads may set it at once; the second finds it set already.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+    def wait(self, seconds: float) -> None:
+        self._lock.acquire(timeout=seconds)
+
+
+class Driver:
+    """Calls ``round_`` (one pass over everything in flight; True if anything moved) from one thread at a time.
+
+    ``waited`` is told the seconds that a thread has waited. ``alone``: there is no other rank, so no background thread
+    is needed, and what is submitted is looked at by who submits it.
+    """
+
+    def __init__(
+        self,
+        round_: Callable[[], bool],
+        busy: Callable[[], bool],
+        bell: Bell,
+        polling: bool,
+        spin_seconds: float,
+        longest_pause: float,
+        idle_pause: float,
+        waited: Callable[[float], None],
+        alone: bool,
+    ) -> None:
+        self.inbox: deque[Callable[[], None]] = deque()  # what the next round begins with; any thread may append
+        self.looks_at_once = alone
+        self._waited = waited
+        self._round = round_
+        self._busy = busy
+        self._bell = bell  # rung by whoever has something for this rank: its own threads, and ranks of its node
+        self._polling = polling
+        self._spin = spin_seconds
+        self._longest_pause = max(longest_pause, SHORTEST_PAUSE)
+        self._idle_pause = idle_pause
+        self._turn = threading.Lock()  # held during a round
+        self._guests = 0  # threads that wait for something and drive meanwhile
+        self._guest_since = 0.0
+        self._guests_lock = threading.Lock()
+        self._last_guest_left = Signal()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the background thread."""
+        self._thread = threading.Thread(target=self._serve, name="hvdkit-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the background thread after its present round, or leave it behind where that does not end."""
+        self._stopping = True
+        self._last_guest_left.set()
+        self._bell.ring()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(ROUND_SECONDS)
+
+    def wake(self) -> None:
+        """Have what has come in or was submitted looked at soon, or at once where nobody else would."""
+        if self.looks_at_once:
+            self.drive_until(self._inbox_is_empty)
+        else:
+            self._bell.ring()
+
+    def defer(self, action: Callable[[], None]) -> None:
+        """Have something done in the next round."""
+        self.inbox.append(action)
+        self.wake()
+
+    def _inbox_is_empty(self) -> bool:
+        return not self.inbox
+
+    @contextlib.contextmanager
+    def halted(self, seconds: float) -> Iterator[bool]:
+        """No round runs inside this block. Yields False where a round that is stuck could not be waited out."""
+        mine = self._turn.acquire(timeout=seconds)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._turn.release()
+
+    def drive_until(self, finished: Callable[[], bool]) -> None:
+        """Drive from the calling thread until ``finished()``."""
+        started = perf_counter()
+        with self._guests_lock:
+            self._guests += 1
+            self._guest_since = started
+        try:
+            moved_at = perf_counter()
+            pause = SHORTEST_PAUSE
+            while not finished():
+                if not self._turn.acquire(timeout=0.001):
+                    continue
+                try:
+                    seen = self._bell.count()
+                    moved = self._round()
+                finally:
+                    self._turn.release()
+                if moved:
+                    moved_at, pause = perf_counter(), SHORTEST_PAUSE
+                    if self._guests > 1:
+                        self._bell.ring()  # it may have been what another thread waits for
+                elif not self._polling:
+                    if not finished():  # in that round, without anything that counts as moving
+                        self._bell.sleep(seen, EVENT_PAUSE, self._spin)
+                elif perf_counter() - moved_at > self._spin:
+                    self._bell.sleep(seen, pause)
+                    pause = min(2 * pause, self._longest_pause)
+        finally:
+            with self._guests_lock:
+                self._guests -= 1
+            seconds = perf_counter() - started
+            if seconds > SHORT_VISIT or self._busy():
+                self._last_guest_left.set()
+        self._waited(seconds)
+
+    def _serve(self) -> None:
+        pause = SHORTEST_PAUSE
+        while not self._stopping:
+            if self._guests:  # they drive meanwhile
+                young = perf_counter() - self._guest_since < SHORT_VISIT
+                self._last_guest_left.wait(SHORT_VISIT / 4 if young else 0.1)
+                continue
+            if not self._turn.acquire(timeout=0.1):
+                continue
+            try:
+                seen = self._bell.count()
+                moved = self._round()
+            finally:
+                self._turn.release()
+            if moved:
+                pause = SHORTEST_PAUSE
+            elif not self._busy():
+                self._bell.sleep(seen, self._idle_pause if self._polling else EVENT_IDLE_PAUSE)
+                pause = SHORTEST_PAUSE
+            elif self._polling:
+                self._bell.sleep(seen, pause)
+                pause = min(2 * pause, self._longest_pause)
+            else:
+                self._bell.sleep(seen, EVENT_PAUSE)

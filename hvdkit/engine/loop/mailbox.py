@@ -1,0 +1,94 @@
+"""Control messages of this rank: to whom it tells what, who does what when one comes in, and who has left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import Any
+
+from hvdkit.engine.life.ending import exit_status
+from hvdkit.engine.life.topology import Topology
+from hvdkit.engine.loop.messages import Bye, Message, Pong, decode, encode
+from hvdkit.engine.telemetry.liveness import Liveness
+from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.transports.base import Transport
+
+logger = logging.getLogger("hvdkit")
+
+Action = Callable[[], None]
+
+
+class Mailbox:
+    """``handlers`` are by the class of a message: whoever acts on it is called with its sender and the message.
+
+    ``defer`` has the driver do something in its next round: no other thread sends.
+    """
+
+    def __init__(
+        self, transport: Transport, topology: Topology, liveness: Liveness, defer: Callable[[Action], None]
+    ) -> None:
+        self.topology = topology
+        self.liveness = liveness
+        self.defer = defer
+        self.handlers: dict[type[Message], Callable[[int, Any], None]] = {}
+        self.departed: dict[int, str] = {}  # the ranks that said goodbye, and why they left
+        self.departed_at: dict[int, float] = {}
+        self.failed = False  # this rank goes on no more: its engine has an error
+        self.failed_with = 0  # the exit code of the rank that failed first, as far as any told
+        self._transport = transport
+        self._rank = topology.rank
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to another rank. Raises PeerLostError where it cannot be reached."""
+        if rank not in self.departed or isinstance(message, (Bye, Pong)):  # who said goodbye waits for ours
+            self._transport.send_control(rank, encode(message))
+
+    def tell(self, ranks: Iterable[int], message: Message) -> None:
+        """Send to those of ``ranks`` that are others, as far as they can be reached."""
+        for rank in ranks:
+            if rank != self._rank:
+                try:
+                    self.send(rank, message)
+                except PeerLostError as error:
+                    logger.info("could not tell rank %d: %s", rank, error)
+
+    def tell_everyone(self, message: Message) -> None:
+        """Send to all other ranks, as far as they can be reached."""
+        self.tell(range(self.topology.size), message)
+
+    def tell_later(self, ranks: Iterable[int], message: Message) -> None:
+        """Have the driver tell those of ``ranks`` that are others something."""
+        self.defer(lambda: self.tell(ranks, message))
+
+    def take(self, sender: int, message: Message) -> None:
+        """Act on a message. Raises ValueError for one that is not for this rank."""
+        handler = self.handlers.get(type(message))
+        if handler is None:
+            raise ValueError(f"{type(message).__name__} is for the coordinator")
+        handler(sender, message)
+
+    def receive(self) -> bool:
+        """Act on all that has come in. True if there was anything."""
+        arrived = self._transport.poll_control()
+        for rank, payload in arrived:
+            self.liveness.heard(rank, monotonic())
+            try:
+                self.take(rank, decode(payload))
+            except (ValueError, TypeError, KeyError, IndexError) as error:
+                # To ignore it would leave somebody waiting for the answer.
+                raise HorovodInternalError(
+                    f"{self.topology.told(rank)} sent a control message that {self.me()} does not understand: "
+                    f"{error!r} in {payload[:200]!r}"
+                ) from error
+        return bool(arrived)
+
+    def departs(self, rank: int, reason: str, code: int) -> None:
+        """A rank has said goodbye, or another one told that it did."""
+        self.departed[rank] = str(reason)
+        self.failed_with = self.failed_with or exit_status(code)
+        self.departed_at.setdefault(rank, monotonic())
+
+    def me(self) -> str:
+        """This rank, for messages."""
+        return self.topology.told(self._rank)

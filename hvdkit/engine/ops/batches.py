@@ -1,0 +1,150 @@
+"""Carries out what the coordinator decided: a batch of named operations, under one sequence number on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from hvdkit.collectives.group import Steps
+from hvdkit.compression import Tally, codec_told
+from hvdkit.engine.life.groups import Groups
+from hvdkit.engine.loop.mailbox import Mailbox
+from hvdkit.engine.loop.messages import LEFT, MISMATCH, STALLED, Reject, Run
+from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.loop.tags import named_tag
+from hvdkit.engine.ops import KINDS, Batch, Submission
+from hvdkit.engine.ops.device_operations import staged, zeros_on_device
+from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.requests import Key, Signature
+from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
+
+# How many names of operations with a codec are remembered, to count how often each has come.
+KEYS_COUNTED = 10_000
+# By the coordinator's word for what went wrong.
+REJECTED: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}
+
+
+class Batches:
+    """Starts batches; each ends in the handles of its submissions."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        groups: Groups,
+        submissions: Submissions,
+        operations: list[Operation],
+        telemetry: Telemetry,
+    ) -> None:
+        self._mailbox, self._groups, self._telemetry = mailbox, groups, telemetry
+        self._submissions, self._operations = submissions, operations
+        self._turns: dict[Key, int] = {}
+        mailbox.handlers.update({Run: self._run, Reject: self._reject})
+
+    def _reject(self, sender: int, message: Reject) -> None:
+        """The coordinator found an error; this rank's request ends with it."""
+        key, kind = Key(message.process_set, message.kind, message.name), REJECTED[message.cause]
+        submission = self._submissions.pop(key, None)
+        if submission is not None:
+            self._telemetry.end(key)
+            submission.handle.fail(kind(message.text))
+
+    def _run(self, sender: int, message: Run) -> None:
+        """Start a batch that all ranks run under the same sequence number."""
+        if self._mailbox.failed:
+            return  # everyone is learning of it
+        telemetry = self._telemetry
+        process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
+        group = self._groups.group(process_set_id)  # may fail, so before anything is taken from who waits
+        submissions, extras = [], []
+        for index, (name, extra) in enumerate(message.names):
+            key = Key(process_set_id, kind, name)
+            submission = self._submissions.pop(key, None)
+            submissions.append(submission or self._zeros(key, signatures, index))
+            extras.append(extra)
+        row, direct = KINDS[kind], submissions[0].signature.get("direct")
+        tag = named_tag(message.sequence)
+
+        # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.
+        def trace(activity: str, about: Batch | None = None) -> None:
+            if telemetry.timeline is None:
+                return
+            reason = {}
+            if about is not None and row.why is not None and not direct:
+                reason = {"reason": row.why(about), "operations": len(submissions)}
+            for submission in submissions:
+                telemetry.end(submission.key)
+                telemetry.begin(submission.key, activity, **reason)
+
+        def completed(results: list[Any]) -> None:
+            if row.ended is not None:
+                row.ended(self._groups, batch.signature, results[0])
+            tally = submissions[0].tally
+            if tally is not None and tally.bytes_after:
+                telemetry.statistics.encoded(batch.codec.told, tally)
+            for submission, result in zip(submissions, results, strict=True):
+                telemetry.end(submission.key)
+                submission.handle.finish(result)
+
+        def failed(error: HorovodInternalError) -> None:
+            for submission in submissions:
+                telemetry.end(submission.key)
+                submission.handle.fail(error)
+
+        batch = Batch(group, submissions, extras, tag, trace=trace)
+        if batch.codec.encodes:
+            submissions[0].turn, submissions[0].tally = self._turn(submissions[0].key), Tally()
+        if telemetry.timeline is not None:
+            trace(kind.upper(), batch)
+        steps = [self._direct(batch, process_set_id)] if direct else row.run(batch)
+        unfinished = len(steps)
+
+        def finished(results: list[Any]) -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            if not unfinished:
+                completed(results)
+
+        for one in steps:
+            self._operations.append(Operation(batch, one, group.transport, finished, group.members, failed))
+
+    def _zeros(self, key: Key, signatures: list[Signature] | None, index: int) -> Submission:
+        """What this rank contributes to what it did not submit, because it has joined."""
+        assert signatures, f"{key} runs, but this rank neither asked for it nor joined"
+        signature, joined = signatures[index], KINDS[key.kind].joined
+        assert joined is not None, f"{key} runs on a rank that has joined"
+        arrays = [] if signature.get("direct") else joined(signature)
+        codec = codec_told(signature.get("codec", "none"))
+        return Submission(key, signature, arrays, None, Handle(key, None, _nobody_waits), codec=codec)
+
+    def _turn(self, key: Key) -> int:
+        """A number for the next operation under a key: the same on all ranks, those that have joined too."""
+        count = self._turns[key] = self._turns.pop(key, -1) + 1
+        while len(self._turns) > KEYS_COUNTED:
+            del self._turns[next(iter(self._turns))]
+        return zlib.crc32(key.name.encode()) + count
+
+    def _direct(self, batch: Batch, process_set_id: int) -> Steps[list[Any]]:
+        """The steps of a batch of DeviceArrays. The first one opens the device's collectives, where all ranks meet.
+
+        The order in which collectives are launched is that of the batches, on all ranks: a new operation is advanced
+        after all older ones, and launches everything before it first yields.
+        """
+        row, signature = KINDS[batch.submissions[0].key.kind], batch.signature
+        collectives = self._groups.device_collectives(process_set_id, signature["device"])
+        for submission in batch.submissions:
+            if not submission.arrays and row.joined is not None:  # this rank has joined
+                asked = submission.signature
+                submission.arrays = row.joined(asked) if collectives is None else zeros_on_device(collectives, asked)
+        if collectives is not None:
+            assert row.run_on_device is not None, f"{row.name} of tensors on {signature['device']}"
+            return (yield from row.run_on_device(collectives, batch))
+        batch.submissions = [staged(submission) for submission in batch.submissions]
+        batch.side_by_side = False  # it is one operation already
+        (steps,) = row.run(batch)
+        return (yield from steps)
+
+
+def _nobody_waits(handle: Handle) -> None:
+    raise AssertionError(f"{handle.what} was not submitted here")

@@ -1,0 +1,50 @@
+"""What this rank has announced and waits for: one operation under a name, and numbers for those without one."""
+
+from __future__ import annotations
+
+import threading
+
+from hvdkit.engine.ops import KINDS, Submission, tensor_kinds
+from hvdkit.engine.ops.requests import Key
+from hvdkit.errors import DuplicateNameError, HorovodInternalError
+
+
+class Submissions(dict[Key, Submission]):
+    """By key. Any thread may enter; the driver alone takes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._automatic: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def key_for(self, kind: str, process_set_id: int, name: str | None) -> Key:
+        """The key of an operation; one without a name gets a number."""
+        if name is None:
+            with self._lock:
+                number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
+            name = f"{kind}.noname.{number}"
+        return Key(process_set_id, kind, name)
+
+    def enter(self, submission: Submission) -> None:
+        """Keep a submission. Raises DuplicateNameError where its name is in flight."""
+        key = submission.key
+        with self._lock:
+            for other in () if not self else tensor_kinds() if KINDS[key.kind].carries_tensors else (key.kind,):
+                if key._replace(kind=other) in self:
+                    raise DuplicateNameError(
+                        f"Requested to {key.kind} a tensor with the same name as another tensor that is currently "
+                        f"being processed: {other} '{key.name}'.\n"
+                        "HINT: synchronize() the first one, or give each tensor a name of its own."
+                    )
+            self[key] = submission
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """All of them end with ``error``."""
+        with self._lock:
+            for submission in self.values():
+                submission.handle.fail(error)
+            self.clear()
+
+    def count_names_anew(self) -> None:
+        """After a join: ranks have made different numbers of calls without a name; now they count together again."""
+        self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}

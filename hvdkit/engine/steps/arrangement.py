@@ -1,0 +1,86 @@
+"""How a plan lies in memory and travels: its buckets, their pieces and the order of these, as one pure decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdkit.compression import CASTS, Codec
+from hvdkit.engine.steps.plan import Bucket, Slot, first_order, lay_out, observed_order
+from hvdkit.engine.steps.schedule import ENCODED_BUCKET, MEBIBYTE, Network, Piece, Sizes, cut, send_order
+
+# When a slot was ready, where nobody saw it.
+UNSEEN = -1.0
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``pieces`` stand in the order in which they travel, each with its reason; ``nbytes`` is the size of each."""
+
+    buckets: list[Bucket]
+    pieces: list[Piece]
+    reasons: list[str]
+    nbytes: list[int]
+    bucket_of: dict[int, int]  # by slot
+
+
+def arrange(
+    slots: Sequence[Slot],
+    ready_at: Sequence[float],
+    groups: Sequence[Sequence[int]],
+    sizes: Sizes,
+    network: Network,
+    sent_share: float,
+    cuts: bool = True,
+    codecs: Sequence[Codec] = (CASTS["none"],),
+) -> Arrangement:
+    """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
+
+    The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
+    two phases. ``cuts``: whether large tensors are cut. ``codecs``: the plan's; what lossy ones encode
+    lies together in the order of registration, whenever it is ready.
+    """
+    encoded = [codec.encodes for codec in codecs]
+    whole = [codec.whole_tensors for codec in codecs]
+    seen = sorted((at, slot) for slot, at in enumerate(ready_at) if at != UNSEEN)
+    order = observed_order([slot for _, slot in seen], len(slots))
+    free = [slot for slot in order if not encoded[slots[slot].codec]]
+    fixed = [slot for slot in first_order(len(slots)) if encoded[slots[slot].codec]]
+    buckets = lay_out(slots, free, sizes.bucket, groups, sizes.first_bucket)
+    largest = [sizes.bucket] * len(buckets)
+    buckets += lay_out(slots, fixed, sizes.encoded_bucket, groups)
+    largest += [0 if whole[bucket.codec] else ENCODED_BUCKET for bucket in buckets[len(largest) :]]
+    itemsizes = [bucket.dtype.itemsize for bucket in buckets]
+    pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
+    nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
+    sent = [int(size * sent_share) for size in nbytes]
+    needed = [min(bucket.slots) for bucket in buckets]
+    turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
+    return Arrangement(
+        buckets,
+        [pieces[turn] for turn in turns],
+        reasons,
+        [nbytes[turn] for turn in turns],
+        {slot: place for place, bucket in enumerate(buckets) for slot in bucket.slots},
+    )
+
+
+def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:
+    """As how many bytes in flight a piece of ``nbytes`` bytes counts.
+
+    As those on the wire; what is made smaller than that, as a bucket, since little is on the wire of many of them.
+    """
+    if codec.encodes:
+        return min(nbytes, max(sizes.bucket, MEBIBYTE))
+    return nbytes * codec.wire_itemsize(dtype) // dtype.itemsize
+
+
+def _ready(buckets: Sequence[Bucket], ready_at: Sequence[float], seen: Sequence[tuple[float, int]]) -> list[float]:
+    """When each bucket is complete. Slots that nobody saw come with the last one; with none seen, all in order."""
+    if not seen:
+        return [float(place) for place in range(len(buckets))]
+    last = seen[-1][0]
+    return [max(last if ready_at[slot] == UNSEEN else ready_at[slot] for slot in bucket.slots) for bucket in buckets]

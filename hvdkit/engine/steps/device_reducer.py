@@ -1,0 +1,216 @@
+"""Gradients in the memory of a device, reduced there in place, or encoded, by the device's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from hvdkit.collectives.group import Group, Steps
+from hvdkit.compression import Codec, LossyCodec, Memory
+from hvdkit.compression.memory import TURN
+from hvdkit.engine.ops import effective
+from hvdkit.engine.steps.arrangement import Arrangement
+from hvdkit.engine.steps.offers import Offer
+from hvdkit.engine.steps.plan import Reduction, Slot
+from hvdkit.engine.steps.reducer import Buckets
+from hvdkit.engine.steps.residuals import Memories, Report, State
+from hvdkit.engine.steps.schedule import Piece
+from hvdkit.kernels import ReduceOp
+from hvdkit.transports.base import DeviceCollectives
+
+Parts = Sequence[tuple[int, Any]]  # where each begins in a bucket, and a flat tensor
+
+
+def stays_on_device(
+    codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], members: Sequence[int], encodes: bool = True
+) -> bool:
+    """Whether all codecs of a plan of these ranks can do their work on the device: the same on all of them.
+
+    On one node nothing is encoded, unless it was asked for everywhere; between nodes it is encoded on the device where
+    each has one rank. Sums of nodes with several ranks are encoded in host memory. ``encodes``: whether that device
+    encodes at all.
+    """
+    ours = _by_node(nodes, members)
+    return all(
+        encodes and codec.on_device and (codec.everywhere or len(ours) == len(members))
+        for codec in codecs
+        if codec.encodes and (codec.everywhere or len(ours) > 1)
+    )
+
+
+def _by_node(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> list[set[int]]:
+    return [found for node in nodes if (found := set(node) & set(members))]
+
+
+def sent_bytes(codec: LossyCodec, way: str, ranks: int, memory: Memory) -> float:
+    """About what a rank sends of a bucket, as on the host; sums count as those of a ring."""
+    times = ranks - 1 if way == "gather" else 2 * (ranks - 1) / ranks
+    return times * codec.sent_bytes(memory.elements, memory)
+
+
+class DeviceBuckets(Buckets):
+    """Tensors of a device, reduced by the device's own collectives."""
+
+    on_device = True
+    is_written_late = True
+
+    def __init__(
+        self,
+        group: Group,
+        reduction: Reduction,
+        collectives: DeviceCollectives,
+        slots: Sequence[Slot],
+        nodes: Sequence[Sequence[int]],
+    ) -> None:
+        self._group = group
+        one_node = len(_by_node(nodes, group.members)) == 1
+        self.memories = Memories(slots, reduction.codecs, over_nodes=False if one_node else None)
+        self._kept: list[Any] = []  # by bucket: what its codec keeps on the device
+        self._pulled: set[int] = set()  # buckets of which the host holds the same
+        self._changed: set[int] = set()  # of which the host holds what the device shall keep
+        self._reduction = reduction
+        self._collectives = collectives
+        self._slots = list(slots)
+        self._offers: list[Offer | None] = [None] * len(self._slots)
+        self.told = "the device's collectives"
+
+    def lay_out(self, arrangement: Arrangement) -> None:
+        self._pull(range(len(self._kept)))
+        self.arrangement = arrangement
+        self.memories.lay_out(arrangement.buckets)
+        self._remember()
+        self._push(range(len(self._kept)))
+
+    def _remember(self) -> None:
+        self._pulled, self._changed = set(range(len(self._buckets))), set()
+        self._kept = [
+            self._collectives.memory(
+                bucket.elements, list(self.memories.of_bucket(number).arrays), self.memories.gaps(number)
+            )
+            for number, bucket in enumerate(self._buckets)
+        ]
+
+    # Between two steps the memories of the host hold what the device keeps, once somebody reads or changes it. What was
+    # changed goes to the device with the next gradient.
+
+    def _pull(self, buckets: Iterable[int]) -> None:
+        for bucket in set(buckets) - self._pulled:
+            self._kept[bucket].pull(self.memories.of_bucket(bucket))
+            self._pulled.add(bucket)
+
+    def _push(self, buckets: Iterable[int]) -> None:
+        self._pulled.update(buckets)
+        self._changed.update(buckets)
+
+    def reports(self) -> list[Report]:
+        self._pull(range(len(self._kept)))
+        return super().reports()
+
+    def residual_norm(self, piece: Piece) -> float | None:
+        return None  # to read it, the host would have to wait for the device
+
+    def reset(self) -> None:
+        super().reset()
+        self._push(range(len(self._kept)))
+
+    def kept(self) -> State:
+        self._pull(range(len(self._kept)))
+        return super().kept()
+
+    def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
+        self._pull(range(len(self._kept)))
+        super().go_on_from(state, slots)
+        self._push(range(len(self._kept)))
+
+    def small(self, slot: int) -> Any:
+        return None
+
+    def offer(self, slot: int, offer: Offer | None) -> None:
+        self._offers[slot] = offer
+
+    def end_step(self) -> None:
+        self._offers = [None] * len(self._slots)
+
+    def rescue(self) -> None:
+        """What is in flight here is the device's own work, which ends with the communicator."""
+
+    def mark(self) -> Any:
+        while self._changed:
+            bucket = self._changed.pop()
+            self._kept[bucket].push(self.memories.of_bucket(bucket))
+        return self._collectives.mark()
+
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        number, bucket = piece.bucket, self._buckets[piece.bucket]
+        offers = [None if joined else self._offers[slot] for slot in bucket.slots]
+        tensors = [  # the slots' flat ones, of zeros where there is no gradient
+            self._collectives.allocate(self._slots[slot].elements, str(bucket.dtype)) if offer is None else offer.array
+            for slot, offer in zip(bucket.slots, offers, strict=True)
+        ]
+        parts = list(zip(bucket.offsets, tensors, strict=True))
+        paying = self.memories.owes(number)
+        debtors = [part for part, offer in zip(parts, offers, strict=True) if paying and offer is not None]
+        memory = self.memories.of_piece(piece)
+        encodes, marks = self.memories.encodes(number), list(marks)
+        buffer = self._collectives.allocate(bucket.elements, str(bucket.dtype)) if encodes else None
+        if encodes or None in offers:
+            marks.append(self.mark())
+        if debtors or encodes:
+            self._pulled.discard(number)
+        if encodes:
+            return self._encoded_steps(number, buffer, parts, debtors, memory, marks)
+        return self._steps(number, tensors, debtors, marks)
+
+    def _encoded_steps(
+        self, bucket: int, buffer: Any, parts: Parts, debtors: Parts, memory: Memory, marks: Sequence[Any]
+    ) -> Steps[None]:
+        reduction, size = self._reduction, self._group.size
+        codec = cast("LossyCodec", self.memories.codec(bucket))
+        op, scale = effective(reduction.op, reduction.postscale, size)
+        assert op == ReduceOp.SUM, op
+        memory.turn = int(memory.recall(TURN) or memory.turn)
+        way, _ = codec.way(memory.elements, size)
+        sent = sent_bytes(codec, way, size, memory)
+        memory.tally.bytes_before += 2 * buffer.nbytes * (size - 1) // size
+        memory.tally.bytes_after += sent
+        transfer = self._collectives.allreduce_encoded(
+            buffer,
+            parts,
+            reduction.prescale,
+            scale,
+            codec,
+            way,
+            self._kept[bucket],
+            memory.matrices(),
+            memory.turn,
+            marks,
+            debtors,
+        )
+        memory.keep(TURN, memory.turn + 1)
+        self._group.bytes_sent += int(sent)
+        yield [transfer]
+        self._forget_paid(bucket)
+
+    def _steps(self, bucket: int, tensors: Sequence[Any], debtors: Parts, marks: Sequence[Any]) -> Steps[None]:
+        reduction, size = self._reduction, self._group.size
+        op, scale = effective(reduction.op, reduction.postscale, size)
+        codec = self.memories.codec(bucket)
+        cast_name = "none" if codec.encodes else codec.name
+        kept = self._kept[bucket]
+        transfer = self._collectives.allreduce(tensors, op, reduction.prescale, scale, cast_name, marks, kept, debtors)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._group.bytes_sent += 2 * nbytes * (size - 1) // size  # as a ring sends, whatever the library does
+        yield [transfer]
+        self._forget_paid(bucket)
+
+    def _forget_paid(self, bucket: int) -> None:
+        if self.memories.owes(bucket):
+            self._kept[bucket].forget_paid(self.memories.of_bucket(bucket))
+
+    def forget(self, quiet: bool) -> None:
+        self.end_step()
+        self.memories.forget()
+        self._remember()
+
+    def close(self) -> None:
+        self._collectives.close()

@@ -1,0 +1,334 @@
+"""Gradients in host memory: summed where they lie on each node, and between nodes as flat shares."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.arena import ARENA
+from hvdkit.collectives.compressed import allreduce_encoded
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, layout_allreduce, node_bytes
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.collectives.staging import Mode
+from hvdkit.compression import Codec, Memory
+from hvdkit.engine.ops import effective
+from hvdkit.engine.steps.arrangement import Arrangement
+from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, OrderWait, Where
+from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
+from hvdkit.engine.steps.plan import Bucket, Reduction, Slot, small_offsets
+from hvdkit.engine.steps.reducer import Buckets
+from hvdkit.engine.steps.residuals import Memories
+from hvdkit.engine.steps.schedule import Piece
+from hvdkit.kernels import ONE, ReduceOp, Scale
+from hvdkit.transports.base import aligned_empty
+
+logger = logging.getLogger("hvdkit")
+
+
+class Work(NamedTuple):
+    """What reduces a piece; ``number`` counts operations, alike on all ranks of the node."""
+
+    piece: Piece
+    bucket: Bucket
+    op: ReduceOp
+    scale: Scale
+    codec: Codec
+    memory: Memory
+    number: int
+    tag: int
+
+
+class HostBuckets(Buckets):
+    """``node``: where the ranks of this node reach each other's gradients; None where no two share memory.
+
+    ``layout``: how ranks lie on nodes, where some of them share memory. Gradients that lie in the arena are pinned from
+    when they are offered until all ranks are through with them: whatever becomes of the tensor, the memory stays.
+    """
+
+    on_device = False
+
+    def __init__(
+        self,
+        group: Group,
+        reduction: Reduction,
+        layout: Layout | None,
+        slots: Sequence[Slot],
+        node: NodePass | None = None,
+        takes_turns: bool = False,
+    ) -> None:
+        self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
+        self._slots = list(slots)
+        self.memories = Memories(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
+        self._runs: dict[Piece, list[Part]] = {}  # what lies in a piece of these buckets
+        self._small = node.small if node is not None else _block_of_small(slots)
+        self._small_offers = {slot: offer_of(memory) for slot, memory in self._small.items()}
+        self._nbytes = [slot.elements * slot.dtype.itemsize for slot in slots]
+        self._offers: list[Offer | None] = [None] * len(self._slots)
+        self._pinned: list[int] = []
+        self.is_written_late = node is None
+        self.takes_turns = takes_turns
+        self._number = 0  # of the next operation, the same on all ranks
+        self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
+        self.told = _told(layout, node)
+
+    def lay_out(self, arrangement: Arrangement) -> None:
+        self.arrangement = arrangement
+        self._runs = {}
+        self.memories.lay_out(arrangement.buckets)
+
+    def small(self, slot: int) -> Array | None:
+        return self._small.get(slot)
+
+    def offer(self, slot: int, offer: Offer | None) -> None:
+        small = self._small_offers.get(slot)
+        if small is not None:
+            if offer is None:
+                small.array[...] = 0
+            self._offers[slot] = small
+            return
+        assert offer is not FILLED, f"{self._slots[slot].name!r} is no small slot"
+        self._offers[slot] = offer
+        where, offset = Where.ZEROS if offer is None else Where.ELSEWHERE, -1
+        if offer is not None and offer.source is None:
+            offset = ARENA.pin(offer.address, self._nbytes[slot])
+        if offset >= 0:
+            self._pinned.append(offset)
+            where = Where.ARENA
+        if self._node is not None:
+            self._node.offer(slot, where, max(offset, 0))
+
+    def end_step(self) -> None:
+        self._offers = [None] * len(self._slots)
+        ARENA.unpin(self._take_pinned())
+        ARENA.end_step()
+
+    def _take_pinned(self) -> list[int]:
+        """All offsets that are pinned, each given out once: several threads may end a step that fails."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._pinned.pop())
+        return taken
+
+    def rescue(self) -> None:
+        pinned = self._take_pinned()
+        if self._node is None:
+            return  # pinned for ever: a late message may still be received there
+        self._node.withdraw()
+        try:
+            ARENA.make_private(pinned)
+        except OSError as error:
+            self.is_written_late = True  # and pinned for ever
+            logger.warning("gradients of a failed step are copied, since they cannot be moved: %s", error)
+            return
+        ARENA.unpin(pinned)
+
+    def mark(self) -> Any:
+        return None
+
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        number, self._number = self._number, self._number + 1
+        bucket = self._buckets[piece.bucket]
+        offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
+        op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
+        codec, memory = self.memories.codec(piece.bucket), self.memories.of_piece(piece)
+        return self._steps(Work(piece, bucket, op, scale, codec, memory, number, tag), offers, joined)
+
+    def _steps(self, work: Work, offers: Mapping[int, Offer | None], joined: bool) -> Steps[None]:
+        piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
+        runs = self._runs_in(piece, bucket)
+        is_flat = node is None or work.codec.everywhere
+        prepares = self._reduction.prescale != 1.0 or self.memories.owes(piece.bucket)
+        # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
+        parts = with_offers(runs, offers) if is_flat or prepares else []
+        if prepares:
+            self._prepare(piece, parts)
+        if node is None or work.codec.everywhere:
+            for order in self._orders:
+                order.leave(number)
+            yield from self._reduce_flat(work, parts)
+            return
+        yield list(node.ready(number, joined))
+        absent = node.absent(number)
+        staged = set(node.staged([run.slot for run in runs], absent))
+        in_chunks = [part for part in parts if part.slot in staged]
+        if not prepares:
+            in_chunks = with_offers([run for run in runs if run.slot in staged], offers)
+        assert self.layout is not None
+        shares = self.memories.shares(piece, self.layout, len(node.members))
+        if len(self.layout.nodes) == 1:
+            self._orders[1].leave(number)
+            begin, end = shares[node.me]
+            share = piece.begin + begin, piece.begin + end
+            node.run(Direction.ALL, bucket.slots, bucket.offsets, share, work.op, work.scale, absent)
+            yield from _until_right(node, number)
+            yield from self._in_chunks(node, 0, Mode.ALLREDUCE, work, in_chunks, work.scale)
+        else:
+            yield from self._reduce_across(node, work, in_chunks, shares, absent)
+        yield list(node.done(number))
+        node.over(number)
+        self._group.bytes_sent += node_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
+
+    def _runs_in(self, piece: Piece, bucket: Bucket) -> list[Part]:
+        if piece not in self._runs:
+            self._runs[piece] = runs_in(piece, bucket, self._slots)
+        return self._runs[piece]
+
+    def _prepare(self, piece: Piece, parts: list[Part]) -> None:
+        """What this rank does with its own gradients before anybody sums them."""
+        prescale = self._reduction.prescale
+        gradients = []
+        for number, part in enumerate(parts):
+            array, source = part.array(), part.source()
+            if array is None:
+                continue
+            if source is not None:
+                array[...] = source
+                parts[number] = part._replace(offer=offer_of(part.offer.array))  # type: ignore[union-attr]
+            if prescale != 1.0:
+                kernels.scale_into(array, array, Scale(prescale))
+            gradients.append((part.begin, array))
+        self.memories.pay(piece, gradients)
+
+    def _reduce_flat(self, work: Work, parts: Sequence[Part]) -> Steps[None]:
+        """As one flat array: a tensor's own memory if the piece is all of that, else a copy."""
+        piece, bucket, op, scale, codec, memory, _, tag = work
+        elements = piece.end - piece.begin
+        own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None
+        scratch = SCRATCH.take(0 if own is not None else elements * bucket.dtype.itemsize)
+        flat = own if own is not None else scratch[: elements * bucket.dtype.itemsize].view(bucket.dtype)
+        if own is None:
+            flat[...] = 0
+        for part in parts:
+            if own is None or part.source() is not None:
+                part.take(flat[part.begin : part.begin + part.elements])
+        if codec.encodes:
+            self.memories.clear_gaps(piece, flat)
+        layout = self.layout
+        if layout is None or codec.everywhere:
+            yield from allreduce_encoded(self._group, flat, op, scale, codec, tag, memory)
+        else:  # this node has one rank of the group
+            shares = self.memories.shares(piece, layout, 1)
+            yield from layout_allreduce(self._group, layout, flat, op, scale, codec, tag, (0, 0), None, memory, shares)
+        for part in parts:
+            array = part.array()
+            if own is None and array is not None:
+                array[...] = flat[part.begin : part.begin + part.elements]
+        SCRATCH.give_back(scratch)
+
+    def _reduce_across(
+        self,
+        node: NodePass,
+        work: Work,
+        in_chunks: Sequence[Part],
+        shares: Sequence[tuple[int, int]],
+        absent: list[bool],
+    ) -> Steps[None]:
+        """The node's sum of this rank's share into one flat array, the sum of nodes, and one pass back."""
+        assert self.layout is not None
+        piece, bucket, op, scale, codec, memory, number, tag = work
+        begin, end = shares[node.me]
+        nbytes = (end - begin) * bucket.dtype.itemsize
+        scratch = SCRATCH.take(nbytes)
+        flat = scratch[:nbytes].view(bucket.dtype)
+        flat[...] = 0
+        node_scale, wire_scale = early_scale(flat, op, scale, codec)
+        share = piece.begin + begin, piece.begin + end
+        node.run(Direction.GATHER, bucket.slots, bucket.offsets, share, op, node_scale, absent, flat)
+        yield from _until_right(node, number)
+        carried = shares, flat, begin
+        yield from self._in_chunks(node, 0, Mode.REDUCE_SCATTER, work, in_chunks, node_scale, carried)
+        across = counterparts(self._group, self.layout)
+        if across is not None and flat.size:
+            if codec.encodes:
+                self.memories.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
+            yield from allreduce_encoded(across, flat, op, wire_scale, codec, tag, memory.part(begin, end))
+            self._group.bytes_sent += across.bytes_sent
+        node.run(Direction.SPREAD, bucket.slots, bucket.offsets, share, ReduceOp.SUM, ONE, absent, flat)
+        yield from self._in_chunks(node, 1, Mode.ALLGATHER, work, in_chunks, ONE, carried)
+        SCRATCH.give_back(scratch)
+
+    def _in_chunks(
+        self,
+        node: NodePass,
+        half: int,
+        mode: Mode,
+        work: Work,
+        parts: Sequence[Part],
+        scale: Scale,
+        carried: tuple[Sequence[tuple[int, int]], Array, int] | None = None,
+    ) -> Steps[None]:
+        """Reduce what some rank has where others cannot reach it, through chunks in memory that they share.
+
+        ``carried``: between nodes, each rank's share of the piece, this one's as a flat array, and where that begins.
+        """
+        order = self._orders[half]
+        if parts and not order.is_next(work.number):
+            yield [OrderWait(order, work.number, self._group.members[self._group.rank])]
+        for part in parts:
+            array, source = part.array(), part.source()
+            if array is None:
+                array, source = np.zeros(part.elements, self._slots[part.slot].dtype), None
+            if carried is None:
+                runs = partition(part.elements, len(node.members), array.itemsize)
+            else:
+                runs = [part.within(share) for share in carried[0]]
+            own = slice(*runs[node.me])
+            if carried is not None:
+                _, flat, begin = carried
+                of_flat = (
+                    flat[part.begin + own.start - begin : part.begin + own.stop - begin] if array[own].size else None
+                )
+            if mode is Mode.ALLGATHER and of_flat is not None:
+                array[own] = of_flat
+            ticket = node.staging.draw(half)
+            source = None if mode is Mode.ALLGATHER else source
+            yield from node.staging.run(half, ticket, mode, array, runs, work.op, scale, source)
+            if mode is Mode.REDUCE_SCATTER and of_flat is not None:
+                of_flat[...] = array[own]
+        order.leave(work.number)
+
+    def forget(self, quiet: bool) -> None:
+        self._small, self._small_offers = {}, {}
+        if self._node is not None:
+            self._node.small = {}
+            if quiet:
+                self._node.give_back()
+        self.memories.forget()
+        ARENA.trim()
+
+    def close(self) -> None:
+        self._small, self._small_offers, self._node = {}, {}, None
+
+
+def _until_right(node: NodePass, number: int) -> Steps[None]:
+    """For ever, where a rank whose gradients were summed just now had taken them away: the failure is on its way."""
+    waits = node.withdrawn(number)
+    if waits:
+        yield list(waits)
+
+
+def _block_of_small(slots: Sequence[Slot]) -> dict[int, Array]:
+    offsets, nbytes = small_offsets(slots)
+    block = aligned_empty(nbytes)
+    return {
+        slot: block[offset : offset + one.elements * one.dtype.itemsize].view(one.dtype)
+        for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True))
+        if offset is not None
+    }
+
+
+def _told(layout: Layout | None, node: NodePass | None) -> str:
+    if layout is None:
+        return "no shared memory"
+    if node is None:
+        return "over nodes"
+    if len(layout.nodes) == 1:
+        return f"one pass over the memory of {len(node.members)} ranks"
+    return f"one pass on {len(layout.nodes)} nodes, {layout.carriers} ranks of each carry their shares between"

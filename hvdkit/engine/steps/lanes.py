@@ -1,0 +1,91 @@
+"""The lanes of this rank, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from hvdkit.engine.loop.driver import Driver
+from hvdkit.engine.loop.mailbox import Mailbox
+from hvdkit.engine.loop.messages import Ended, GivenUp, LaneFailed
+from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.steps.schedule import Network, Sizes
+from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.errors import HorovodInternalError, MismatchError
+
+if TYPE_CHECKING:
+    from hvdkit.engine.steps.lane import Lane
+
+# How many closed lanes are remembered, for zeros while this rank has joined and others go on.
+CLOSED_LANES = 64
+# How many of them keep their communicator of a device, which takes the device's memory.
+CLOSED_DEVICE_LANES = 4
+
+
+class Lanes(dict[int, "Lane"]):
+    """Those that are open, by number. ``drive`` blocks until a lane's step is reduced or the lane has failed."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        mailbox: Mailbox,
+        telemetry: Telemetry,
+        operations: list[Operation],
+        network: Network,
+        sizes: Sizes,
+        drive: Callable[[Lane], None],
+    ) -> None:
+        super().__init__()
+        self.driver, self.mailbox, self.telemetry, self.drive = driver, mailbox, telemetry, drive
+        self.network, self.sizes = network, sizes
+        self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
+        self._operations = operations
+        mailbox.handlers.update({LaneFailed: self._lane_failed, GivenUp: self._given_up, Ended: self._ended})
+
+    def find(self, lane_id: int) -> Lane | None:
+        """The lane, also if it is closed."""
+        return self.get(lane_id) or self.closed.get(lane_id)
+
+    def everyone(self) -> list[Lane]:
+        """All that are open or closed."""
+        return [*self.values(), *self.closed.values()]
+
+    def keep_closed(self, lane: Lane) -> None:
+        """Remember a lane that was closed, and forget what is too old."""
+        if self.pop(lane.lane_id, None) is None:
+            return
+        self.closed[lane.lane_id] = lane
+        for old in [one for one in self.closed.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
+            old.home.close()
+            del self.closed[old.lane_id]
+        while len(self.closed) > CLOSED_LANES:
+            self.closed.pop(next(iter(self.closed)))
+
+    def drop_later(self, operations: Iterable[Operation]) -> None:
+        """Have the driver let go of what nobody waits for any more and may never end."""
+
+        def drop() -> None:
+            dropped = set(operations)
+            self._operations[:] = [operation for operation in self._operations if operation not in dropped]
+
+        self.driver.defer(drop)
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """End every wait on a lane with ``error``; some were closed in the middle of a step."""
+        for lane in self.everyone():
+            lane.fail(error)
+
+    def _lane_failed(self, sender: int, message: LaneFailed) -> None:
+        lane = self.find(message.lane)
+        if lane is not None:
+            lane.fail(MismatchError(message.text))
+
+    def _given_up(self, sender: int, message: GivenUp) -> None:
+        lane = self.get(message.lane)
+        if lane is not None:
+            lane.given_up_by(sender, message.step)
+
+    def _ended(self, sender: int, message: Ended) -> None:
+        lane = self.find(message.lane)
+        if lane is not None:
+            lane.ended_by(sender, message.step)

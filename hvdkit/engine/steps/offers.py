@@ -1,0 +1,93 @@
+"""One rank's gradients, for one step: where each lies, where its result shall be, and what of it is in which piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvdkit.collectives.group import Array
+from hvdkit.engine.steps.plan import Bucket, Slot
+from hvdkit.engine.steps.schedule import Piece
+
+
+class Offer:
+    """A gradient in memory of its owner, who neither reads nor writes it until the step is over.
+
+    ``address``: where its elements lie, in the order of its slot. ``make_array`` gives them as a flat array, which is
+    asked for only where one is needed, and keeps what they lie in. ``source``: where the gradient is to be read, if the
+    result goes elsewhere than it came from.
+    """
+
+    __slots__ = ("_array", "_make_array", "address", "source")
+
+    def __init__(self, address: int, make_array: Callable[[], Any], source: Array | None = None) -> None:
+        self.address = address
+        self.source = source
+        self._make_array = make_array
+        self._array: Any = None
+
+    @property
+    def array(self) -> Any:
+        """The memory of the result, flat: an array, or a tensor of a device."""
+        if self._array is None:
+            self._array = self._make_array()
+        return self._array
+
+
+def offer_of(array: Array, source: Array | None = None) -> Offer:
+    """A flat array as an offer."""
+    return Offer(array.__array_interface__["data"][0], lambda: array, source)
+
+
+def _nothing() -> Any:
+    raise AssertionError("the gradient of a small slot lies in the slot")
+
+
+# The gradient has been copied into its slot; see Buckets.small.
+FILLED = Offer(0, _nothing)
+
+
+class Part(NamedTuple):
+    """A run of one slot's elements in a piece."""
+
+    slot: int
+    first: int  # element of the slot
+    elements: int
+    begin: int  # element of the piece
+    offer: Offer | None  # None: zeros
+
+    def array(self) -> Array | None:
+        """The memory of the result."""
+        return None if self.offer is None else self.offer.array[self.first : self.first + self.elements]
+
+    def source(self) -> Array | None:
+        """What this rank contributes, if not what lies in ``array``."""
+        if self.offer is None or self.offer.source is None:
+            return None
+        return self.offer.source[self.first : self.first + self.elements]
+
+    def within(self, share: tuple[int, int]) -> tuple[int, int]:
+        """The elements of this part that lie in a share of its piece."""
+        begin, end = (min(max(at - self.begin, 0), self.elements) for at in share)
+        return begin, end
+
+    def take(self, into: Array) -> None:
+        """Copy what this rank contributes."""
+        source, array = self.source(), self.array()
+        into[...] = source if source is not None else 0 if array is None else array
+
+
+def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
+    """The slots' runs in a piece, as parts of zeros."""
+    parts = []
+    for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+        first = max(0, piece.begin - offset)
+        last = min(slots[slot].elements, piece.end - offset)
+        if first < last:
+            parts.append(Part(slot, first, last - first, offset + first - piece.begin, None))
+    return parts
+
+
+def with_offers(runs: Sequence[Part], offers: Mapping[int, Offer | None]) -> list[Part]:
+    """Runs as parts of what is offered, by slot; of slots that are not among the offers, of zeros."""
+    return [run._replace(offer=offers.get(run.slot)) for run in runs]

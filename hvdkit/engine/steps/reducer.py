@@ -1,0 +1,139 @@
+"""What reduces the gradients of a lane: in host memory our own algorithms, on a device its collectives."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.hierarchical import Layout, early_scale
+from hvdkit.compression.memory import OWED
+from hvdkit.engine.ops import effective
+from hvdkit.engine.steps.arrangement import Arrangement
+from hvdkit.engine.steps.plan import Bucket, Reduction
+from hvdkit.engine.steps.residuals import Memories, Report, State
+from hvdkit.engine.steps.schedule import Piece
+from hvdkit.kernels import ReduceOp
+
+
+class Buckets(ABC):
+    """Where the gradients of a lane are, and how runs of them, cut out of buckets, are reduced over a group.
+
+    Gradients stay their owners': each step's are offered anew, and hold the result when the step is over.
+    """
+
+    on_device: bool
+    is_written_late: bool  # libraries write into gradients themselves, and may do so after a failure
+    told: str  # how and why, for the timeline
+    takes_turns = False  # with the computation, which has every core: nothing is reduced before a step is finished
+    layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
+    memories: Memories  # what codecs keep
+    arrangement: Arrangement  # of the lane: its buckets, and how they are cut
+    _group: Group
+    _reduction: Reduction
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return self.arrangement.buckets
+
+    @abstractmethod
+    def lay_out(self, arrangement: Arrangement) -> None:
+        """From now on the lane has these buckets."""
+
+    @abstractmethod
+    def small(self, slot: int) -> Any:
+        """The flat memory into which a small gradient is copied, and where its result is read; None for a large one."""
+
+    @abstractmethod
+    def offer(self, slot: int, offer: Any) -> None:
+        """This rank's gradient of a slot is complete; None: it has none, contributes zeros, and wants no result.
+
+        ``FILLED`` for a small one that was copied to its place.
+        """
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """What the calling thread has done so far; the reduction of what it wrote comes after that."""
+
+    @abstractmethod
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+        """The steps that replace a piece by its reduction over all ranks; a rank that has joined contributes zeros.
+
+        They hold the memory they need from this call on.
+
+        ``sequence`` counts the lane's operations, alike on all ranks; ``tag`` up to ``tag + 3`` are this one's.
+        """
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """All ranks are through with the gradients that were offered: they are their owner's again."""
+
+    @abstractmethod
+    def rescue(self) -> None:
+        """The step has failed: whatever other ranks still write must not reach this rank's gradients any more."""
+
+    @abstractmethod
+    def forget(self, quiet: bool) -> None:
+        """The lane was closed: keep no memory, but be ready to give zeros. ``quiet``: nothing is in flight.
+
+        What was offered stays as it is until ``end_step``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held for reducing; nothing can be reduced afterwards."""
+
+    def units(self) -> list[dict[str, float]]:
+        """By bucket and array: what a number that is kept there is multiplied with to become part of the result.
+
+        0.0 for what is owed where nothing can be added to the result, which is no sum.
+        """
+        op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
+        units = []
+        for number, bucket in enumerate(self._buckets):
+            codec = self.memories.codec(number)
+            over_nodes = self.layout is not None and len(self.layout.nodes) > 1
+            dense_first = over_nodes and not codec.everywhere
+            late = early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale
+            kept = {name: part * late.number for name, part in codec.owes.items()}
+            units.append({**kept, OWED: scale.number if op == ReduceOp.SUM else 0.0})
+        return units
+
+    def reports(self) -> list[Report]:
+        """What encoding did, by tensor."""
+        return self.memories.reports()
+
+    def residual_norm(self, piece: Piece) -> float | None:
+        """The Euclidean norm of what this rank keeps of a piece, where that is at hand."""
+        return self.memories.residual_norm(piece)
+
+    def reset(self) -> None:
+        """Forget what codecs keep, between two steps."""
+        self.memories.reset()
+
+    def kept(self) -> State:
+        """A copy of what codecs keep, between two steps."""
+        return self.memories.state(self.place(), self.units())
+
+    def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
+        """Take over what codecs kept, between two steps; see ``Memories.restore``."""
+        self.memories.restore(state, self.place(), self.units(), slots)
+
+    def place(self) -> str:
+        """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
+        group, layout = self._group, self.layout
+        nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
+        encoded = [
+            (
+                bucket.slots, bucket.offsets, str(bucket.dtype), codec.told,
+                sorted((piece.begin, piece.end) for piece in self.arrangement.pieces if piece.bucket == number),
+            )
+            for number, bucket in enumerate(self._buckets)
+            if (codec := self.memories.codec(number)).encodes
+        ]  # fmt: skip
+        place = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, encoded
+        return hashlib.sha256(repr(place).encode()).hexdigest()

@@ -1,0 +1,89 @@
+"""Registering plans: all ranks agree on tensors that are reduced together step after step, and on where they live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdkit.compression import Codec
+from hvdkit.config import Settings
+from hvdkit.engine.life.groups import Groups
+from hvdkit.engine.life.places import node_pass
+from hvdkit.engine.life.topology import Topology
+from hvdkit.engine.ops.named import NamedOperations
+from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.steps.device_reducer import DeviceBuckets, stays_on_device
+from hvdkit.engine.steps.host_reducer import HostBuckets
+from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.steps.lanes import Lanes
+from hvdkit.engine.steps.plan import Plan
+from hvdkit.engine.steps.reducer import Buckets
+from hvdkit.kernels import ReduceOp
+
+logger = logging.getLogger("hvdkit")
+
+# In memory of the host, wherever gradients are.
+HOST = "host"
+
+
+def place_for(groups: Groups, topology: Topology, place: str, codecs: Sequence[Codec], process_set_id: int) -> str:
+    """Where slots live that ask for ``place``: there, if all codecs can do their work there, else HOST."""
+    members = groups.group(process_set_id).members
+    encodes = place.partition(":")[0] not in groups.transport.host_types
+    return place if stays_on_device(codecs, topology.nodes, members, encodes) else HOST
+
+
+def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane:
+    """Agree on a plan with all ranks of its process set. Blocks; raises HorovodInternalError where they differ."""
+    groups, reduction = named.groups, plan.reduction
+    transport, group = groups.transport, groups.group(plan.process_set_id)
+    place = place_for(groups, topology, plan.place, reduction.codecs, plan.process_set_id)
+    device = place.partition(":")[0]
+    signature = {
+        "slots": [
+            [slot.name, list(slot.shape), str(slot.dtype), reduction.codecs[slot.codec].told] for slot in plan.slots
+        ],
+        "op": int(reduction.op),
+        "prescale": reduction.prescale,
+        "postscale": reduction.postscale,
+        "groups": [list(group) for group in plan.groups],
+        "device": device if device in transport.device_types else "cpu",
+    }
+    lane_id = named.submit("plan", [], signature, Call(plan.name, plan.process_set_id, wake=False)).wait()
+    collectives = None
+    if device in transport.device_types:
+        collectives = transport.collectives_for(place, group.members, f"lane{lane_id}")
+    home: Buckets
+    if collectives is not None:
+        home = DeviceBuckets(group, reduction, collectives, plan.slots, topology.nodes)
+    else:
+        # Sums take turns with a computation that has every core, unless the user's bucket size says otherwise.
+        in_turns = topology.is_full and settings.fusion_threshold is None
+        home = _host_buckets(named, topology, in_turns, plan, lane_id)
+    return Lane(lanes, lane_id, plan, group, home, settings.verify)
+
+
+def _host_buckets(named: NamedOperations, topology: Topology, in_turns: bool, plan: Plan, lane_id: int) -> Buckets:
+    """What reduces a lane's gradients on the host: in the node's memory if no rank of the lane is short of it."""
+    group = named.groups.group(plan.process_set_id)
+    if group.layout is None:
+        return HostBuckets(group, plan.reduction, None, plan.slots)
+    node, problem = node_pass(group, lane_id, plan.slots)
+    everyone = topology.size
+    # The first rank that is short of memory, and whether all compute where they sum.
+    told = np.array([topology.rank if problem else everyone, plan.place in ("cpu", HOST)])
+    named.allreduce([told], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
+    short, all_on_host = int(told[0]), bool(told[1])
+    if short == topology.rank:
+        logger.warning(
+            "%s: the gradients of '%s' are not in shared memory, which is slower: %s",
+            topology.told(topology.rank), plan.name, problem,
+        )  # fmt: skip
+    if short < everyone:
+        if node is not None:
+            node.discard()
+        return HostBuckets(group, plan.reduction, None, plan.slots)
+    takes_turns = in_turns and all_on_host and node is not None and len(group.layout.nodes) == 1
+    return HostBuckets(group, plan.reduction, group.layout, plan.slots, node, takes_turns)

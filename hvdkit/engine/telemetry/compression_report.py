@@ -1,0 +1,85 @@
+"""What compression did on this rank, for people: by codec, and by parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit.compression import Tally
+from hvdkit.engine.steps.lanes import Lanes
+
+
+@dataclass(frozen=True)
+class CodecStatistics:
+    """Totals since ``hvd.init()``, or since the parameters of an optimizer were last frozen, unfrozen or added."""
+
+    codec: str
+    bytes_before: int  # that this rank would have sent of these gradients in two phases without the codec
+    bytes_after: int  # that it sent
+    encode_seconds: float
+    decode_seconds: float
+    residual_norm: float  # Euclidean norm of what this rank keeps and has not sent
+
+    @property
+    def ratio(self) -> float:
+        """Bytes before to bytes after; 1.0 where nothing was sent."""
+        return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB "
+            f"({self.ratio:.1f} x less), encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s, "
+            f"residual {self.residual_norm:.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class CompressionStatistics:
+    """``str`` of it has a line for each codec.
+
+    Of tensors that travel in one bucket, bytes and seconds are divided by their elements; the norm is each one's own.
+    """
+
+    by_codec: dict[str, CodecStatistics]
+    by_parameter: dict[str, CodecStatistics]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.by_codec.values())) or "nothing was compressed"
+
+
+def compression_statistics(lanes: Lanes) -> CompressionStatistics:
+    """Of all optimizers' parameters, and of operations by name, which keep nothing."""
+    by_parameter: dict[str, CodecStatistics] = {}
+    totals: dict[str, tuple[Tally, float]] = {}
+    for lane in list(lanes.values()):
+        for slot, codec, tally, norm in lane.home.reports():
+            name = slot.name if slot.name not in by_parameter else f"{slot.name} ({lane.name})"
+            by_parameter[name] = _statistics(codec, tally, norm)
+            _count(totals, codec, tally, norm)
+    for codec, tally in lanes.telemetry.statistics.encoded_by_name().items():
+        _count(totals, codec, tally, 0.0)
+    by_codec = {codec: _statistics(codec, tally, square**0.5) for codec, (tally, square) in totals.items()}
+    return CompressionStatistics(by_codec, by_parameter)
+
+
+def told(tally: Tally, norm: float | None) -> dict[str, Any]:
+    """For the timeline."""
+    kept = {} if norm is None else {"residual_norm": norm}
+    return {
+        "bytes_before": int(tally.bytes_before),
+        "bytes_after": int(tally.bytes_after),
+        "ratio": round(tally.bytes_before / tally.bytes_after, 2) if tally.bytes_after else 1.0,
+        "encode_us": round(tally.encode_seconds * 1e6),
+        "decode_us": round(tally.decode_seconds * 1e6),
+    } | kept
+
+
+def _count(totals: dict[str, tuple[Tally, float]], codec: str, tally: Tally, norm: float) -> None:
+    total, square = totals.get(codec, (Tally(), 0.0))
+    total.add(tally)
+    totals[codec] = total, square + norm * norm
+
+
+def _statistics(codec: str, tally: Tally, norm: float) -> CodecStatistics:
+    before, after = round(tally.bytes_before), round(tally.bytes_after)
+    return CodecStatistics(codec, before, after, tally.encode_seconds, tally.decode_seconds, norm)

@@ -1,0 +1,240 @@
+"""Looks, ten times a second, at what takes long: dead-locks, stalls, ranks that are lost or have left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from hvdkit.config import Settings
+from hvdkit.engine.loop.joining import Joining
+from hvdkit.engine.loop.messages import Lost, Ping, Waits
+from hvdkit.engine.loop.negotiation import Negotiation
+from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.telemetry.liveness import Loss
+from hvdkit.errors import PeerLostError, StallError
+
+if TYPE_CHECKING:
+    from hvdkit.kernels._native import Heartbeat
+
+logger = logging.getLogger("hvdkit")
+
+LOOK_SECONDS = 0.1
+# How long a wait lasts before the coordinator is told of it, so that it can see a dead-lock.
+BLOCKED_SECONDS = 0.2
+# What a rank sent before it left may still be on its way.
+DEPARTED_SECONDS = 1.0
+
+
+@dataclass
+class Waiting:
+    """A training thread that waits for a handle or a lane."""
+
+    handle: Handle | None
+    lane: Lane | None
+    since: float
+    told_at: float = 0.0
+    warned: bool = False
+
+
+class Watch:
+    """The engine's eye on time; ``look`` is called from rounds, from ``next_look`` on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        heartbeat: Heartbeat | None,
+        negotiation: Negotiation,
+        joining: Joining,
+        submissions: Submissions,
+        operations: list[Operation],
+    ) -> None:
+        self._settings, self._heartbeat = settings, heartbeat
+        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
+        self._joining, self._submissions, self._operations = joining, submissions, operations
+        self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
+        self._waiting: dict[int, Waiting] = {}
+        self._threads: set[int] = set()
+        self._stands_for: dict[int, Collection[int]] = {}
+        self.next_look = 0.0
+
+    def seen_thread(self) -> None:
+        """Several threads that submit make it impossible to say that a rank is blocked as a whole."""
+        self._threads.add(threading.get_ident())
+
+    def lost_since(self, ranks: Collection[int], since: float, now: float) -> list[Loss]:
+        """Those of ``ranks`` that are lost, if they have been waited for since then."""
+        self._count_beats(ranks, now)
+        losses = (self._liveness.loss(rank, since, now) for rank in ranks)
+        return [loss for loss in losses if loss is not None]
+
+    def told_loss(self, loss: Loss, what: str = "") -> str:
+        """How a rank was lost, for messages; ``what`` else it did not do."""
+        lost, me, settings = self._topology.told(loss.rank), self._mailbox.me(), self._settings
+        if loss.beats:
+            return (
+                f"{lost} lives, but its Python gave {me} no answer for "
+                f"{settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){what}.\n"
+                "HINT: see where it is (py-spy dump): a library keeps Python's lock (GIL), or threads wait for each "
+                "other; raise that variable where such a call takes longer."
+            )
+        return (
+            f"{lost} gave {me} no sign of life for {settings.timeout_seconds:g} s "
+            f"(HVDKIT_TIMEOUT_SECONDS){what}.\n"
+            "HINT: see whether it was killed, stopped, or cut off from the network."
+        )
+
+    def begin_waiting(self, handle: Handle | None, lane: Lane | None) -> None:
+        """The calling thread waits from now on."""
+        me = threading.get_ident()
+        self._threads.add(me)
+        self._waiting[me] = Waiting(handle, lane, monotonic())
+
+    @contextmanager
+    def standing_for(self, threads: Collection[int]) -> Iterator[None]:
+        """While the calling thread waits in this context, ``threads`` cannot go on: they wait for what it computes."""
+        me = threading.get_ident()
+        self._stands_for[me] = threads
+        try:
+            yield
+        finally:
+            del self._stands_for[me]
+
+    def end_waiting(self) -> None:
+        """The calling thread goes on."""
+        waiting = self._waiting.pop(threading.get_ident(), None)
+        if waiting is not None and waiting.told_at and not self._mailbox.failed:
+            self._negotiation.later(Waits(None, [], "", None))
+
+    def look(self, now: float) -> None:
+        """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""
+        if self._topology.size == 1 or self._mailbox.failed:
+            return
+        self.next_look = now + LOOK_SECONDS
+        self._liveness.looks(now)
+        self._tell_blocked(now)
+        self._look_for_stalls(now)
+        self._look_for_departed(now)
+        self._look_for_lost(now)
+
+    def _tell_blocked(self, now: float) -> None:
+        # Less those of a framework's pool, of which Python knows at most that they passed.
+        self._threads &= {
+            thread.ident
+            for thread in threading.enumerate()
+            if thread.ident is not None and not isinstance(thread, threading._DummyThread)
+        }
+        for thread, waiting in list(self._waiting.items()):
+            if not self._threads or not self._threads <= {thread, *self._stands_for.get(thread, ())}:
+                continue
+            if now - max(waiting.since, waiting.told_at) < BLOCKED_SECONDS:
+                continue
+            waiting.told_at = now  # and again after a while: what it waits for changes
+            if waiting.lane is not None:
+                lane = waiting.lane
+                message = Waits(lane.lane_id, sorted(self._awaited_on_lanes()), lane.waiting_for(), lane.name)
+            else:
+                assert waiting.handle is not None
+                key = next((k for k, s in self._submissions.items() if s.handle is waiting.handle), None)
+                if key is None:
+                    continue  # it runs; what it waits for is data
+                place = [key.process_set, key.kind, key.name]
+                message = Waits(place, [], waiting.handle.what, waiting.handle.label)
+            self._negotiation.send_to_coordinator(message)
+
+    def _awaited_on_lanes(self) -> set[int]:
+        return {peer for operation in self._operations for peer in operation.awaited_peers()}
+
+    def _look_for_stalls(self, now: float) -> None:
+        settings = self._settings
+        warn_after, fail_after = settings.stall_check_seconds, settings.stall_shutdown_seconds
+        coordinator = self._negotiation.coordinator
+        warns = warn_after > 0 and not settings.stall_check_disable
+        if coordinator is not None and warns:
+            for stall in coordinator.new_stalls(now, warn_after):
+                logger.warning(
+                    "%s was submitted by ranks %s, but not by ranks %s for %.0f seconds. They may be behind, or will "
+                    "never submit it because they take another path through the script.",
+                    stall.key, stall.submitted, stall.missing, stall.seconds,
+                )  # fmt: skip
+        if coordinator is not None and fail_after > 0:
+            for stall in coordinator.stalled(now, fail_after):
+                coordinator.give_up(
+                    stall.key,
+                    f"{stall.key} stalled: ranks {stall.missing} did not submit it within {fail_after:g} s "
+                    f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.",
+                )
+        for waiting in list(self._waiting.values()):
+            lane = waiting.lane
+            if lane is None or lane.idle():
+                continue
+            ranks = sorted(self._awaited_on_lanes())
+            seconds = now - max(waiting.since, lane.moved_at)
+            if warns and not waiting.warned and seconds > warn_after:
+                waiting.warned = True
+                logger.warning(
+                    "%s waits for ranks %s in %s for %.0f seconds.",
+                    self._mailbox.me(), ranks, lane.waiting_for(), seconds,
+                )  # fmt: skip
+            if fail_after > 0 and seconds > fail_after:
+                lane.fail(
+                    StallError(
+                        f"{lane.waiting_for()} stalled on {self._mailbox.me()}: ranks {ranks} did not send their part "
+                        f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)."
+                    )
+                )
+
+    def _look_for_departed(self, now: float) -> None:
+        departed, departed_at = self._mailbox.departed, self._mailbox.departed_at
+        if not departed:
+            return
+        for operation in self._operations:
+            gone = operation.awaited_peers().intersection(departed)
+            rank = min(gone, key=departed_at.__getitem__, default=None)
+            if rank is not None and now - max(operation.since, departed_at[rank]) > DEPARTED_SECONDS:
+                raise PeerLostError(
+                    f"{operation.what} on {self._mailbox.me()} waits for {self._topology.told(rank)}, "
+                    f"which has left the job: {departed[rank]}.",
+                    rank,
+                )
+        if 0 in departed and (self._submissions or self._joining.waiting):
+            if self._joining.waiting:
+                raise PeerLostError(f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.", 0)
+            what = next(iter(self._submissions.values())).handle.what
+            first, reason = next(iter(departed.items()))  # the others often leave because this one did
+            raise PeerLostError(
+                f"{what} on {self._mailbox.me()} cannot go on without rank 0, which has left the job; the first to "
+                f"leave was {self._topology.told(first)}: {reason}.\n"
+                "HINT: let every rank make the same calls and call hvd.shutdown() together.",
+                first,
+            )
+
+    def _look_for_lost(self, now: float) -> None:
+        mailbox, coordinator = self._mailbox, self._negotiation.coordinator
+        awaited = self._awaited_on_lanes()
+        if self._submissions or self._joining.waiting:
+            awaited.add(0)
+        if coordinator is not None:
+            awaited |= coordinator.awaited_ranks()
+        awaited -= {self._topology.rank, *mailbox.departed}
+        self._count_beats(awaited, now)
+        to_ask, losses = self._liveness.check(awaited, now)
+        for rank in to_ask:
+            mailbox.send(rank, Ping())
+        if losses:
+            text = self.told_loss(losses[0])
+            mailbox.tell_everyone(Lost(losses[0].rank, text))
+            raise PeerLostError(text, losses[0].rank)
+
+    def _count_beats(self, ranks: Collection[int], now: float) -> None:
+        heartbeat = self._heartbeat
+        if heartbeat is not None:
+            for rank in ranks:
+                self._liveness.counted(rank, heartbeat.count(rank), now)

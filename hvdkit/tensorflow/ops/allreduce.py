@@ -1,0 +1,133 @@
+"""Allreduce: every rank gets the same reduction of all ranks' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks, guard
+from hvdkit.api.compression import around
+from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.compression import Compression, split_compression
+from hvdkit.tensorflow.ops import tensor_checks
+from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.sparse import allreduce_slices
+from hvdkit.tensorflow.ops.unconverted import as_written
+
+# What operations are called in graphs.
+_KINDS = {"allreduce": "Allreduce", "grouped_allreduce": "GroupedAllreduce"}
+
+
+def _reduced(
+    function: str,
+    tensors: Sequence[Any],
+    compression: Any,
+    op: ReduceOp,
+    factors: tuple[Any, Any],
+    name: str | None,
+    process_set: ProcessSet,
+    ignore_name_scope: bool,
+    device: str,
+) -> list[Any]:
+    """The reductions of dense tensors, of dtypes that can be reduced, after all other checks."""
+    codec, compressor = split_compression(function, compression, op, tensors)
+    tensor_checks.check_asked(function, name, process_set)
+    if op == ReduceOp.ADASUM:
+        checks.check_adasum(function, [tensor.dtype.name for tensor in tensors], process_set, runtime.topology().size)
+    request = ReduceRequest(op, *checks.check_factors(function, *factors), codec)
+    reduction = Reduction(request, process_set, ignore_name_scope, name)
+    with tf.device(device) if device else nullcontext():
+        results = around(compressor, tensors, lambda sent: reduce(_KINDS[function], sent, reduction))
+    guard.mark(results)
+    return results
+
+
+@as_written
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduce a tensor over all ranks of ``process_set``; the average unless ``op`` says otherwise.
+
+    ``tensor`` (tf.Tensor, tf.Variable or tf.IndexedSlices) has the same shape and type on all ranks. ``op`` is
+    hvd.Average, Sum, Min, Max, Product or Adasum; ``average`` is its deprecated form. Each element is multiplied by
+    ``prescale_factor`` before and ``postscale_factor`` after the reduction. ``name`` tells concurrent operations apart;
+    in eager execution, without one, ranks must make their calls in the same order. In a tf.function names are made of
+    the tensors', with the name scope in front unless ``ignore_name_scope``. Of IndexedSlices values and indices are
+    gathered. Differentiable: the gradient is reduced in the same way. ``device_dense`` and ``device_sparse`` are where
+    results are put, as in ``tf.device``. ``compression`` is one of hvd.Compression, or a class with ``compress`` and
+    ``decompress``.
+
+    Returns a tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
+    NotImplementedError for Adasum on a number of ranks that is no power of two or on IndexedSlices, and
+    HorovodInternalError on every rank where ranks disagree.
+    """
+    function = "allreduce"
+    reduce_op = checks.op_or_average(function, op, average)
+    factors = (prescale_factor, postscale_factor)
+    if isinstance(tensor, tf.IndexedSlices):
+        with tf.device(device_sparse):
+            return allreduce_slices(function, [tensor], reduce_op, factors, name, process_set, ignore_name_scope)[0]
+    dense = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    return _reduced(
+        function, [dense], compression, reduce_op, factors, name, process_set, ignore_name_scope, device_dense
+    )[0]
+
+
+@as_written
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Reduce several tensors over all ranks as one operation: none starts before all are ready on all ranks.
+
+    Arguments, gradients and errors are those of allreduce(). IndexedSlices among them are one operation of their own.
+    Returns a list of tensors; an empty one for an empty list.
+    """
+    function = "grouped_allreduce"
+    reduce_op = checks.op_or_average(function, op, average)
+    if len(tensors) == 0:
+        return []
+    slices = [place for place, one in enumerate(tensors) if isinstance(one, tf.IndexedSlices)]
+    dense = [place for place in range(len(tensors)) if place not in slices]
+    results: list[Any] = [None] * len(tensors)
+    factors = (prescale_factor, postscale_factor)
+    if slices:
+        with tf.device(device_sparse):
+            gathered = allreduce_slices(
+                function, [tensors[place] for place in slices], reduce_op, factors, name, process_set, ignore_name_scope
+            )
+        for place, result in zip(slices, gathered, strict=True):
+            results[place] = result
+    if dense:
+        ours = tensor_checks.check_tensors(function, [tensors[i] for i in dense], tensor_checks.REDUCIBLE_DTYPES)
+        reduced = _reduced(
+            function, ours, compression, reduce_op, factors, name, process_set, ignore_name_scope, device_dense
+        )
+        for place, result in zip(dense, reduced, strict=True):
+            results[place] = result
+    return results

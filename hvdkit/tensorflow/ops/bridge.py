@@ -1,0 +1,210 @@
+"""From TensorFlow to the engine and back: at once in eager execution, in a graph by a pair of operations.
+
+In a graph the first operation hands arrays to the engine and returns at once, the second one waits. The first ones run
+in the order in which they were created, on every rank the same, so that what a rank waits for has been handed over, or
+will be, on all others: each has the one before it as a control dependency, and a variable is written before and after
+it, which brings calls of functions, branches and loops that hold such operations into the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import Asked
+from hvdkit.errors import HorovodInternalError
+from hvdkit.tensorflow.ops.device import Device
+from hvdkit.tensorflow.ops.exceptions import as_tensorflows, mark
+from hvdkit.tensorflow.ops.framework import device_for
+from hvdkit.tensorflow.ops.unconverted import as_written
+
+Output = tuple[Any, Any]  # dtype, static shape
+
+_last_begins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by graph
+
+
+def run(
+    kind: str,
+    asked: Asked,
+    tensors: Sequence[Any],
+    start: Callable[[Asked, Sequence[Any]], int],
+    outputs: Sequence[Output],
+    ignore_name_scope: bool = False,
+    stays_on_device: Callable[[], bool] = lambda: False,
+) -> list[Any]:
+    """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built.
+
+    ``kind`` is what Horovod calls it in graphs. ``asked`` is that of a caller who waits; ``start`` hands eager tensors,
+    or a graph's arrays, to the engine and returns the operation's number.
+    ``stays_on_device``: whether it can be done without host memory, if the job has a device.
+    """
+    if not tf.executing_eagerly():
+        in_graph = asked._replace(name=_name_in_graph(kind, asked.name, tensors, ignore_name_scope), waits=False)
+        return _run_in_graph(in_graph, tensors, start, outputs, stays_on_device())
+    try:
+        return list(HANDLES.synchronize(start(asked, tensors)))
+    except Exception as error:
+        raise as_tensorflows(error) from error.__cause__
+
+
+def _name_in_graph(kind: str, name: str | None, tensors: Sequence[Any], ignore_name_scope: bool) -> str:
+    """As Horovod names operations: made of the tensors' names if it has none, and told apart from others' there."""
+    graph = tf.compat.v1.get_default_graph()
+    if name is None:
+        ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else [tensors[0]]
+        name = re.sub("[^a-zA-Z0-9_]", "_", "_".join([f"Horovod{kind}", *map(_name_of, ends)]))
+    if ignore_name_scope:
+        with graph.name_scope(None):
+            return str(graph.unique_name(name))
+    return str(graph.unique_name(name))
+
+
+def _name_of(tensor: Any) -> str:
+    """A tensor's name in its graph; what is captured from outside has a number for one, which each rank counts."""
+    return "captured" if re.fullmatch(r"\d+(:\d+)?", tensor.name) else str(tensor.name)
+
+
+@as_written
+def _run_in_graph(
+    asked: Asked,
+    tensors: Sequence[Any],
+    start: Callable[[Asked, Sequence[Any]], int],
+    outputs: Sequence[Output],
+    stays_on_device: bool,
+) -> list[Any]:
+    check_functions()
+
+    @as_written
+    def begin(*inputs: Any) -> Any:
+        try:
+            return np.int64(start(asked, inputs))
+        except Exception as error:
+            raise mark(error) from None
+
+    @as_written
+    def end(number: Any) -> list[Any]:
+        try:
+            results = HANDLES.synchronize(int(number))
+            if results is None:
+                raise HorovodInternalError(f"{asked.name!r}: hvd.shutdown() was called while it was in flight.")
+        except Exception as error:
+            raise mark(error) from None
+        return list(results)
+
+    device = device_for(tensors) if stays_on_device else None
+    number = in_order(lambda: call(device, begin, tensors, tf.int64, "hvdkit_begin"))
+    results = call(device, end, [number], [dtype for dtype, _ in outputs], "hvdkit_end")
+    _leave_order(results[0].op)
+    for result, (_, shape) in zip(results, outputs, strict=True):
+        result.set_shape(shape)
+    return list(results)
+
+
+def call(device: Device | None, function: Any, inputs: Sequence[Any], dtypes: Any, name: str) -> Any:
+    """An operation of the present graph that calls ``function`` with eager tensors of a device, or with arrays."""
+    if device is None:
+        return tf.numpy_function(function, list(inputs), dtypes, name=name)
+    with tf.device(device.name):
+        return tf.py_function(function, list(inputs), dtypes, name=name)
+
+
+def differentiable(
+    tensors: Sequence[Any],
+    operate: Callable[[Sequence[Any]], list[Any]],
+    reduce: Callable[[Sequence[Any], list[Any]], list[Any]],
+) -> list[Any]:
+    """What ``operate`` makes of the tensors, with gradients if somebody may ask for them.
+
+    ``reduce`` makes those of the floating tensors, of these tensors and of the gradients of what was made of them.
+    """
+    if not _is_recorded():
+        return operate(tensors)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def recorded(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
+        outputs = operate(inputs)
+
+        def gradient(*gradients: Any) -> list[Any]:
+            return backward(outputs, gradients, lambda known: reduce(inputs, known))
+
+        return outputs, gradient
+
+    return list(recorded(*tensors))
+
+
+def _is_recorded() -> bool:
+    """Whether somebody may ask for gradients of what is done now: in a graph always, eagerly while a tape records."""
+    if not tf.executing_eagerly():
+        return True
+    try:
+        from tensorflow.python.eager import record
+    except ImportError:  # another layout of TensorFlow: slower, and as right
+        return True
+    return bool(record.could_possibly_record())
+
+
+def in_order(make: Callable[[], Any], first: bool = True, last: bool = True) -> Any:
+    """What ``make`` makes, one operation's output or outputs, to run after all that was made so before.
+
+    In this graph, and in those that call it: calls of functions, branches and loops before and after it are ordered by
+    the variable that is written before and after. ``first`` and ``last`` are False where several are made one after the
+    other and nothing else in between, which saves a few microseconds.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    before = _last_begins.get(graph)
+    with tf.control_dependencies([] if before is None else [before]):
+        turn = [_order().assign_add(1, read_value=False)] if first else []
+        with tf.control_dependencies(turn):
+            made = make()
+    operation = (made[0] if isinstance(made, list | tuple) else made).op
+    if last:
+        with tf.control_dependencies([operation]):
+            operation = _order().assign_add(1, read_value=False)
+    _last_begins[graph] = operation
+    return made
+
+
+@functools.lru_cache(maxsize=1)
+def _order() -> Any:
+    """The variable that stands for the order of operations: whoever writes it takes part."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False, name="hvdkit_order")
+
+
+def _leave_order(operation: Any) -> None:
+    """Let what waits run whenever it can, as long as it does: else TensorFlow would run it before the next begins."""
+    manager = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(operation)
+
+
+def check_functions() -> None:
+    """Raises NotImplementedError in graphs of TensorFlow 1."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise NotImplementedError(
+            "hvd's operations need eager execution or tf.function, not graphs and sessions of TensorFlow 1.\n"
+            "HINT: remove tf.compat.v1.disable_v2_behavior() and disable_eager_execution()."
+        )
+
+
+def backward(outputs: Sequence[Any], gradients: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """The gradients of an operation's inputs: ``reduce`` of those of its floating ``outputs``, None for the others.
+
+    A missing gradient is zeros: other ranks may have one.
+    """
+    places = [place for place, output in enumerate(outputs) if output.dtype.is_floating]
+    known = [
+        tf.zeros_like(outputs[place]) if gradients[place] is None else tf.convert_to_tensor(gradients[place])
+        for place in places
+    ]
+    found: list[Any] = [None] * len(outputs)
+    for place, gradient in zip(places, reduce(known) if known else [], strict=True):
+        found[place] = gradient
+    return found

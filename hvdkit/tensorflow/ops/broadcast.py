@@ -1,0 +1,113 @@
+"""Broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.api.operations import Asked, gradient_name
+from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.ops import tensor_checks
+from hvdkit.tensorflow.ops.bridge import differentiable, run
+from hvdkit.tensorflow.ops.framework import OPERATIONS
+from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.unconverted import as_written
+
+# Of variables that are broadcast together.
+CHUNK_BYTES = 256 << 20
+
+
+def _broadcast(
+    function: str,
+    tensors: Sequence[Any],
+    root_rank: int,
+    name: str | None,
+    ignore_name_scope: bool,
+    process_set: ProcessSet,
+) -> list[Any]:
+    """Not differentiable. Several tensors travel together."""
+    tensor_checks.check_asked(function, name, process_set)
+    root = checks.check_root(function, root_rank, process_set, runtime.topology().size)
+    return run(
+        "Broadcast",
+        Asked(function, name, process_set, waits=True),
+        tensors,
+        lambda asked, some: OPERATIONS.broadcast(asked, some, root),
+        [(tensor.dtype, tensor.shape) for tensor in tensors],
+        ignore_name_scope,
+        stays_on_device=lambda: True,
+    )
+
+
+@as_written
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give all ranks of ``process_set`` the tensor of ``root_rank``, which counts among all ranks, not in the set.
+
+    ``tensor`` has the same shape and type on all ranks. ``name`` and ``ignore_name_scope`` are those of allreduce().
+    Differentiable: the root's gradient is the average of all ranks' gradients, that of the others zero.
+
+    Returns a tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
+    HorovodInternalError on every rank where ranks disagree.
+    """
+    found = tensor_checks.check_tensor("broadcast", tensor, tensor_checks.MOVABLE_DTYPES)
+
+    def from_root(tensors: Sequence[Any]) -> list[Any]:
+        return _broadcast("broadcast", tensors, root_rank, name, ignore_name_scope, process_set)
+
+    def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
+        of_all = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
+        (average,) = reduce("Allreduce", gradients, of_all)
+        return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
+
+    return differentiable([found], from_root, at_root)[0]
+
+
+def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
+    """Tensors that travel together: not a whole model with its optimizer's state, of which there are copies then."""
+    chunks: list[list[Any]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+        if chunks[-1] and nbytes + size > CHUNK_BYTES:
+            chunks.append([])
+            nbytes = 0
+        chunks[-1].append(tensor)
+        nbytes += size
+    return chunks
+
+
+@as_written
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Write the root's values into variables on all ranks; returns the new values.
+
+    Arguments and errors are those of broadcast(), and TypeError for what cannot be assigned to.
+    """
+    function = "broadcast_"
+    variables = list(variables)  # an iterator gives them once
+    for place, variable in enumerate(variables):
+        if not callable(getattr(variable, "assign", None)):
+            raise TypeError(f"{function}: variables[{place}] must be a tf.Variable, got {type(variable).__name__}")
+    if not variables:
+        return []
+    values = tensor_checks.check_tensors(function, variables, tensor_checks.MOVABLE_DTYPES)
+    outputs: list[Any] = []
+    for number, some in enumerate(_chunks(values)):
+        some_name = name if number == 0 or name is None else f"{name}.{number}"
+        outputs += _broadcast(function, some, root_rank, some_name, False, process_set)
+    for variable, output in zip(variables, outputs, strict=True):
+        variable.assign(output)
+    return outputs

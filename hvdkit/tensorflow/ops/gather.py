@@ -1,0 +1,163 @@
+"""Allgather and alltoall: rows of all ranks, one after the other, and rows for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api.operations import Asked, gradient_name
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.ops import tensor_checks
+from hvdkit.tensorflow.ops.arrays import as_array
+from hvdkit.tensorflow.ops.bridge import differentiable, run
+from hvdkit.tensorflow.ops.framework import OPERATIONS
+from hvdkit.tensorflow.ops.ranks import process_set_rank
+from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.unconverted import as_written
+
+
+def any_rows(tensor: Any) -> Any:
+    """The shape of a result, as far as a graph knows it."""
+    return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank is not None else tensor.shape
+
+
+def _gather(
+    kind: str, tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet
+) -> list[Any]:
+    """Differentiable: the gradient is this rank's rows of the gradients' average, as Horovod's."""
+    function = kind.lower()
+    tensor_checks.check_has_rows(function, tensors)
+    tensor_checks.check_asked(function, name, process_set)
+
+    def gather(inputs: Sequence[Any]) -> list[Any]:
+        return run(
+            kind,
+            Asked(function, name, process_set, waits=True),
+            inputs,
+            OPERATIONS.allgather,
+            [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
+            ignore_name_scope,
+            stays_on_device=lambda: True,
+        )
+
+    def own_rows(inputs: Sequence[Any], gradients: list[Any]) -> list[Any]:
+        average = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
+        averages = reduce("GroupedAllreduce", gradients, average)
+        rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if tensor.dtype.is_floating])
+        rows_name = None if name is None else f"{name}.rows"
+        (all_rows,) = _gather("Allgather", [rows[tf.newaxis]], rows_name, ignore_name_scope, process_set)
+        before = tf.reduce_sum(all_rows[: process_set_rank(process_set)], axis=0)
+        return [average[before[i] : before[i] + rows[i]] for i, average in enumerate(averages)]
+
+    return differentiable(tensors, gather, own_rows)
+
+
+@as_written
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
+
+    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. ``name`` and
+    ``ignore_name_scope`` are those of allreduce(). Differentiable: the gradient is this rank's rows of the average of
+    all ranks' gradients.
+
+    Returns a tensor with the sum of all ranks' rows. Raises TypeError or ValueError for arguments that make no sense,
+    HorovodInternalError on every rank where ranks disagree.
+    """
+    found = tensor_checks.check_tensor("allgather", tensor, tensor_checks.MOVABLE_DTYPES)
+    return _gather("Allgather", [found], name, ignore_name_scope, process_set)[0]
+
+
+@as_written
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Allgather several tensors as one operation. Arguments, gradients and errors are those of allgather()."""
+    found = tensor_checks.check_tensors("grouped_allgather", tensors, tensor_checks.MOVABLE_DTYPES)
+    return _gather("GroupedAllgather", found, name, ignore_name_scope, process_set) if found else []
+
+
+def _scatter(
+    tensor: Any,
+    splits: Any,
+    name: str | None,
+    ignore_name_scope: bool,
+    process_set: ProcessSet,
+    problem: Exception | None = None,
+) -> tuple[Any, Any]:
+    """The rows received, and how many came from each rank. Differentiable: rows' gradients go back where they were.
+
+    ``problem``: why ``splits``, which are None then, cannot be told. It is raised when the operation runs, not while a
+    graph is traced: the other ranks wait for it there.
+    """
+
+    def start(asked: Asked, inputs: Sequence[Any]) -> int:
+        def told() -> Any:
+            if problem is not None:
+                raise problem
+            return as_array(inputs[1]) if len(inputs) > 1 else None
+
+        return OPERATIONS.alltoall(asked, inputs[0], told)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def scatter(rows: Any) -> tuple[Any, Callable[..., Any]]:
+        inputs = [rows] if splits is None else [rows, splits]
+        dtype = tf.int32 if splits is None else splits.dtype
+        known = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([process_set.size()]))]
+        asked = Asked("alltoall", name, process_set, waits=True)
+        output, received = run("Alltoall", asked, inputs, start, known, ignore_name_scope)
+
+        def gradient(of_output: Any, _: Any) -> Any:
+            if not output.dtype.is_floating:
+                return None
+            known = tf.zeros_like(output) if of_output is None else tf.convert_to_tensor(of_output)
+            back, _ = _scatter(known, received, gradient_name(name), ignore_name_scope, process_set)
+            unsent = tf.shape(rows)[0] - tf.shape(back)[0]  # rows that were not sent to anybody
+            return tf.concat([back, tf.zeros(tf.concat([[unsent], tf.shape(back)[1:]], 0), back.dtype)], 0)
+
+        return (output, received), gradient
+
+    output, received = scatter(tensor)
+    return output, received
+
+
+@as_written
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
+
+    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. ``splits``
+    has one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal share.
+    ``name`` and ``ignore_name_scope`` are those of allreduce(). Differentiable.
+
+    Returns a tensor with the rows received, in rank order, and if ``splits`` was given also a tensor that says how many
+    came from each rank. Raises TypeError or ValueError for arguments that make no sense, HorovodInternalError on every
+    rank where ranks disagree.
+    """
+    function = "alltoall"
+    found = tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
+    tensor_checks.check_has_rows(function, [found])
+    tensor_checks.check_asked(function, name, process_set)
+    wanted, problem = None, None
+    try:
+        wanted = None if splits is None else tensor_checks.check_integers(function, "splits", splits)
+    except (TypeError, ValueError) as error:
+        problem = error
+    output, received = _scatter(found, wanted, name, ignore_name_scope, process_set, problem)
+    return output if splits is None else (output, received)

@@ -1,0 +1,104 @@
+"""Who am I, asked when a graph runs and not when it is built; and what waits for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.api import checks, job
+from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.ops.device import device_of_job
+from hvdkit.tensorflow.ops.exceptions import mark, raised_as_tensorflows
+from hvdkit.tensorflow.ops.unconverted import as_written
+
+# What process_set_included_op returns for what is no set.
+NOT_INITIALIZED, UNKNOWN_SET = -1, -2
+
+
+def _asked(question: Callable[[], int], name: str | None) -> Any:
+    if tf.executing_eagerly():
+        with raised_as_tensorflows():
+            return tf.constant(question(), tf.int32)
+
+    @as_written
+    def answer() -> Any:
+        try:
+            return np.int32(question())
+        except Exception as error:
+            raise mark(error) from None
+
+    found = tf.numpy_function(answer, [], tf.int32, name=name)
+    found.set_shape([])
+    return found
+
+
+@as_written
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """An int32 scalar: how many ranks a process set has when the graph runs."""
+    return _asked(lambda: len(runtime.process_sets()[process_set_id]), name)
+
+
+@as_written
+def local_size_op(name: str | None = None) -> Any:
+    """An int32 scalar: how many ranks run on this node when the graph runs."""
+    return _asked(job.local_size, name)
+
+
+@as_written
+def rank_op(name: str | None = None) -> Any:
+    """An int32 scalar: this process's number among all ranks when the graph runs."""
+    return _asked(job.rank, name)
+
+
+@as_written
+def local_rank_op(name: str | None = None) -> Any:
+    """An int32 scalar: this process's number among the ranks of this node when the graph runs."""
+    return _asked(job.local_rank, name)
+
+
+def process_set_rank(process_set: ProcessSet) -> Any:
+    """An int32 scalar: this rank's place in a process set when the graph runs."""
+    return _asked(lambda: int(process_set.rank() or 0), None)
+
+
+@as_written
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """An int32 scalar: 1 if this rank is in a process set when the graph runs, 0 if not.
+
+    -1 before init(), -2 where there is no such set.
+    """
+
+    def included() -> int:
+        if not runtime.is_initialized():
+            return NOT_INITIALIZED
+        ranks = runtime.process_sets().get(process_set_id)
+        return UNKNOWN_SET if ranks is None else int(runtime.topology().rank in ranks)
+
+    return _asked(included, name)
+
+
+@as_written
+def join() -> Any:
+    """Say that this rank has no more data, and block until all ranks have said so.
+
+    Until then this rank takes part in the others' allreduces with zeros; other operations fail. Returns the rank that
+    joined last, as an int32 scalar.
+    """
+
+    def wait() -> int:
+        device = device_of_job()
+        return int(runtime.engine().join(None if device is None else device.place).wait())
+
+    return _asked(wait, "hvdkit_join")
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until all ranks of ``process_set`` have come here. Raises ValueError on a rank that is not in it."""
+    engine = runtime.engine()
+    process_set_id = checks.check_process_set("barrier", process_set)
+    with raised_as_tensorflows():
+        engine.barrier(process_set_id).wait()

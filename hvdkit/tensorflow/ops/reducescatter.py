@@ -1,0 +1,108 @@
+"""Reduce-scatter: the reduction of all ranks' tensors, of which each rank gets some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.api import checks
+from hvdkit.api.compression import around
+from hvdkit.api.operations import Asked, gradient_name
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.compression import Compression, split_compression
+from hvdkit.tensorflow.ops import tensor_checks
+from hvdkit.tensorflow.ops.bridge import differentiable, run
+from hvdkit.tensorflow.ops.framework import OPERATIONS
+from hvdkit.tensorflow.ops.gather import any_rows, grouped_allgather
+from hvdkit.tensorflow.ops.unconverted import as_written
+
+_OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+
+def _scatter(
+    function: str,
+    tensors: Sequence[Any],
+    request: ReduceRequest,
+    name: str | None,
+    ignore_name_scope: bool,
+    process_set: ProcessSet,
+) -> list[Any]:
+    """Differentiable: the gradients are gathered and scaled as the tensors are."""
+    tensor_checks.check_has_rows(function, tensors)
+    tensor_checks.check_asked(function, name, process_set)
+
+    def scatter(inputs: Sequence[Any]) -> list[Any]:
+        return run(
+            "Reducescatter" if function == "reducescatter" else "GroupedReducescatter",
+            Asked(function, name, process_set, waits=True),
+            inputs,
+            lambda asked, some: OPERATIONS.reducescatter(asked, some, request),
+            [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
+            ignore_name_scope,
+        )
+
+    def all_rows(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
+        # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
+        times = checks.size_of(process_set) if request.op == ReduceOp.SUM else 1
+        factor = request.prescale * request.postscale * times
+        gathered = grouped_allgather(gradients, gradient_name(name), ignore_name_scope, process_set)
+        return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
+
+    return differentiable(tensors, scatter, all_rows)
+
+
+@as_written
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = ReduceOp.AVERAGE,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce a tensor over all ranks of ``process_set``, and give each rank some rows of the result, in rank order.
+
+    ``tensor`` has at least one dimension and the same shape and type on all ranks; the first ranks get one row more
+    where rows cannot be shared evenly. ``op`` is hvd.Average or hvd.Sum. The other arguments and the errors are those
+    of allreduce(). Differentiable. Returns a tensor with this rank's rows.
+    """
+    function = "reducescatter"
+    reduce_op = checks.check_op(function, op, _OPS)
+    found = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    codec, compressor = split_compression(function, compression, reduce_op, [found])
+    request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
+    with tf.device(device_dense):
+        return around(
+            compressor,
+            [found],
+            lambda sent: _scatter(function, sent, request, name, ignore_name_scope, process_set),
+        )[0]
+
+
+@as_written
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Reduce-scatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter()."""
+    function = "grouped_reducescatter"
+    reduce_op = checks.check_op(function, op, _OPS)
+    if len(tensors) == 0:
+        return []
+    found = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    codec, compressor = split_compression(function, compression, reduce_op, found)
+    request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
+    with tf.device(device_dense):
+        return around(compressor, found, lambda sent: _scatter(function, sent, request, None, False, process_set))

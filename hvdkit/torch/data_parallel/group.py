@@ -1,0 +1,164 @@
+"""A session of the engine among the ranks of a process group, and the thread on which a hook waits for it.
+
+hvd.init() has no part in it: the session has Gloo connections of its own, so that what ranks do in it cannot cross what
+the process group does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
+from hvdkit.config import Settings
+from hvdkit.engine.life.goodbye import GOODBYE_SECONDS
+from hvdkit.engine.life.session import Session
+from hvdkit.environments.base import World
+from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.transports.base import Transport
+from hvdkit.transports.solo import SoloTransport
+from hvdkit.transports.torch_distributed import GlooTransport
+
+logger = logging.getLogger("hvdkit")
+
+POLL_SECONDS = 0.002
+# What a job that is under way when the process ends gets to finish in, and what then becomes of it.
+FINISH_SECONDS, FAIL_SECONDS = 0.2, 2.0
+LEAVING = "its process or its ddp_hook has come to its end"
+Job = Callable[[], None]
+
+
+class GroupTransport(GlooTransport):
+    """Connects the ranks of ``process_group``, whatever its backend; construction is collective among them.
+
+    Ranks are counted in the process group. Raises PeerLostError where not all come within ``timeout``. It is no part of
+    what ``torch.distributed`` knows.
+    """
+
+    name = "process_group"
+    beats = False
+
+    def __init__(self, process_group: Any, timeout: timedelta) -> None:
+        ranks = dist.get_process_group_ranks(process_group)
+        rank = dist.get_rank()
+        me = ranks.index(rank)
+        # Not dist.new_group: for a part of the ranks that needs equally many groups on each of them, or all ranks.
+        store: Any = c10d._get_process_group_store(process_group)
+        turn = store.add(f"hvdkit/opened/{me}", 1)
+        store = PrefixStore(f"hvdkit/{turn}", store)
+        _meet(store, ranks, me, timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        try:
+            group = gloo(store, me, len(ranks), timeout)
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {rank} could not connect to ranks {ranks}: {str(error).splitlines()[0]}\n"
+                "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
+            ) from error
+        super().__init__(me, len(ranks), group)
+
+
+def _meet(store: Any, ranks: list[int], me: int, timeout: timedelta) -> None:
+    keys = [f"here/{place}" for place in range(len(ranks))]
+    deadline = monotonic() + timeout.total_seconds()
+    store.set(keys[me], b"1")
+    # Asked again and again: a waiting call would keep the store from the other threads of this process.
+    while not store.check(keys):
+        if monotonic() > deadline:
+            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+            raise PeerLostError(
+                f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {missing} to use a ddp_hook.\n"
+                "HINT: all ranks of the model's process group must use one, in the same order if it is several."
+            )
+        sleep(POLL_SECONDS)
+
+
+def timeout_of(process_group: Any) -> timedelta:
+    """The time limit of a process group's operations."""
+    for device in ("cpu", "cuda"):
+        try:
+            return process_group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+        except (RuntimeError, AttributeError):
+            continue
+    return c10d.default_pg_timeout
+
+
+def open_session(process_group: Any, timeout: timedelta) -> Session:
+    """A session in which no ranks share memory. Collective.
+
+    ``timeout``: for how long a rank may give no sign of life, or not do its part of what others wait for. Raises
+    PeerLostError, HorovodInternalError.
+    """
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    transport: Transport = SoloTransport() if size == 1 else GroupTransport(process_group, timeout)
+    seconds = timeout.total_seconds()
+    settings = Settings(timeout_seconds=seconds, stall_shutdown_seconds=seconds, node_memory=False, verify=0)
+    return Session(transport, World("torch.distributed", rank, size, 0, 1, rank, size), settings)
+
+
+class Worker:
+    """Runs jobs on a daemon thread in the order in which they were given, and then closes the session.
+
+    That is when ``owner`` is gone, or the process ends. What is under way then fails.
+    """
+
+    def __init__(self, owner: object, session: Session) -> None:
+        self.session = session
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="hvdkit-ddp-hook", daemon=True)
+        _SERVING.add(self)
+        self._thread.start()
+        # Nobody waits for the goodbye of a hook that is let go of, which may be the garbage collector's doing.
+        weakref.finalize(owner, self._jobs.put, None).atexit = False
+
+    def run(self, job: Job) -> None:
+        """Have ``job``, which must not raise, run after those that were given before."""
+        self._jobs.put(job)
+
+    def leave(self, reason: str) -> None:
+        """Close the session; others learn the reason. For jobs."""
+        if not self._is_closed:
+            self._is_closed = True
+            lost = self.session.close(reason)
+            if lost is not None:
+                logger.info("ddp_hook: %s", lost)
+
+    def end(self) -> None:
+        """Return when the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive():
+            # A thread that comes back from C++ when Python is gone can take the process down with it.
+            engine = self.session.engine
+            engine.driver.defer(lambda: engine.fail(HorovodInternalError(LEAVING)))
+            self._thread.join(GOODBYE_SECONDS + FAIL_SECONDS)
+
+    def _serve(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # it may hold the last reference to the owner, which would otherwise wait for the next job
+            self.leave(LEAVING)
+        finally:
+            _SERVING.discard(self)
+
+
+_SERVING: set[Worker] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    for worker in list(_SERVING):
+        worker.end()

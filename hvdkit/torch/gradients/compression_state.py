@@ -1,0 +1,109 @@
+"""What codecs keep of an optimizer's gradients, in its state_dict and from one set of parameters to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.steps.residuals import Note, State
+
+KEY = "compression"
+
+FORMAT = 2  # of what ``save`` returns
+OTHER_FORMAT = (
+    'What the state_dict holds under "compression" was not written by this version of hvdkit.\n'
+    "HINT: leave it out, which loses the gradients that were compressed and not sent yet."
+)
+IN_FLIGHT = (
+    "optimizer.state_dict() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
+    "while gradients are being compressed.\nHINT: call it after step()."
+)
+
+# By the place of a parameter in the optimizer: what is kept of its gradient.
+Saved = dict[str, Any]
+
+
+def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
+    """What ``optimizer.state_dict()`` says of a lane whose slots are the parameters at ``places``; None if nothing.
+
+    A place is None for a parameter that the optimizer has no more.
+    """
+    if not lane.home.memories.keeps_anything:
+        return None
+    if lane.in_flight:
+        raise AssertionError(IN_FLIGHT)
+    state = lane.home.kept()
+    return {  # lists and tensors only, which torch.load takes without unpickling anything else
+        "format": FORMAT,
+        "rank": lane.group.rank,
+        "size": lane.group.size,
+        "place": state.place,
+        "parameters": list(places),
+        "kept": [{name: torch.from_numpy(array) for name, array in kept.items()} for kept in state.slots],
+        "units": state.units,
+        "turn": state.turn,
+        "notes": [
+            [list(slots), *where, torch.from_numpy(one) if isinstance(one, np.ndarray) else one]
+            for slots, *where, one in state.notes
+        ],
+    }
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().numpy()
+
+
+def check(saved: Any) -> list[Saved]:
+    """What one or several ranks saved, as a list. Raises ValueError for what ``save`` did not make."""
+    everyones: list[Any] = [saved] if isinstance(saved, Mapping) else list(saved)
+    if not all(isinstance(one, Mapping) and one.get("format") == FORMAT for one in everyones):
+        raise ValueError(OTHER_FORMAT)
+    return everyones
+
+
+def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
+    """Go on from what ``save`` returned, on this rank or another."""
+    kept = [{name: _array(tensor) for name, tensor in arrays.items()} for arrays in saved["kept"]]
+    notes: list[Note] = [
+        (tuple(slots), name, begin, end, _array(one) if isinstance(one, torch.Tensor) else one)
+        for slots, name, begin, end, one in saved["notes"]
+    ]
+    state = State(saved["place"], kept, saved["units"], saved["turn"], notes)
+    slot_of = {place: slot for slot, place in enumerate(places) if place is not None}
+    same = saved["parameters"] == list(places)
+    lane.home.go_on_from(state, None if same else [slot_of.get(place) for place in saved["parameters"]])
+
+
+def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[int, int]) -> None:
+    """Parameters were frozen, unfrozen or added: what was owed of those that stay goes on. Slots are given by id."""
+    keys = sorted(old_slots, key=lambda key: old_slots[key])
+    new.home.go_on_from(old.home.kept(), [new_slots.get(key) for key in keys])
+
+
+def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state_dict for this rank to load, from those that all ranks of an earlier job saved, in the order of ranks.
+
+    For an optimizer whose compression keeps what was not sent: so nothing of it is lost, whatever the number of ranks
+    is now. All else is that of the first. Raises ValueError for an empty list.
+    """
+    if not states:
+        raise ValueError("merge_state_dicts: expected the state_dicts of all ranks, got none")
+    kept = [state[KEY] for state in states if KEY in state]
+    return {**states[0], KEY: [one for ours in kept for one in ([ours] if isinstance(ours, Mapping) else ours)]}
+
+
+def resume(lane: Lane, places: Sequence[int | None], saved: Saved | Sequence[Saved], rank: int, size: int) -> None:
+    """Go on from what one or several ranks of an earlier job saved; a warm-up, for one, is not begun again.
+
+    Nothing may be taken twice, nor left out: a rank takes its own; with other numbers of ranks than there were, what
+    rank r saved goes to rank r modulo the ranks there are, which owes it all.
+    """
+    everyones = check(saved)
+    for one in everyones:
+        if one["rank"] % size == rank:
+            load(lane, places, one)
+    lane.home.memories.start_at(max((one["turn"] for one in everyones), default=0))

@@ -1,0 +1,172 @@
+"""Gradients reduced by named operations: sparse ones, and those that a compression class of the user's transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.gradients.layout import overlapping
+from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_
+from hvdkit.torch.ops.sparse import sparse_allreduce_async
+from hvdkit.torch.ops.sync import synchronize
+
+# Parameters, and their gradients as all ranks have them.
+Results = list[tuple[torch.Tensor, torch.Tensor]]
+# An operation in flight: what waits for its result, and what makes gradients of that.
+Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
+
+
+def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """A sparse gradient without elements: what a rank contributes that computed none."""
+    return torch.sparse_coo_tensor(
+        torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device),
+        torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device),
+        parameter.shape,
+        check_invariants=False,
+    )
+
+
+class NamedGradients:
+    """One operation for each parameter, or for each group, submitted as soon as its gradients are complete.
+
+    ``names`` are the operations' names by the parameters' ids. ``sparse_dims`` (by id) says which gradients are sparse
+    on some rank and by how many of their axes. ``groups`` holds dense parameters that one operation reduces.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        names: dict[int, str],
+        settings: GradientSettings,
+        sparse_dims: dict[int, int],
+        groups: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> None:
+        self.parameters = list(parameters)
+        self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._names = names
+        self._settings = settings
+        self._sparse_dims = sparse_dims
+        self._group_of = {id(member): group for group in groups for member in group}
+        self._ready: set[int] = set()
+        self._submitted: set[int] = set()
+        self._pending: list[Pending] = []
+
+    def hand_over(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete: submit it, or its group if it was the last of it."""
+        self._ready.add(id(parameter))
+        group = self._group_of.get(id(parameter), (parameter,))
+        if all(id(member) in self._ready for member in group):
+            self._submit(group)
+
+    def finish(self) -> None:
+        """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
+        for parameter in self.parameters:
+            if id(parameter) not in self._submitted:
+                self._submit(self._group_of.get(id(parameter), (parameter,)))
+        able = _able_to_hold(self.parameters)
+        for wait, adopt in self._take_pending():
+            for parameter, result in adopt(wait()):
+                if parameter.requires_grad:
+                    _give_back(parameter, result, id(parameter) in able)
+
+    def abandon(self) -> None:
+        """Wait out what was submitted in this step, and forget it."""
+        for wait, _ in self._take_pending():
+            with suppress(HorovodInternalError):
+                wait()
+
+    def forget(self) -> None:
+        """Forget what was submitted in this step, without waiting for it."""
+        self._take_pending()
+
+    def _take_pending(self) -> list[Pending]:
+        pending, self._pending = self._pending, []
+        self._ready.clear()
+        self._submitted.clear()
+        return pending
+
+    def _submit(self, group: Sequence[torch.Tensor]) -> None:
+        self._submitted.update(id(member) for member in group)
+        is_sparse = id(group[0]) in self._sparse_dims and not self._settings.sparse_as_dense
+        self._pending.append(self._submit_sparse(group[0]) if is_sparse else self._submit_dense(group))
+
+    def _compressed(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        gradient = parameter.grad
+        if gradient is None or not parameter.requires_grad:
+            gradient = torch.zeros_like(parameter, requires_grad=False, memory_format=torch.contiguous_format)
+        elif gradient.is_sparse:
+            gradient = gradient.to_dense()
+        compressed, context = self._settings.compressor.compress(gradient)
+        compressed = compressed.detach().contiguous()
+        # What is summed in place must be nobody else's, and the gradient may be.
+        is_view = compressed.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+        return compressed.clone() if is_view else compressed, context
+
+    def _decompressed(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> torch.Tensor:
+        gradient: torch.Tensor = self._settings.compressor.decompress(reduced, context)
+        gradient = gradient.to(dtype=parameter.dtype, device=parameter.device).view(parameter.shape)
+        sparse_dim = self._sparse_dims.get(id(parameter))
+        return gradient if sparse_dim is None else gradient.to_sparse(sparse_dim)
+
+    def _submit_dense(self, group: Sequence[torch.Tensor]) -> Pending:
+        compressed, contexts = zip(*map(self._compressed, group), strict=True)
+        is_single = len(group) == 1
+        start = partial(allreduce_async_, compressed[0]) if is_single else partial(grouped_allreduce_async_, compressed)
+        prescale, postscale = self._settings.scales
+        handle = start(
+            name=self._names[id(group[0])],
+            op=self._settings.op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=self._settings.process_set,
+        )
+
+        def adopt(reduced: Any) -> Results:
+            gradients = [reduced] if is_single else reduced
+            return [
+                (member, self._decompressed(member, gradient, context))
+                for member, gradient, context in zip(group, gradients, contexts, strict=True)
+            ]
+
+        return lambda: synchronize(handle), adopt
+
+    def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
+        gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
+        if gradient is None or not parameter.requires_grad:
+            gradient = empty_sparse(parameter, sparse_dim)
+        elif not gradient.is_sparse:
+            gradient = gradient.to_sparse(sparse_dim)
+        wait = sparse_allreduce_async(
+            gradient, name=self._names[id(parameter)], op=self._settings.op, process_set=self._settings.process_set
+        )
+
+        return wait, lambda reduced: [(parameter, reduced.to(parameter.device))]
+
+
+def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of parameters whose dense gradients can be given results: no bytes in common with one before."""
+    dense = [
+        (parameter, parameter.grad)
+        for parameter in parameters
+        if parameter.grad is not None and parameter.grad.layout is torch.strided
+    ]
+    shared = set(overlapping([gradient for _, gradient in dense], [False] * len(dense)))
+    return {
+        id(parameter)
+        for place, (parameter, gradient) in enumerate(dense)
+        if place not in shared and torch._debug_has_internal_overlap(gradient) != 1
+    }
+
+
+def _give_back(parameter: torch.Tensor, result: torch.Tensor, is_able: bool) -> None:
+    """The tensor that the gradient is holds the result; a new one where it cannot."""
+    if is_able and parameter.grad is not None and result.layout is torch.strided:
+        parameter.grad.copy_(result)
+    else:
+        parameter.grad = result

@@ -1,0 +1,64 @@
+"""A gradient as its backward pass left it, and whether somebody has changed it since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from hvdkit.torch.gradients.layout import storage_of
+
+CHANGED_IN_FLIGHT = (
+    "The gradients of {names} were changed after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition.\n"
+    "HINT: call optimizer.synchronize() before gradients are clipped, unscaled or cleared, and then "
+    "'with optimizer.skip_synchronize(): optimizer.step()'."
+)
+
+
+class ChangedInFlightError(AssertionError):
+    """Gradients were changed while they were being reduced; ``names`` are those of their parameters."""
+
+    names = ""
+
+
+class Watched(NamedTuple):
+    """A gradient as it was when its backward pass had completed it."""
+
+    gradient: torch.Tensor
+    version: int
+    address: int
+
+    def is_moved(self, gradient: torch.Tensor | None) -> bool:
+        """Whether the parameter's ``gradient`` is another tensor now, or lies elsewhere."""
+        return gradient is not self.gradient or _address(gradient) != self.address
+
+
+def watch(gradient: torch.Tensor) -> Watched:
+    """Remember a gradient as it is."""
+    return Watched(gradient, gradient._version, _address(gradient))
+
+
+def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.Tensor | None]) -> list[int]:
+    """The keys of gradients that somebody has changed or replaced since, as far as PyTorch tells: ``.data`` does not.
+
+    Views of one buffer count their versions together: what a backward pass added to another one is no change.
+    """
+    moved = {key: one.is_moved(gradients[key]) for key, one in watched.items()}
+    changed = [key for key, one in watched.items() if moved[key] or one.gradient._version != one.version]
+    if not changed:
+        return []
+    versions: dict[int, set[int]] = {}
+    for one in watched.values():
+        versions.setdefault(storage_of(one.gradient) or id(one.gradient), set()).add(one.version)
+
+    def is_anothers(one: torch.Tensor) -> bool:
+        return one._version in versions[storage_of(one) or id(one)]
+
+    return [key for key in changed if moved[key] or not is_anothers(watched[key].gradient)]
+
+
+def _address(gradient: torch.Tensor | None) -> int:
+    """Where a dense gradient begins; 0 for others."""
+    return 0 if gradient is None or gradient.layout is not torch.strided else gradient.data_ptr()

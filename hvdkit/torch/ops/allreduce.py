@@ -1,0 +1,193 @@
+"""Allreduce: every rank gets the same reduction of all ranks' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdkit.api import checks
+from hvdkit.api.compression import around
+from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import Asked
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.torch.compression import Compression, split_compression
+from hvdkit.torch.ops import tensor_checks
+from hvdkit.torch.ops.autograd import apply
+from hvdkit.torch.ops.framework import OPERATIONS
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an allreduce and return a handle; the result is a new tensor. See allreduce()."""
+    function = "allreduce_async"
+    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    return OPERATIONS.allreduce(Asked(function, name, process_set, single=True), [tensor], request)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an allreduce in place and return a handle; leave the tensor alone until then. See allreduce()."""
+    function = "allreduce_async_"
+    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    return OPERATIONS.allreduce(Asked(function, name, process_set, single=True), [tensor], request, in_place=True)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce over all ranks in place and return the tensor. See allreduce()."""
+    function = "allreduce_"
+    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    asked = Asked(function, name, process_set, waits=True, single=True)
+    output: Tensor = HANDLES.synchronize(OPERATIONS.allreduce(asked, [tensor], request, in_place=True))
+    return output
+
+
+class AllreduceFunction(torch.autograd.Function):
+    """Allreduce whose gradient is the allreduce of the gradients, with the same operation and factors, as Horovod's."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
+        """As many tensors out as in."""
+        ctx.asked, ctx.request = asked, request
+        return HANDLES.synchronize(OPERATIONS.allreduce(asked, tensors, request))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        """None for each argument before the tensors, then the reduced gradients."""
+        return None, None, *apply(AllreduceFunction, ctx.asked.of_gradient(), ctx.request, *grad_outputs)
+
+
+def _reduced(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
+    """New tensors, which can be differentiated."""
+    codec, compressor = split_compression(asked.function, compression, request.op, tensors)
+    encoded = request._replace(codec=codec) if codec.encodes else request
+    return around(compressor, tensors, lambda sent: apply(AllreduceFunction, asked, encoded, *sent))
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce a tensor over all ranks of ``process_set``; the average unless ``op`` says otherwise.
+
+    ``tensor`` has the same shape and type on all ranks and is not changed. ``op`` is hvd.Average, Sum, Min, Max,
+    Product or Adasum; ``average`` is its deprecated form. Each element is multiplied by ``prescale_factor`` before and
+    ``postscale_factor`` after the reduction. Averages of integers are cut off, not rounded. ``name`` tells concurrent
+    operations apart; without one, ranks must make their calls in the same order. Differentiable: the gradient is
+    reduced in the same way, which is the derivative for Average and Sum. ``compression`` is one of hvd.Compression, or
+    a class with ``compress`` and ``decompress``; nothing is kept here of what a codec loses, as an optimizer keeps it.
+
+    Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
+    NotImplementedError for Adasum on a number of ranks that is no power of two, and HorovodInternalError on every rank
+    where ranks disagree.
+    """
+    request = checks.reduce_request("allreduce", op, average, prescale_factor, postscale_factor)
+    tensor_checks.check_tensor("allreduce", tensor, tensor_checks.REDUCIBLE_DTYPES)
+    asked = Asked("allreduce", name, process_set, waits=True)
+    output: Tensor = _reduced(asked, [tensor], request, compression)[0]
+    return output
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an allreduce of several tensors as one and return a handle; the result is a tuple of new tensors."""
+    function = "grouped_allreduce_async"
+    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    return OPERATIONS.allreduce(Asked(function, name, process_set), group, request)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an allreduce of several tensors in place and return a handle; the result is a tuple of the tensors."""
+    function = "grouped_allreduce_async_"
+    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    return OPERATIONS.allreduce(Asked(function, name, process_set), group, request, in_place=True)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Reduce several tensors over all ranks in place, and return them as a tuple. See grouped_allreduce()."""
+    function = "grouped_allreduce_"
+    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    asked = Asked(function, name, process_set, waits=True)
+    outputs: tuple[Tensor, ...] = HANDLES.synchronize(OPERATIONS.allreduce(asked, group, request, in_place=True))
+    return outputs
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduce several tensors over all ranks as one operation: none starts before all are ready on all ranks.
+
+    The tensors may differ in shape and type, but are all on one device; each has the same shape and type on all
+    ranks. Arguments, gradients and errors are those of allreduce(), and ValueError for an empty list.
+    Returns a list of new tensors.
+    """
+    request = checks.reduce_request("grouped_allreduce", op, average, prescale_factor, postscale_factor)
+    group = tensor_checks.check_tensors("grouped_allreduce", tensors, tensor_checks.REDUCIBLE_DTYPES)
+    return _reduced(Asked("grouped_allreduce", name, process_set, waits=True), group, request, compression)

@@ -1,0 +1,83 @@
+"""Broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import Asked
+from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.torch.ops import tensor_checks
+from hvdkit.torch.ops.allreduce import allreduce
+from hvdkit.torch.ops.autograd import apply
+from hvdkit.torch.ops.framework import OPERATIONS
+
+
+def _start(asked: Asked, tensor: Tensor, root_rank: int, in_place: bool = False) -> int:
+    tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    return OPERATIONS.broadcast(asked, [tensor], root_rank, in_place)
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start a broadcast and return a handle; the result is a new tensor. See broadcast()."""
+    return _start(Asked("broadcast_async", name, process_set, single=True), tensor, root_rank)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start a broadcast in place and return a handle; leave the tensor alone until then. See broadcast()."""
+    return _start(Asked("broadcast_async_", name, process_set, single=True), tensor, root_rank, in_place=True)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Write the root's values into the tensor on all ranks and return the tensor. See broadcast()."""
+    asked = Asked("broadcast_", name, process_set, waits=True, single=True)
+    output: Tensor = HANDLES.synchronize(_start(asked, tensor, root_rank, in_place=True))
+    return output
+
+
+class BroadcastFunction(torch.autograd.Function):
+    """Broadcast whose gradient is the average of all ranks' gradients on the root and zero elsewhere, as Horovod's.
+
+    Its arguments are Horovod's, too: scripts call it as ``HorovodBroadcast``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
+        """One tensor in, a new one out."""
+        asked = Asked("broadcast", name, process_set, waits=True, single=True)
+        ctx.root_rank, ctx.asked = root_rank, asked
+        return HANDLES.synchronize(_start(asked, tensor, root_rank))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """The gradient, and None for each of the other arguments."""
+        average = allreduce(grad_output, name=ctx.asked.of_gradient().name, process_set=ctx.asked.process_set)
+        if runtime.topology().rank != ctx.root_rank:
+            average = torch.zeros_like(average)
+        return average, None, None, None
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Give all ranks of ``process_set`` the tensor of ``root_rank``, which counts among all ranks, not in the set.
+
+    ``tensor`` has the same shape and type on all ranks and is not changed. ``name`` tells concurrent operations apart;
+    without one, ranks must make their calls in the same order. Differentiable: the root's gradient is the average of
+    all ranks' gradients.
+
+    Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
+    HorovodInternalError on every rank where ranks disagree.
+    """
+    output: Tensor = apply(BroadcastFunction, tensor, root_rank, name, process_set)
+    return output

@@ -1,0 +1,130 @@
+"""Reducescatter: a reduction of all ranks' tensors of which every rank gets its share of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdkit.api import checks
+from hvdkit.api.compression import around
+from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import Asked
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.compression import Compression, split_compression
+from hvdkit.torch.ops import tensor_checks
+from hvdkit.torch.ops.allgather import grouped_allgather
+from hvdkit.torch.ops.autograd import apply
+from hvdkit.torch.ops.framework import OPERATIONS
+
+_OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+
+def _request(function: str, op: Any, prescale_factor: Any, postscale_factor: Any) -> ReduceRequest:
+    reduce_op = checks.check_op(function, op, _OPS)
+    return ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor))
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start a reducescatter and return a handle; the result is a new tensor. See reducescatter()."""
+    function = "reducescatter_async"
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return OPERATIONS.reducescatter(Asked(function, name, process_set, single=True), [tensor], request)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start a reducescatter of several tensors as one and return a handle; the result is a tuple of new tensors."""
+    function = "grouped_reducescatter_async"
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return OPERATIONS.reducescatter(Asked(function, name, process_set), group, request)
+
+
+class ReducescatterFunction(torch.autograd.Function):
+    """Reducescatter whose gradient is the allgather of the gradients, times the ranks for Sum, as Horovod's."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
+        """As many tensors out as in."""
+        outputs = HANDLES.synchronize(OPERATIONS.reducescatter(asked, tensors, request))
+        times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
+        ctx.factor = request.prescale * request.postscale * times
+        ctx.asked = asked
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        """None for each argument before the tensors, then their gradients."""
+        scaled = [gradient if ctx.factor == 1 else gradient * ctx.factor for gradient in grad_outputs]
+        asked = ctx.asked.of_gradient()
+        return None, None, *grouped_allgather(scaled, name=asked.name, process_set=asked.process_set)
+
+
+def _scattered(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
+    """New tensors, which can be differentiated."""
+    codec, compressor = split_compression(asked.function, compression, request.op, tensors)
+    encoded = request._replace(codec=codec)
+    return around(compressor, tensors, lambda sent: apply(ReducescatterFunction, asked, encoded, *sent))
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce a tensor over all ranks of ``process_set`` and keep this rank's share of the rows.
+
+    ``tensor`` has at least one dimension and the same shape and type on all ranks; it is not changed. ``op`` is
+    hvd.Average or hvd.Sum. Each element is multiplied by ``prescale_factor`` before and ``postscale_factor`` after the
+    reduction. ``name`` tells concurrent operations apart; without one, ranks must make their calls in the same order.
+    Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum.
+
+    Returns a new tensor with rows / ranks rows, one more on each of the first (rows % ranks) ranks. Raises TypeError
+    or ValueError for arguments that make no sense, HorovodInternalError on every rank where ranks disagree.
+    """
+    function = "reducescatter"
+    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return _scattered(Asked(function, name, process_set, waits=True), [tensor], request, compression)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reducescatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter().
+
+    Returns a list of new tensors.
+    """
+    function = "grouped_reducescatter"
+    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    request = _request(function, op, prescale_factor, postscale_factor)
+    return _scattered(Asked(function, name, process_set, waits=True), group, request, compression)

@@ -1,0 +1,57 @@
+"""Sparse allreduce: every rank gets all ranks' nonzero elements, which together are the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hvdkit import kernels
+from hvdkit.api import checks
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels import ReduceOp, Scale
+from hvdkit.torch.ops.allgather import grouped_allgather_async
+from hvdkit.torch.ops.sync import synchronize
+from hvdkit.transports.gpu.device_scale import rescale_
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start the allreduce of a sparse COO tensor and return a function that waits for it and returns the result.
+
+    ``tensor`` has the same shape, type and number of sparse dimensions on all ranks and any number of nonzero
+    elements; it is not changed. ``op`` is hvd.Average or hvd.Sum. The result is a new sparse COO tensor. In a sum, an
+    element that several ranks have stands several times: ``coalesce()`` adds them up. An average is coalesced, since
+    what is divided is the sum; averages of integers are cut off. Raises TypeError or ValueError
+    for arguments that make no sense; the function raises HorovodInternalError where ranks disagree.
+    """
+    function = "sparse_allreduce_async"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.sparse_coo:
+        raise ValueError(f"{function}: tensor must be sparse (torch.sparse_coo), got layout {tensor.layout}")
+    reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
+    # Gathering concatenates rows, so each element's indices must be a row.
+    indices, values = tensor._indices().t(), tensor._values()
+    handle = grouped_allgather_async([indices, values], name=name, process_set=process_set)
+
+    def wait() -> Tensor:
+        all_indices, all_values = synchronize(handle)
+        gathered = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
+        return _average(gathered, checks.size_of(process_set)) if reduce_op == ReduceOp.AVERAGE else gathered
+
+    return wait
+
+
+def _average(gathered: Tensor, size: int) -> Tensor:
+    """The sum of all ranks' elements, divided by their number; every rank computes it for itself."""
+    with kernels.DefaultFloats():
+        total = gathered.coalesce()
+    values = total._values()
+    if values.is_floating_point():
+        rescale_(values.view(-1), Scale(divisor=size))
+    else:
+        torch.div(values, size, rounding_mode="trunc", out=values)
+    return total

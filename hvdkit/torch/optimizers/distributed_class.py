@@ -1,0 +1,183 @@
+"""The class of a distributed optimizer: the user's class, with gradients synchronised before its ``step``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdkit.api.checks import check_passes
+from hvdkit.engine.life import runtime
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.gradients.compression_state import KEY
+from hvdkit.torch.gradients.scaler_guard import guard_scalers
+from hvdkit.torch.gradients.settings import Settings
+from hvdkit.torch.optimizers.adasum import AdasumSynchronizer
+from hvdkit.torch.optimizers.step import OptimizerSynchronizer
+
+_SETTINGS = "_distributed_settings"
+
+CLEARED_IN_FLIGHT = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition.\n"
+    "HINT: clear gradients after step(); where another model's loss also reaches these parameters, as in a GAN, turn "
+    "their requires_grad off for that pass or call optimizer.synchronize() after it."
+)
+NO_SKIP_WITH_ADASUM = (
+    "Skipping synchronization is not supported when using Adasum optimizer.\n"
+    "HINT: call optimizer.step() outside of optimizer.skip_synchronize(); with Adasum gradients stay their rank's."
+)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """True for what ``DistributedOptimizer`` returned."""
+    return hasattr(type(optimizer), _SETTINGS)
+
+
+def synchronizer_for(optimizer: torch.optim.Optimizer, settings: Settings) -> OptimizerSynchronizer:
+    """What stands between backward() and step() for these settings."""
+    is_adasum = settings.op is ReduceOp.ADASUM
+    return (AdasumSynchronizer if is_adasum else OptimizerSynchronizer)(optimizer, settings)
+
+
+def wrap(optimizer: torch.optim.Optimizer, settings: Settings) -> Any:
+    """A distributed optimizer that shares state, defaults, groups and hooks with ``optimizer``."""
+    wrapped = _new(type(optimizer))
+    # A learning rate scheduler made earlier has put its own step on the object; it must not bypass ours.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped._wrapped_optimizer = optimizer
+    wrapped._synchronizer = synchronizer_for(wrapped, settings)
+    return wrapped
+
+
+def _new(base: Any) -> Any:
+    cls = distributed_class(base)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def distributed_class(base: Any) -> Any:
+    """A subclass of ``base`` with its name. Its only parent is ``base``: ``super(cls, it)`` is the plain optimizer."""
+    guard_scalers()
+    if not getattr(base.step, "hooked", False):  # what the constructor does; an unpickled object never ran one
+        base.step = torch.optim.Optimizer.profile_hook_step(base.step)
+        base.step.hooked = True
+
+    class Distributed(base):  # type: ignore[misc]  # the base is known at run time only
+        _synchronizer: OptimizerSynchronizer
+        _wrapped_optimizer: Any = None
+
+        @property
+        def backward_passes_per_step(self) -> int:
+            """How many backward passes a step expects."""
+            return self._synchronizer.settings.backward_passes_per_step
+
+        @property
+        def op(self) -> ReduceOp:
+            """How gradients are reduced."""
+            return self._synchronizer.settings.op
+
+        @property
+        def process_set(self) -> Any:
+            """The ranks among which gradients are reduced."""
+            return self._synchronizer.settings.process_set
+
+        @property
+        def _parameter_names(self) -> dict[torch.Tensor, str]:
+            """By parameter, the names that it was given, or its place: scripts made for Horovod read it."""
+            return {parameter: name for name, parameter in self._synchronizer.settings.names}
+
+        @property
+        def _step_supports_amp_scaling(self) -> bool:
+            # GradScaler.step() asks this just before it unscales the gradients.
+            self._synchronizer.synchronize_for_scaler()
+            return bool(
+                self.__dict__.get("_step_supports_amp_scaling", getattr(base, "_step_supports_amp_scaling", False))
+            )
+
+        @_step_supports_amp_scaling.setter
+        def _step_supports_amp_scaling(self, value: bool) -> None:
+            self.__dict__["_step_supports_amp_scaling"] = value
+
+        def _reads_gradients_too_early(self) -> bool:
+            # With Adasum they stay their rank's.
+            return self._synchronizer.in_flight and self.op is not ReduceOp.ADASUM
+
+        def set_backward_passes_per_step(self, passes: int) -> None:
+            """Expect ``passes`` backward passes before each step. Raises TypeError or ValueError."""
+            self._synchronizer.set_passes(check_passes("set_backward_passes_per_step", passes))
+
+        def synchronize(self) -> None:
+            """Wait until all gradients are reduced; then they can be clipped before step(). Collective."""
+            self._synchronizer.synchronize()
+
+        def reset_compression(self) -> None:
+            """Forget what codecs keep from step to step, as residuals; call it on all ranks."""
+            self._synchronizer.reset_compression()
+
+        @contextmanager
+        def skip_synchronize(self) -> Iterator[None]:
+            """In this context step() takes the gradients as they are, because synchronize() was called."""
+            if self.op is ReduceOp.ADASUM:
+                raise AssertionError(NO_SKIP_WITH_ADASUM)
+            self._synchronizer.should_synchronize = False
+            try:
+                yield
+            finally:
+                self._synchronizer.should_synchronize = True
+
+        @functools.wraps(base.step)
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            runtime.check_not_forked()
+            result = self._synchronizer.step(super().step, args, kwargs)
+            if self._wrapped_optimizer is not None:
+                self._wrapped_optimizer._opt_called = True  # for a scheduler that was made with the wrapped one
+            return result
+
+        def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+            """Clear the gradients. Raises AssertionError between backward() and step() or synchronize()."""
+            if self._synchronizer.in_flight:
+                raise AssertionError(CLEARED_IN_FLIGHT)
+            self._synchronizer.forget_synchronized()
+            super().zero_grad(*args, **kwargs)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            """The wrapped optimizer's, and what this rank's codecs keep under "compression", if they keep anything."""
+            state: dict[str, Any] = super().state_dict(*args, **kwargs)
+            kept = self._synchronizer.kept_by_codecs()
+            return state if kept is None else {**state, KEY: kept}
+
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            """Set the state back, and what codecs kept on this rank; a step that was begun is forgotten."""
+            self._synchronizer.abandon()
+            super().load_state_dict(*args, **kwargs)
+            state = args[0] if args else kwargs["state_dict"]
+            self._synchronizer.load_compression_state(state.get(KEY))
+            if self._wrapped_optimizer is not None:
+                self._wrapped_optimizer.state = self.state
+                self._wrapped_optimizer.param_groups = self.param_groups
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings}
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            state = dict(state)
+            settings = state.pop(_SETTINGS, None)
+            super().__setstate__(state)
+            if settings is not None:
+                self._synchronizer = synchronizer_for(self, settings)
+
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            return _new, (base,), self.__getstate__()
+
+    setattr(Distributed, _SETTINGS, None)
+    Distributed.step.hooked = True  # type: ignore[attr-defined]  # base.step runs the hooks, on reduced gradients
+    Distributed.__name__ = base.__name__
+    Distributed.__qualname__ = base.__qualname__
+    Distributed.__doc__ = base.__doc__
+    # As in Horovod, optimizer.__module__ == DistributedOptimizer.__module__ tells such an optimizer from a plain one.
+    Distributed.__module__ = "hvdkit.torch.optimizer"
+    return Distributed

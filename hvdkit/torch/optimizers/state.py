@@ -1,0 +1,201 @@
+"""Broadcast of an optimizer's state: first what it looks like on the root, then its tensors, then all ranks take it.
+
+No rank steps its optimizer to have state to write into, so ranks may begin with any state or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdkit.api.checks import check_root
+from hvdkit.api.objects import allgather_object, broadcast_object
+from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import global_process_set
+from hvdkit.torch.parameters import broadcast_tensors
+
+# Tensors up to this size travel inside the structure: a message of their own would cost more.
+_SMALL = 64
+# Keys of a parameter group that describe the model, not the optimizer.
+_NOT_OPTIONS = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor stands in the root's state. ``value`` is the tensor itself unless it is broadcast on its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    with_parameter: bool  # on the device of its parameter, else on the CPU
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """The root's optimizer with slots for tensors."""
+
+    optimizer: str
+    options: list[dict[str, Any]]  # for each parameter group
+    shapes: list[list[tuple[int, ...]]]  # of the parameters of each group
+    states: list[Any]  # for each parameter in order, None where it has no state
+    others: dict[Any, Any]  # state under keys that are no parameters
+
+
+@torch.no_grad()
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Give all ranks the root's optimizer state and options such as the learning rate.
+
+    ``optimizer`` is any optimizer but LBFGS, or a DistributedOptimizer, with parameter groups of equal shapes on all
+    ranks. Ranks that have state the root does not have lose it. Parameters, gradients and the parameter group objects
+    (which learning rate schedulers hold) stay; tensors take the device of their parameter. ``model`` is accepted for
+    Horovod's sake and not needed. Raises ValueError for LBFGS and, on every rank, where optimizers differ.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("broadcast_optimizer_state: cannot broadcast torch.optim.LBFGS state")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"broadcast_optimizer_state: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    topology = runtime.engine().topology
+    root = check_root("broadcast_optimizer_state", root_rank, global_process_set, topology.size)
+    if topology.size == 1:
+        return
+    name = "broadcast_optimizer_state"
+    structure: _Structure = broadcast_object(
+        _describe(optimizer) if topology.rank == root else None, root, f"{name}.structure"
+    )
+    problems = allgather_object(_difference(structure, optimizer), f"{name}.check")
+    if any(problems):
+        lines = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+        raise ValueError(f"{name}: optimizers must be alike on all ranks, but against rank {root}\n" + "\n".join(lines))
+    parameters = _parameters(optimizer)
+    if topology.rank == root:
+        states = [optimizer.state.get(parameter) for parameter in parameters]
+    else:
+        states = [
+            None if state is None else _allocate(state, parameter, optimizer.state.get(parameter))
+            for state, parameter in zip(structure.states, parameters, strict=True)
+        ]
+    own_messages = (
+        tensor
+        for described, state in zip(structure.states, states, strict=True)
+        for slot, tensor in _slots(described, state)
+        if slot.value is None
+    )
+    broadcast_tensors([(f"{name}.{index}", tensor) for index, tensor in enumerate(own_messages)], root)
+    if topology.rank != root:
+        _install(optimizer, structure, states)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
+    return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> _Structure:
+    parameters = _parameters(optimizer)
+    return _Structure(
+        optimizer=type(optimizer).__name__,
+        options=[
+            {key: _describe_value(value, None) for key, value in group.items() if key not in _NOT_OPTIONS}
+            for group in optimizer.param_groups
+        ],
+        shapes=_shapes(optimizer),
+        states=[
+            _describe_value(optimizer.state[parameter], parameter) if parameter in optimizer.state else None
+            for parameter in parameters
+        ],
+        others={
+            key: _describe_value(value, None) for key, value in optimizer.state.items() if not isinstance(key, Tensor)
+        },
+    )
+
+
+def _describe_value(value: Any, parameter: Tensor | None) -> Any:
+    """``value`` with slots for its tensors; those without a parameter travel inside the structure."""
+    if isinstance(value, dict):
+        return {key: _describe_value(entry, parameter) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_describe_value(entry, parameter) for entry in value)
+    if not isinstance(value, Tensor):
+        return value
+    with_parameter = parameter is not None and value.device == parameter.device
+    dense = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+    alone = parameter is not None and dense and value.numel() > _SMALL
+    return _Slot(
+        tuple(value.shape), value.dtype, with_parameter, None if alone else value.detach().to("cpu", copy=True)
+    )
+
+
+def _difference(structure: _Structure, optimizer: torch.optim.Optimizer) -> str | None:
+    """Why this rank's optimizer cannot take the root's state, or None."""
+    if structure.optimizer != type(optimizer).__name__:
+        return f"optimizer is {type(optimizer).__name__}, not {structure.optimizer}"
+    shapes = _shapes(optimizer)
+    if len(shapes) != len(structure.shapes):
+        return f"{len(shapes)} parameter groups, not {len(structure.shapes)}"
+    for index, (ours, roots) in enumerate(zip(shapes, structure.shapes, strict=True)):
+        if len(ours) != len(roots):
+            return f"{len(ours)} parameters in group {index}, not {len(roots)}"
+        for position, (our_shape, root_shape) in enumerate(zip(ours, roots, strict=True)):
+            if our_shape != root_shape:
+                return f"parameter {position} of group {index} has shape {our_shape}, not {root_shape}"
+    return None
+
+
+def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
+    """The described value with tensors in its slots: this rank's own where they fit, else new ones."""
+    if isinstance(described, dict):
+        known = existing if isinstance(existing, dict) else {}
+        return {key: _allocate(entry, parameter, known.get(key)) for key, entry in described.items()}
+    if type(described) in (list, tuple):
+        return type(described)(_allocate(entry, parameter, None) for entry in described)
+    if not isinstance(described, _Slot):
+        return described
+    device = parameter.device if parameter is not None and described.with_parameter else torch.device("cpu")
+    if isinstance(existing, Tensor) and parameter is None:
+        device = existing.device
+    fits = (
+        type(existing) is Tensor
+        and existing.layout == torch.strided
+        and (tuple(existing.shape), existing.dtype, existing.device) == (described.shape, described.dtype, device)
+    )
+    if described.value is not None:
+        return existing.copy_(described.value) if fits else described.value.to(device)
+    if fits:
+        return existing
+    if parameter is not None and described.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=described.dtype, device=device, requires_grad=False)
+    return torch.empty(described.shape, dtype=described.dtype, device=device)
+
+
+def _slots(described: Any, value: Any) -> Iterator[tuple[_Slot, Tensor]]:
+    """Each slot with the tensor in it, in the same order on all ranks."""
+    if isinstance(described, dict):
+        for key, entry in described.items():
+            yield from _slots(entry, value[key])
+    elif type(described) in (list, tuple):
+        for entry, part in zip(described, value, strict=True):
+            yield from _slots(entry, part)
+    elif isinstance(described, _Slot):
+        yield described, value
+
+
+def _install(optimizer: torch.optim.Optimizer, structure: _Structure, states: list[Any]) -> None:
+    """Put the received state in place of this rank's own."""
+    optimizer.state.clear()
+    for parameter, state in zip(_parameters(optimizer), states, strict=True):
+        if state is not None:
+            optimizer.state[parameter] = state
+    for key, value in structure.others.items():
+        optimizer.state[key] = _allocate(value, None, None)
+    for group, options in zip(optimizer.param_groups, structure.options, strict=True):
+        for key, option in options.items():
+            group[key] = _allocate(option, None, group.get(key))

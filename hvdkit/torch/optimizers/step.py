@@ -1,0 +1,117 @@
+"""An optimizer's step: whether its gradients are reduced before, after a closure, or by the user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.gradients.settings import Settings
+from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
+from hvdkit.torch.ops.allreduce import allreduce_async_
+from hvdkit.torch.ops.sync import synchronize
+
+STEP_AFTER_SYNCHRONIZE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code.\n"
+    "HINT: with optimizer.skip_synchronize(): optimizer.step()"
+)
+SKIPPED_IN_FLIGHT = (
+    "optimizer.step() called inside optimizer.skip_synchronize() context after loss.backward() but before "
+    "optimizer.synchronize(). The gradients are those of this rank alone, and the ranks would diverge.\n"
+    "HINT: call optimizer.synchronize() before optimizer.skip_synchronize(), or call optimizer.step() outside of it."
+)
+
+
+class OptimizerSynchronizer(GradientSynchronizer):
+    """Reduces the gradients for ``optimizer.step()``, unless the user or a GradScaler had it done before."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+        self.should_synchronize = True
+        self._is_synchronized = False
+        self._for_scaler = False
+        super().__init__(optimizer, settings)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True when gradients were synchronised, and neither stepped with nor computed anew since."""
+        return self._is_synchronized and not self._hooks.touched
+
+    @_disable_dynamo
+    def synchronize(self, updates: bool = False) -> None:
+        """See GradientSynchronizer."""
+        super().synchronize(updates)
+        self._is_synchronized = True
+        self._for_scaler = False
+
+    def synchronize_for_scaler(self) -> None:
+        """A GradScaler is about to read the gradients for step(), which need not synchronise again."""
+        if self.should_synchronize and not self.is_synchronized:
+            self.synchronize()
+            self._for_scaler = True
+
+    def step(self, base_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Synchronise and then call the wrapped optimizer's ``step``, whose closure, if any, synchronises itself."""
+        if args and callable(args[0]):
+            args = (self._synchronized_closure(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._synchronized_closure(kwargs["closure"])}
+        elif self.should_synchronize and not (self._for_scaler and self.is_synchronized):
+            if self.is_synchronized:
+                warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
+            self.synchronize(updates=True)
+        else:
+            self._check_synchronized()
+        self.forget_synchronized()
+        try:
+            result = base_step(*args, **kwargs)
+        finally:  # the others compare what they have then, also if it raised here
+            self.verification.updated(self._groups(), self.name_of)
+        self.forget_synchronized()
+        return result
+
+    def _check_synchronized(self) -> None:
+        if self.in_flight:
+            raise AssertionError(SKIPPED_IN_FLIGHT)
+        self._check_cleared()
+
+    def forget_synchronized(self) -> None:
+        """The gradients that were synchronised have been used, or cleared."""
+        self._is_synchronized = False
+        self._for_scaler = False
+
+    def abandon(self) -> None:
+        """See GradientSynchronizer."""
+        self.forget_synchronized()
+        self.should_synchronize = True
+        super().abandon()
+
+    def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure after which gradients are reduced, and the loss with them, so that all ranks decide alike."""
+        should_synchronize = self.should_synchronize
+
+        def closure_and_synchronize() -> Any:
+            loss = closure()
+            if not should_synchronize:
+                self._check_synchronized()
+                return loss
+            self.synchronize()
+            return self._reduce_loss(loss)
+
+        return closure_and_synchronize
+
+    def _reduce_loss(self, loss: Any) -> Any:
+        if not self._distributed or loss is None:
+            return loss
+        value = torch.as_tensor(loss).detach().to(torch.float64).reshape(1).clone()
+        op = ReduceOp.SUM if self.settings.op is ReduceOp.SUM else ReduceOp.AVERAGE
+        name = f"loss.{self.settings.title}"
+        value = synchronize(allreduce_async_(value, name=name, op=op, process_set=self.settings.process_set))
+        if isinstance(loss, torch.Tensor):
+            return value.reshape(loss.shape).to(loss)
+        return value.item()

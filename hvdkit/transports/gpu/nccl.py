@@ -1,0 +1,123 @@
+"""NCCL communicators of our own: who may have one, and how it is made so that its failure never ends the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hvdkit.environments.nccl import watchdog_options
+from hvdkit.errors import AuthenticationError, PeerLostError
+from hvdkit.transports.gpu.device import CudaStream, TorchDeviceCollectives
+from hvdkit.transports.security.admission import unsealed
+from hvdkit.transports.waiters import Call
+
+T = TypeVar("T")
+
+logger = logging.getLogger("hvdkit")
+
+# NCCL's watchdog gives up what takes longer. Deadlines are the engine's, which notices lost ranks over the transport.
+NEVER = timedelta(days=3650)
+
+_told: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
+
+
+def nccl_available() -> bool:
+    """Whether this process can use NCCL."""
+    return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def nccl_version() -> int:
+    """The version of PyTorch's NCCL as one number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
+    if not nccl_available():
+        return 0
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = (*version, 0, 0)[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def gpu_of(device: torch.device) -> str:
+    """What tells this GPU from all others of the job."""
+    properties = torch.cuda.get_device_properties(device)
+    return str(getattr(properties, "uuid", f"{os.uname().nodename}/{device.index}"))
+
+
+def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:
+    """The ranks that share a GPU, which NCCL refuses."""
+    by_gpu: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        by_gpu.setdefault(gpu, []).append(rank)
+    return [ranks for ranks in by_gpu.values() if len(ranks) > 1]
+
+
+def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
+    """Connect the ranks that use ``store``, each with its GPU ``place``. Collective, and blocks.
+
+    None, on every rank, where ranks share a GPU. Raises PeerLostError where not all come in time.
+    """
+    device = torch.device(place)
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    gpus = exchange(store, rank, size, gpu_of(device), timeout_seconds)
+    shared = shared_gpus(gpus)
+    if shared:
+        if rank == 0 and shared not in _told:
+            _told.append(shared)
+            logger.warning("ranks %s share a GPU, so tensors on CUDA travel through host memory, not by NCCL", shared)
+        return None
+
+    def connect() -> TorchDeviceCollectives:
+        torch.cuda.set_device(device)
+        with watchdog_options():
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = NEVER
+            nccl: Any = dist.ProcessGroupNCCL  # its collectives are missing from the stubs
+            group = nccl(unsealed(store), rank, size, options)  # its watchdog asks the store, without Python
+        # The communicator is made by the first collective, which blocks until all are there.
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.current_stream(device).synchronize()
+        return TorchDeviceCollectives(group, device, CudaStream())
+
+    return within(timeout_seconds, connect, "NCCL to connect")
+
+
+def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float) -> list[str]:
+    """Every rank's word."""
+    keys = [f"word/{other}" for other in range(size)]
+    deadline = monotonic() + timeout_seconds
+    try:
+        store.set(keys[rank], mine)
+        # Asked again and again: a waiting call would keep the store from the other threads of this process.
+        while not store.check(keys):
+            if monotonic() > deadline:
+                missing = [other for other in range(size) if not store.check([keys[other]])]
+                raise PeerLostError(
+                    f"waited {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) for the GPUs of ranks {missing} of "
+                    f"the {size} that take part.\nHINT: see what those ranks printed."
+                )
+            sleep(0.002)
+        return [store.get(key).decode() for key in keys]
+    except AuthenticationError as error:
+        raise PeerLostError(str(error)) from error
+    except dist.DistError as error:
+        raise PeerLostError(f"the store where the ranks met is gone: {str(error).splitlines()[0]}") from error
+
+
+def within(timeout_seconds: float, action: Callable[[], T], what: str) -> T:
+    """The result of ``action``, which has no time limit of its own. Raises PeerLostError when it fails or is late."""
+    call = Call(action, "hvdkit-connect")
+    if not call.within(timeout_seconds):
+        raise PeerLostError(
+            f"waited {timeout_seconds:g} s for {what} (HVDKIT_START_TIMEOUT_SECONDS).\n"
+            "HINT: see what the other ranks printed; set NCCL_DEBUG=INFO to see what NCCL waits for."
+        )
+    try:
+        return call.result()
+    except BaseException as error:
+        raise PeerLostError(f"{what} failed: {str(error).splitlines()[0]}") from error

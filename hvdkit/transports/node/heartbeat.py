@@ -1,0 +1,181 @@
+"""Signs of life from below Python: which ranks see each other's, and the connections between nodes over which they go.
+
+A library that keeps Python's lock keeps a rank from answering, but not a thread of C++ from beating. Ranks of a node
+see each other's beats in its memory. Between nodes nothing that is there can carry them (MPI and Gloo answer only to
+Python), so they have connections of their own, a byte each time: a rank with that of its place on each other node,
+whose beats it counts for all ranks of its own. Who breaks in there can at most make a rank look alive that was stopped,
+until the longer timeout.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from hvdkit import kernels
+from hvdkit.environments.base import World
+from hvdkit.errors import TransportUnavailableError
+from hvdkit.transports.base import Exchange, Transport
+from hvdkit.transports.security.credentials import TAG_BYTES, Credentials, new_nonce
+from hvdkit.transports.security.listening import addresses_for, listen
+
+if TYPE_CHECKING:
+    from hvdkit.kernels._native import Heartbeat
+
+logger = logging.getLogger("hvdkit")
+
+# So many beats in the timeout, so that a late one or two do not count.
+BEATS = 12
+LONGEST_PAUSE = 0.25
+CONNECTING_SECONDS = 5.0
+GREETING_SECONDS = 1.0  # for who has connected to show that he is a rank
+RANK_BYTES = 4
+
+
+def watching_pairs(nodes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """The pairs of ranks, the lower one first, that have a connection so that each node sees each rank elsewhere.
+
+    A rank is watched by the one with its place on another node, modulo the number of ranks there.
+    """
+    pairs = set()
+    for node in nodes:
+        for place, rank in enumerate(node):
+            watchers = [other[place % len(other)] for other in nodes if other is not node]
+            pairs |= {(min(rank, watcher), max(rank, watcher)) for watcher in watchers}
+    return sorted(pairs)
+
+
+def start_heartbeat(
+    transport: Transport, world: World, exchange: Exchange, timeout_seconds: float, start_seconds: float
+) -> Heartbeat | None:
+    """Let this rank beat, and see the others' beats; None where nothing was compiled. Collective.
+
+    ``exchange``: everyone's bytes on every rank. Ranks that cannot be connected are left without, which is said: they
+    are then lost when they do not answer within the timeout.
+    """
+    native = kernels.backend() == "native"
+    nodes = transport.nodes or [[rank] for rank in range(transport.size)]
+    connections: dict[int, socket.socket] = {}
+    if len(nodes) > 1:
+        connections = _Connecting(world, transport.rank, watching_pairs(nodes), native).connect(
+            exchange, min(start_seconds, timeout_seconds / 4, CONNECTING_SECONDS)
+        )
+    if not native:
+        return None
+    from hvdkit.kernels._native import Heartbeat
+
+    window, offset = transport.signs_of_life or (None, 0)
+    sockets = [(connection.detach(), peer) for peer, connection in connections.items()]
+    pause = min(LONGEST_PAUSE, timeout_seconds / BEATS)
+    return Heartbeat(window, offset, transport.size, transport.rank, sockets, pause)
+
+
+class _Connecting:
+    """The lower rank of a pair listens for a moment, at a place and with a secret that travel over the transport."""
+
+    def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int]], native: bool) -> None:
+        self._world = world
+        self._rank = rank
+        self._native = native
+        self._lower = [low for low, high in pairs if high == rank]
+        self._higher = [high for low, high in pairs if low == rank]
+
+    def connect(self, exchange: Exchange, seconds: float) -> dict[int, socket.socket]:
+        """The connections to the ranks that could be reached, by rank."""
+        listener, secret, problem = None, new_nonce(), ""
+        mine: dict[str, Any] = {"beats": self._native}
+        if self._native and self._higher:
+            try:
+                listener = listen(addresses_for(self._world)[0])
+                mine |= {"place": listener.getsockname()[:2], "secret": secret.hex()}
+            except TransportUnavailableError as error:
+                problem = str(error).splitlines()[0]
+        try:
+            told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            if not self._native:
+                return {}
+            deadline = monotonic() + seconds
+            lower = [rank for rank in self._lower if "place" in told[rank]]
+            higher = [rank for rank in self._higher if told[rank]["beats"]]
+            with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # nobody waits for one who waits for him
+                accepting = None if listener is None else pool.submit(self._accept, listener, secret, higher, deadline)
+                connections = self._reach(lower, told, deadline)
+                if accepting is not None:
+                    connections |= accepting.result()
+        finally:
+            if listener is not None:
+                listener.close()
+        unseen = [rank for rank in higher if rank not in connections]
+        if unseen:  # one rank of a pair says it
+            logger.warning(
+                "between rank %d and ranks %s there are no signs of life from below Python: %s. A library that keeps "
+                "Python's lock on one of them for longer than HVDKIT_TIMEOUT_SECONDS ends the job.",
+                self._rank, unseen, problem or "they could not be connected, see whether a firewall closes ports",
+            )  # fmt: skip
+        return connections
+
+    def _credentials(self, secret: bytes) -> Credentials:
+        return Credentials(secret, self._world.job, 0)
+
+    def _accept(
+        self, listener: socket.socket, secret: bytes, expected: Sequence[int], deadline: float
+    ) -> dict[int, socket.socket]:
+        """Those of the expected ranks that came in time and showed what only a rank can know."""
+        credentials = self._credentials(secret)
+        came: dict[int, socket.socket] = {}
+        while len(came) < len(expected):
+            try:
+                listener.settimeout(max(0.001, deadline - monotonic()))
+                connection, _ = listener.accept()
+            except OSError:  # mostly TimeoutError; who is missing is said
+                break
+            try:
+                connection.settimeout(GREETING_SECONDS)
+                shown = _receive(connection, RANK_BYTES + TAG_BYTES)
+                rank = int.from_bytes(shown[:RANK_BYTES], "big")
+                proof = credentials.shown_by(rank, to=self._rank)
+                if rank in expected and rank not in came and hmac.compare_digest(shown[RANK_BYTES:], proof):
+                    connection.sendall(credentials.shown_by(self._rank, to=rank))
+                    came[rank] = connection
+                    continue
+            except OSError as error:
+                logger.debug("a connection for signs of life went away: %s", error)
+            connection.close()
+        return came
+
+    def _reach(self, ranks: Sequence[int], told: Sequence[dict[str, Any]], deadline: float) -> dict[int, socket.socket]:
+        """Those of the ranks that answered in time and showed what only they can know."""
+        reached: dict[int, socket.socket] = {}
+        for rank in ranks:
+            host, port = told[rank]["place"]
+            credentials = self._credentials(bytes.fromhex(told[rank]["secret"]))
+            connection = None
+            try:
+                connection = socket.create_connection((host, port), max(0.001, deadline - monotonic()))
+                connection.sendall(self._rank.to_bytes(RANK_BYTES, "big") + credentials.shown_by(self._rank, to=rank))
+                connection.settimeout(max(0.001, deadline - monotonic()))
+                if hmac.compare_digest(_receive(connection, TAG_BYTES), credentials.shown_by(rank, to=self._rank)):
+                    reached[rank] = connection
+                    continue
+            except OSError as error:
+                logger.debug("no connection for signs of life of rank %d: %s", rank, error)
+            if connection is not None:
+                connection.close()
+        return reached
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    """Exactly so many bytes. Raises OSError where the other end closes before."""
+    received = b""
+    while len(received) < nbytes:
+        part = connection.recv(nbytes - len(received))
+        if not part:
+            raise ConnectionError("it was closed at once")
+        received += part
+    return received

@@ -1,0 +1,125 @@
+"""Ranks of one node talk through memory that they share, whatever transport carries bytes to other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from hvdkit.kernels._native import Bell, Cells, Message, Post, Window
+from hvdkit.transports.base import CACHE_LINE, Bytes, Layer, Transfer, Transport
+from hvdkit.transports.node.memory import NodeMemory
+
+# The rings of one pair of ranks. Larger ones leave the second-level cache, smaller ones make ranks wait for each other.
+DATA_RING = 256 * 1024
+CROWDED_DATA_RING = 32 * 1024
+CROWDED = 16  # ranks: their rings are P * P
+CONTROL_RING = 32 * 1024
+# How often the locks of the other ranks are looked at, which is one system call each.
+LOOK_SECONDS = 0.2
+
+
+def _data_ring(ranks: int) -> int:
+    return DATA_RING if ranks <= CROWDED else CROWDED_DATA_RING
+
+
+def _rings_bytes(ranks: int) -> int:
+    """The bells of so many ranks of a node, and the rings of each pair."""
+    return ranks * CACHE_LINE + Post.bytes_needed(ranks, _data_ring(ranks), CONTROL_RING)
+
+
+def window_bytes(ranks: int, size: int) -> int:
+    """The window of a NodeTransport of ``ranks`` of a node in a job of ``size``: also the signs of life of all."""
+    return _rings_bytes(ranks) + size * CACHE_LINE
+
+
+def _transfer(message: Message, peer: int) -> Transfer:
+    message.peer = peer
+    return message
+
+
+class NodeTransport(Layer):
+    """``inner`` for ranks elsewhere, shared memory for those of this node as ``inner.nodes`` has it."""
+
+    def __init__(
+        self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None] = ()
+    ) -> None:
+        super().__init__(inner)
+        # Where this node's ranks map each other's gradients, by place in the node; None where not all of them do.
+        self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
+        self.members = next(node for node in self.nodes if inner.rank in node)
+        self.memory = memory
+        self.polling = inner.polling and len(self.members) < inner.size
+        self._places = {rank: place for place, rank in enumerate(self.members)}
+        count = len(self.members)
+        self.bells = [Bell(rings, place * CACHE_LINE) for place in range(count)]
+        self.bell = self.bells[memory.index]
+        self._post = Post(rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.bells)
+        self.signs_of_life = (rings, _rings_bytes(count))
+        self._gone: dict[int, str] = {}
+        self._next_look = 0.0
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        place = self._places.get(peer)
+        if place is None:
+            return self.inner.isend(buffer, peer, tag)
+        return _transfer(self._post.send(place, tag, buffer), peer)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        place = self._places.get(peer)
+        if place is None:
+            return self.inner.irecv(buffer, peer, tag)
+        return _transfer(self._post.receive(place, tag, buffer), peer)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        place = self._places.get(peer)
+        if place is None:
+            self.inner.send_control(peer, payload)
+        else:
+            self._post.send_control(place, payload)
+
+    def advance(self) -> bool:
+        return self._post.progress()
+
+    def poll_control(self) -> list[tuple[int, bytes]]:
+        messages = [(self.members[place], payload) for place, payload in self._post.take_control()]
+        if len(self.members) < self.size:
+            messages += self.inner.poll_control()
+        return messages
+
+    def lost_peers(self) -> dict[int, str]:
+        now = monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            for place in self.memory.gone():
+                self._gone.setdefault(self.members[place], "its process ended")
+        return {**self.inner.lost_peers(), **self._gone}
+
+    def watch(self, transfers: Sequence[Transfer]) -> None:
+        # What waits for ranks of this node tells which (see Transfer.peer), and is moved by ``advance``.
+        outside = [one for one in transfers if one.peer not in self._places and not hasattr(one, "awaited")]
+        if outside:
+            self.inner.watch(outside)
+
+    def arenas_of(self, members: Sequence[int]) -> list[Window | None]:
+        """The arenas of ranks of this node."""
+        return [self.arenas[self._places[rank]] for rank in members]
+
+    def bells_of(self, members: Sequence[int]) -> list[Bell]:
+        """The bells of ranks of this node."""
+        return [self.bells[self._places[rank]] for rank in members]
+
+    def window(self, place: int, nbytes: int) -> Window:
+        """Memory that all ranks of this node which ask for the same place share. Place 0 is taken."""
+        return self.memory.window(place, nbytes)
+
+    def populate(self, window: Window, place: int, begin: int, nbytes: int) -> None:
+        """Take memory for a part of the window of ``place`` now. Raises OSError where there is not enough."""
+        self.memory.populate(window, place, begin, nbytes)
+
+    def cells(self, window: Window, offset: int, count: int) -> Cells:
+        """Counters in a window, each on a cache line of its own."""
+        return Cells(window, offset, count)
+
+    def close(self, graceful: bool) -> None:
+        super().close(graceful)
+        self.memory.close()
