@@ -5,6 +5,44 @@ served: those of the sizes of registered parameters, from ``SMALLEST_BYTES`` on,
 mapping and hooks belong to the process and stay to its end; any tensor may live there for as long.
 
 Where anything is in doubt there is no arena: gradients then go through chunks in memory that the ranks share.
+
+``hvdkit/arena`` is one memory file of the process, with addresses reserved once; the ranks of a node hand each other
+its descriptor at init and map it. File, mapping and hooks stay to the end of the process, since any tensor may live
+there as long.
+
+- Which allocations (``csrc/hook``): ``posix_memalign`` and ``free`` are replaced in the import table of PyTorch's
+  libc10, and nowhere else. Served are allocations of registered parameters' sizes, from 64 KiB on, by a thread that is
+  in a backward pass, as PyTorch itself tells. Another allocator, a sanitizer or a profiler in the way, an unknown
+  processor, another libc: there is no arena, one line says why, and gradients go in chunks. So it is on ARM: the
+  aarch64 wheels of PyTorch (read for 2.13) have mimalloc inside libc10, which imports no ``posix_memalign``; a PyTorch
+  built there without mimalloc has the same table as on x86-64. ``HVDKIT_ARENA=0`` switches it off.
+- Blocks (``csrc/arena``): whole pages; best fit among what the system has given already, else it is asked for more,
+  populated at once, since to touch memory that is not there would be fatal. All lists are in this process's own memory.
+  What no step has needed for 64 steps goes back to the system, and all that is free when a lane is closed. glibc learns
+  from the first large blocks that are freed how much to keep for others of their size; since it does not see gradients
+  any more, it is shown one of each size, or activations would be faulted in page by page in each step (5 ms of 340).
+- Pins: a block that was handed over stays until all ranks are through with it, whatever becomes of the tensor
+  (``share_memory_()`` and ``set_()`` swap a storage's pointer).
+- When (``torch/gradients/planned``): during the backward pass, as each is complete. Where the ranks' threads have every
+  core of their one host, nothing is summed before the step is completed (``Lane.takes_turns``), and all are handed over
+  then: a hook between two products of matrices finds nothing of ours in the caches, and 99 gradients took 3.7 ms that
+  way and take 2.4. Until then a step counts as begun, and changes are seen all the same.
+- In place, or not (``torch/gradients/planned``, what is asked of a tensor in ``torch/gradients/layout``): a gradient
+  whose storage somebody else holds too may still be read by the backward pass, or be another parameter's gradient as
+  well; it is copied, and gets its result when backward is over. One that lies outside the arena is handed over only
+  when the step is completed, since its memory is not ours to keep.
+- The guard (``changed_since``): what changed a gradient between backward() and synchronize() is found by its version,
+  address and identity, from the first step on. Views of one buffer count versions together. ``GradScaler.unscale_()``
+  leaves versions as they are, so it asks the optimizer first (``torch/gradients/scaler_guard``); ``.data`` is seen by
+  ``HVDKIT_VERIFY`` only.
+- A failed step: each rank first takes back that it was ready (``NodePass.withdraw``), so that who read its gradients
+  since finds that out before it passes on what it made of them (``withdrawn``). Then pinned blocks are moved out of the
+  file under the living tensors, to the same addresses, before anything goes on: a rank that was stopped in the middle
+  of a pass and continues later writes into pages that nobody has any more. Gradients that may be half summed are marked
+  (``torch/gradients/half_summed``), and no optimizer steps on them until they were cleared.
+- Forks: a child maps the file privately, before anything runs in it: what it writes never reaches its parent. A page
+  that it has not written shows what its parent has there, also later. It serves no allocations, other ranks' arenas are
+  not mapped in it, and its backward passes are nobody's step (``torch/gradients/hooks``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""Gradients of variables that a lane reduces: in a graph each part is handed over as soon as it is computed."""
+"""Gradients of variables that a lane reduces: in a graph each part is handed over as soon as it is computed.
+
+A tape's or an optimizer's gradients go by a lane (``gradient_planned``), kept by its variables and settings, and
+registered by the first step that runs, not while a graph is traced, where ranks need not be at the same line, and
+closed when one of the variables goes. Who takes part is decided when a graph is traced, and the graph looks each time
+whether that holds. In a graph they are handed over in parts of 4 MiB, the last variables first, each as soon as it is
+computed; what TensorFlow made is read and never written; one operation then waits for all and returns tensors of their
+own. That wait has its place in the order too: steps that share a lane cannot overtake each other, and while it waits
+the rank is known to be blocked (``Watch.standing_for``), so ranks with other numbers of batches get an error. A step
+that an exception ended half way is given up when the next one begins (``engine/loop/abandoned``): the rank tells the
+others before it fills up with zeros, and a rank that uses the step, or has used it, fails the lane on all. (Gradients
+that go by name, sparse ones for example, tell nobody.) Sparse gradients are gathered; what is no variable, Adasum, and
+a compression class of the user's go by name.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Planned gradients: layout, order and reduction of what an optimizer registers once."""

@@ -1,6 +1,20 @@
 """When what travels: pure functions of what all ranks know, each with the reason for its answer.
 
 Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``latency + n * seconds_per_byte``.
+
+``engine/steps/schedule.py`` decides, by pure functions of what was measured at init between two ranks (on different
+nodes if there are several) and of when rank 0 saw gradients become ready: sizes of buckets (the first one small), bytes
+in flight, pieces of large tensors, and their order: always the most urgent of what is ready, where urgent is what the
+next forward pass needs first. The reasons stand in the timeline. Named allreduces tell theirs too: how ranks of a node
+share the work and hand chunks over, the algorithm between nodes, and into how many pieces a tensor of 8 MiB or more is
+cut there if it travels alone and is not scaled before (``choose_pieces``: each piece is an operation of its own, so
+that a node sums one while another is on the wire). The order is computed once and is the same on all ranks; ranks that
+chose by themselves would wait for each other.
+
+What is summed beside a backward pass needs a core to do so. Where all ranks of a lane share one node's memory and their
+threads (``OMP_NUM_THREADS``, else one a rank) have every core of every node (``Topology.is_full``), it would take from
+the computation what it saves, and its caches; such lanes have buckets of 128 MiB (``without_overlap``), which are
+summed when backward is over. A size that was asked for is used.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Operations on TensorFlow's tensors, by name, eagerly and in graphs."""

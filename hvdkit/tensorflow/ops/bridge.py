@@ -4,6 +4,22 @@ In a graph the first operation hands arrays to the engine and returns at once, t
 in the order in which they were created, on every rank the same, so that what a rank waits for has been handed over, or
 will be, on all others: each has the one before it as a control dependency, and a variable is written before and after
 it, which brings calls of functions, branches and loops that hold such operations into the same order.
+
+AutoGraph translates the Python that a ``tf.function`` reaches. It leaves our functions as they are written
+(``tensorflow/ops/unconverted``), which need none of that: translated, an operation or an optimizer's step took one to
+three seconds of CPU in each process the first time.
+
+An eager operation takes the tensors' own memory as arrays and hands results on by DLPack, without a copy where memory
+is aligned to 64 bytes (TensorFlow's kernels abort the process where it is not). In a graph it is a pair of
+``tf.numpy_function``s: one hands the arrays to the engine and returns, one waits. All that hand over run in the order
+in which they were created, which must be the same on all ranks: each is a control dependency of the next one, and a
+variable is written before and after it, since TensorFlow orders calls of functions, branches and loops by the variables
+that they write. What waits blocks a thread of the executor, but is in nobody's way: what it waits for has been handed
+over on every rank that waits for something later. Threads that run several functions with hvd's operations at once need
+more threads of ``inter_op_parallelism_threads`` than there are such functions. Names are made as Horovod makes them and
+told apart by the graph. An exception in there would reach users as text in an exception of TensorFlow's: it is marked
+with a number, and the function that runs graphs raises the original (``exceptions``), made one that is also the
+exception of TensorFlow's that Horovod raised. With MPI there is no PyTorch in the process.
 """
 
 from __future__ import annotations

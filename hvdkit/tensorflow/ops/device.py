@@ -3,6 +3,17 @@
 The two libraries order their work on streams that the other one does not know. So what TensorFlow computed is waited
 for before PyTorch reads it, and what PyTorch reads or writes before TensorFlow may use the memory again. The engine
 works on copies that nobody else has.
+
+Tensors of a GPU (``tensorflow/ops/device``) are moved by PyTorch's collectives where the transport has them: allreduce,
+broadcast and allgather of the dtypes that TensorFlow keeps in the GPU's memory, which int32 is not, and lanes. In a
+graph the pair is then of ``tf.py_function``s on the GPU. TensorFlow's memory is a tensor of PyTorch by DLPack, with
+PyTorch's number of the GPU written over TensorFlow's, who counts visible ones. Neither library knows the other's
+streams, so memory changes hands when TensorFlow's compute stream, or PyTorch's current one, has been waited for; the
+whole device never is, since a collective on its way there may wait for a rank that was lost. The engine works on copies
+that nobody else has, in TensorFlow's memory, since PyTorch would keep what it once had; lanes are PyTorch's, and are
+handed over in fewer, larger parts. What decides is the dtype and the operation, not where a tensor happens to lie, so
+that ranks cannot differ; a tensor elsewhere is copied. Where TensorFlow was not told to leave memory
+(``set_memory_growth``), or NCCL is not there, tensors are staged in host memory, and local rank 0 says so once.
 """
 
 from __future__ import annotations

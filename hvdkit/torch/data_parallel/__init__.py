@@ -1,0 +1,1 @@
+"""A communication hook for torch's DistributedDataParallel."""

@@ -1,0 +1,1 @@
+"""From a backward pass to the reduced gradients of a step."""

@@ -1,0 +1,1 @@
+"""Operations on PyTorch's tensors, by name."""

@@ -1,0 +1,1 @@
+"""The class of a distributed optimizer, and what its step does around the reduction."""
