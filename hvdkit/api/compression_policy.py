@@ -84,7 +84,7 @@ class Policy:
         numbers = []
         for name, parameter in parameters:
             codec = self.codec(name, parameter)
-            place = next((place for place, one in enumerate(codecs) if one.told == codec.told), None)
+            place = next((place for place, one in enumerate(codecs) if one.summary == codec.summary), None)
             if place is None:
                 place = len(codecs)
                 codecs.append(codec)

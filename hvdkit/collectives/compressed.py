@@ -176,7 +176,7 @@ class _Wire:
 
     def __init__(self, group: Group, codec: PayloadCodec, memory: Memory) -> None:
         self._group, self._codec, self._tally = group, codec, memory.tally
-        self._identity = frames.identity(codec.told)
+        self._identity = frames.identity(codec.summary)
         self._scratch: list[Bytes] = []
 
     def _room(self, nbytes: int) -> Bytes:

@@ -141,7 +141,7 @@ def why_encoded(group: Group, nbytes: int, codec: LossyCodec) -> str:
     layout = None if codec.everywhere else group.layout
     nodes, carriers = (group.size, 1) if layout is None else (len(layout.nodes), layout.carriers)
     name, reason = codec.way(nbytes // 4 // carriers, nodes)
-    told = f"{name} of {codec.told}: {reason}"
+    told = f"{name} of {codec.summary}: {reason}"
     return told if layout is None else f"the sum of each node, then {told} between nodes"
 
 

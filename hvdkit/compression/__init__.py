@@ -1,6 +1,6 @@
 """Codecs: what bytes stand for a gradient on the wire, and what is kept of what they do not carry.
 
-- A codec is a frozen dataclass; ``told``, its name and parameters, is what ranks compare when a plan is registered and
+- A codec is a frozen dataclass; its ``summary`` (name and parameters) is what ranks compare when they register a plan and
   what the timeline says. It is asked, never recognised: in which way what it makes is summed, what it keeps, whether it
   needs whole tensors, has momentum or a twin on devices. A built-in one is its file, a line in
   ``compression/registry.py``, and where it has kernels those and their numpy twins. A plan has several codecs, and each
@@ -48,7 +48,7 @@ from hvdkit.compression.memory import Memory, Tally
 from hvdkit.compression.payload import CustomCodec, PayloadCodec
 from hvdkit.compression.quantised import Int4, Int8, OneBit
 from hvdkit.compression.random_k import RandomK
-from hvdkit.compression.registry import Codecs, codec_told
+from hvdkit.compression.registry import Codecs, codec_with_summary
 from hvdkit.compression.sparse import Threshold, TopK
 
 __all__ = [
@@ -70,5 +70,5 @@ __all__ = [
     "Tally",
     "Threshold",
     "TopK",
-    "codec_told",
+    "codec_with_summary",
 ]

@@ -56,7 +56,7 @@ class Codec(ABC):
         return 0
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The codec and its parameters: what ranks compare, and people read."""
         if not dataclasses.is_dataclass(self):
             return self.name

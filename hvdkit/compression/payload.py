@@ -105,7 +105,7 @@ class CustomCodec(PayloadCodec):
         flat = np.ascontiguousarray(encoded).reshape(-1).view(np.uint8)
         if flat.nbytes > most:
             raise TypeError(
-                f"{self.told}: encode returned {flat.nbytes} bytes, more than the {most} that most_bytes allows\n"
+                f"{self.summary}: encode returned {flat.nbytes} bytes, more than the {most} that most_bytes allows\n"
                 "HINT: set largest_ratio of the class to the most that a payload may have of the gradient's bytes."
             )
         return flat
@@ -114,7 +114,7 @@ class CustomCodec(PayloadCodec):
         decoded = np.asarray(self.decode(payload, elements))
         if decoded.shape != (elements,) or decoded.dtype != np.float32:
             raise TypeError(
-                f"{self.told}: decode must return {elements} values in a flat float32 array, "
+                f"{self.summary}: decode must return {elements} values in a flat float32 array, "
                 f"got {decoded.dtype}{list(decoded.shape)}"
             )
         return decoded

@@ -37,8 +37,8 @@ def _classes() -> dict[str, type[LossyCodec]]:
     return {one.name: one for one in reversed(found) if hasattr(one, "name")}
 
 
-def codec_told(told: str) -> Codec:
-    """The codec of which ``Codec.told`` is this. Raises ValueError where this process has no such codec."""
+def codec_with_summary(told: str) -> Codec:
+    """The codec of which ``Codec.summary`` is this. Raises ValueError where this process has no such codec."""
     if told in CASTS:
         return CASTS[told]
     name, _, fields = told.removesuffix(")").partition("(")
@@ -50,6 +50,6 @@ def codec_told(told: str) -> Codec:
     call = ast.parse(f"codec({fields})", mode="eval").body
     assert isinstance(call, ast.Call)
     codec = known(**{str(field.arg): ast.literal_eval(field.value) for field in call.keywords})
-    if codec.told != told:
-        raise ValueError(f"the codec '{name}' has other parameters here: {codec.told}, where others have {told}")
+    if codec.summary != told:
+        raise ValueError(f"the codec '{name}' has other parameters here: {codec.summary}, where others have {told}")
     return codec

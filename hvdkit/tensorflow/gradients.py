@@ -179,7 +179,7 @@ def _plan(
         settings.title,
         tuple(map(id, sources)),
         tuple(slots),
-        tuple(codec.told for codec in codecs),
+        tuple(codec.summary for codec in codecs),
         settings.op,
         settings.scales,
         tuple(map(tuple, groups)),

@@ -15,7 +15,7 @@ import torch
 
 from hvdkit.arena import ARENA, Arena
 from hvdkit.compression import CASTS
-from hvdkit.engine.steps.host_reducer import HostBuckets
+from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.offers import offer_of
 from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.kernels import ReduceOp
@@ -291,7 +291,7 @@ def case_what_cannot_be_made_private_after_a_failure_stays_pinned_and_gradients_
         before, node = used(), NodeOfOne()
         slots = [Slot("weight", (MIB // 4,), np.dtype(np.float32))]
         reduction = Reduction(ReduceOp.SUM, 1.0, 1.0, (CASTS["none"],))
-        buckets = HostBuckets(None, reduction, None, slots, node)  # type: ignore[arg-type]
+        buckets = HostReducer(None, reduction, None, slots, node)  # type: ignore[arg-type]
         tensor = born(MIB)
         buckets.offer(0, offer_of(tensor.numpy().view(np.float32)))
         _, highest = resource.getrlimit(resource.RLIMIT_AS)

@@ -249,7 +249,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, 
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_unsealing_anything_is_the_payload_or_an_error(noise: bytes, keep: int) -> None:
     codec = RandomK(0.1)
-    identity = frames.identity(codec.told)
+    identity = frames.identity(codec.summary)
     payload = encoded(codec, gradients(1, 700)[0], memory_for(codec, 700))
     frame = np.zeros(frames.HEADER_BYTES + payload.nbytes, dtype=np.uint8)
     frame[frames.HEADER_BYTES :] = payload

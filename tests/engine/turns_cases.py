@@ -27,7 +27,7 @@ def case_the_computation_and_the_sum_take_turns_where_there_is_no_core_for_both(
         torch.stack([(hvd.rank() + 1.0) * parameter.sum() for parameter in net.parameters()]).sum().backward()
         if step > 0:
             (lane,) = runtime.engine().lanes.values()
-            assert lane.home.takes_turns == takes_turns
+            assert lane.reducer.takes_turns == takes_turns
             assert len(lane.arrangement.pieces) == (1 if takes_turns else LAYERS)
             assert lane.in_flight
             deadline = time.monotonic() + (0.2 if takes_turns else 60)

@@ -74,15 +74,15 @@ def case_a_codec_trains_and_keeps_its_state(hvd: Any) -> None:
         model(rows).square().mean().backward()
         total += hvd.allreduce(model.weight.grad.clone(), name=f"dense.{step}")
         optimizer.step()
-        lane = next(lane for lane in runtime.engine().lanes.values() if lane.home.memories.keeps_anything)
-        kept = lane.home.memories.of_bucket(0).shared.numbers
+        lane = next(lane for lane in runtime.engine().lanes.values() if lane.reducer.residuals.keeps_anything)
+        kept = lane.reducer.residuals.of_bucket(0).shared.numbers
         magnitudes.append([number for (name, _, _), number in sorted(kept.items()) if name == MAGNITUDE])
     assert len(magnitudes[0]) >= 1
     assert magnitudes[0] != magnitudes[1]
     weights = hvd.allgather_object(model.weight.detach().numpy())
     assert all(np.array_equal(one, weights[0]) for one in weights)
     # What was handed on and what is kept is all that came in.
-    residuals = hvd.allreduce(torch.from_numpy(lane.home.memories.of_slot(0)["residual"].copy()), name="kept")
+    residuals = hvd.allreduce(torch.from_numpy(lane.reducer.residuals.of_slot(0)["residual"].copy()), name="kept")
     went = (start - model.weight.detach()) / 0.1
     torch.testing.assert_close(went.flatten() + residuals, total.flatten(), rtol=1e-3, atol=1e-4)
     assert any(name.startswith("running_sign(") for name in hvd.compression_stats().by_codec)

@@ -55,7 +55,7 @@ def case_lossy_codecs_work_on_the_device_where_they_can(hvd):
             optimizer.step()
         lane = list(runtime.engine().lanes.values())[-1]
         assert lane.on_device == on_device, codec
-        encoded = [one for one in lane.home.reports() if one[2].bytes_after]
+        encoded = [one for one in lane.reducer.reports() if one[2].bytes_after]
         assert bool(encoded) == codec.everywhere
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         assert len(set(hvd.allgather_object(weights.numpy().tobytes()))) == 1

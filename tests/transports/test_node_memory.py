@@ -274,8 +274,8 @@ for _ in range(2):
     optimizer.zero_grad()
     (weight * (1.0 + hvd.rank())).sum().backward()
     optimizer.step()
-home = optimizer._synchronizer._routes.planned.lane.home
-print(type(home).__name__, home.told, weight.detach().unique().tolist(), flush=True)
+reducer = optimizer._synchronizer._routes.planned.lane.reducer
+print(type(reducer).__name__, reducer.reason, weight.detach().unique().tolist(), flush=True)
 hvd.shutdown()
 """
 MOUNT = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
@@ -309,4 +309,4 @@ def test_a_tiny_dev_shm_is_enough():
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert outputs == ["NodeTransport [3.0]\nHostBuckets one pass over the memory of 2 ranks [-6.0]"] * 2
+    assert outputs == ["NodeTransport [3.0]\nHostReducer one pass over the memory of 2 ranks [-6.0]"] * 2

@@ -22,7 +22,7 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, ascending
     is_full: bool = False  # on every node the ranks' threads have every core that they may run on
 
-    def told(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
         """A rank with its host, for messages."""
         return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"
 

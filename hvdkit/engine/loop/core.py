@@ -233,7 +233,7 @@ class Engine(NamedOperations):
             moved = operation.advance()
         except PeerLostError as error:
             reason = self.mailbox.departed.get(-1 if error.rank is None else error.rank)
-            who = "" if error.rank is None else self.topology.told(error.rank)
+            who = "" if error.rank is None else self.topology.describe(error.rank)
             how = f"{who} has left the job: {reason}" if reason else str(error)
             if who not in how:
                 how = f"{who} is lost: {how}"

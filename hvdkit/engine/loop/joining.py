@@ -71,7 +71,7 @@ class Joining:
         if self._handle is not None and all(lane.caught_up for lane in self.followed.values()):
             for lane in self.followed.values():
                 if lane.closed:  # its memory was mapped anew for the zeros
-                    lane.home.forget(quiet=True)
+                    lane.reducer.forget(quiet=True)
             self.followed.clear()
             self._handle.finish(self.last)
             self._handle = self.last = None

@@ -78,7 +78,7 @@ class Mailbox:
             except (ValueError, TypeError, KeyError, IndexError) as error:
                 # To ignore it would leave somebody waiting for the answer.
                 raise HorovodInternalError(
-                    f"{self.topology.told(rank)} sent a control message that {self.me()} does not understand: "
+                    f"{self.topology.describe(rank)} sent a control message that {self.me()} does not understand: "
                     f"{error!r} in {payload[:200]!r}"
                 ) from error
         return bool(arrived)
@@ -91,4 +91,4 @@ class Mailbox:
 
     def me(self) -> str:
         """This rank, for messages."""
-        return self.topology.told(self._rank)
+        return self.topology.describe(self._rank)

@@ -98,7 +98,7 @@ class Negotiation:
         for rank, how in lost.items():
             if rank not in mailbox.departed and not mailbox.failed:
                 raise PeerLostError(
-                    f"{mailbox.topology.told(rank)} is lost: its connection to {mailbox.me()} broke, {how}\n"
+                    f"{mailbox.topology.describe(rank)} is lost: its connection to {mailbox.me()} broke, {how}\n"
                     "HINT: see what that rank printed last, and whether it was killed.",
                     rank,
                 )

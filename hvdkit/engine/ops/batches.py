@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 from hvdkit.collectives.group import Steps
-from hvdkit.compression import Tally, codec_told
+from hvdkit.compression import Tally, codec_with_summary
 from hvdkit.engine.life.groups import Groups
 from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import LEFT, MISMATCH, STALLED, Reject, Run
@@ -82,7 +82,7 @@ class Batches:
                 row.ended(self._groups, batch.signature, results[0])
             tally = submissions[0].tally
             if tally is not None and tally.bytes_after:
-                telemetry.statistics.encoded(batch.codec.told, tally)
+                telemetry.statistics.encoded(batch.codec.summary, tally)
             for submission, result in zip(submissions, results, strict=True):
                 telemetry.end(submission.key)
                 submission.handle.finish(result)
@@ -115,7 +115,7 @@ class Batches:
         signature, joined = signatures[index], KINDS[key.kind].joined
         assert joined is not None, f"{key} runs on a rank that has joined"
         arrays = [] if signature.get("direct") else joined(signature)
-        codec = codec_told(signature.get("codec", "none"))
+        codec = codec_with_summary(signature.get("codec", "none"))
         return Submission(key, signature, arrays, None, Handle(key, None, _nobody_waits), codec=codec)
 
     def _turn(self, key: Key) -> int:

@@ -41,7 +41,7 @@ class ReduceRequest(NamedTuple):
 
     def signature(self) -> Signature:
         """What must match on all ranks."""
-        encoding = {"codec": self.codec.told} if self.codec.encodes else {}
+        encoding = {"codec": self.codec.summary} if self.codec.encodes else {}
         return {"op": int(self.op), "prescale": self.prescale, "postscale": self.postscale, **encoding}
 
 

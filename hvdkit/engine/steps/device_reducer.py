@@ -12,8 +12,8 @@ from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Reduction, Slot
-from hvdkit.engine.steps.reducer import Buckets
-from hvdkit.engine.steps.residuals import Memories, Report, State
+from hvdkit.engine.steps.reducer import Reducer
+from hvdkit.engine.steps.residuals import Report, Residuals, State
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
@@ -48,7 +48,7 @@ def sent_bytes(codec: LossyCodec, way: str, ranks: int, memory: Memory) -> float
     return times * codec.sent_bytes(memory.elements, memory)
 
 
-class DeviceBuckets(Buckets):
+class DeviceReducer(Reducer):
     """Tensors of a device, reduced by the device's own collectives."""
 
     on_device = True
@@ -64,7 +64,7 @@ class DeviceBuckets(Buckets):
     ) -> None:
         self._group = group
         one_node = len(_by_node(nodes, group.members)) == 1
-        self.memories = Memories(slots, reduction.codecs, over_nodes=False if one_node else None)
+        self.residuals = Residuals(slots, reduction.codecs, over_nodes=False if one_node else None)
         self._kept: list[Any] = []  # by bucket: what its codec keeps on the device
         self._pulled: set[int] = set()  # buckets of which the host holds the same
         self._changed: set[int] = set()  # of which the host holds what the device shall keep
@@ -72,12 +72,12 @@ class DeviceBuckets(Buckets):
         self._collectives = collectives
         self._slots = list(slots)
         self._offers: list[Offer | None] = [None] * len(self._slots)
-        self.told = "the device's collectives"
+        self.reason = "the device's collectives"
 
     def lay_out(self, arrangement: Arrangement) -> None:
         self._pull(range(len(self._kept)))
         self.arrangement = arrangement
-        self.memories.lay_out(arrangement.buckets)
+        self.residuals.lay_out(arrangement.buckets)
         self._remember()
         self._push(range(len(self._kept)))
 
@@ -85,7 +85,7 @@ class DeviceBuckets(Buckets):
         self._pulled, self._changed = set(range(len(self._buckets))), set()
         self._kept = [
             self._collectives.memory(
-                bucket.elements, list(self.memories.of_bucket(number).arrays), self.memories.gaps(number)
+                bucket.elements, list(self.residuals.of_bucket(number).arrays), self.residuals.gaps(number)
             )
             for number, bucket in enumerate(self._buckets)
         ]
@@ -95,7 +95,7 @@ class DeviceBuckets(Buckets):
 
     def _pull(self, buckets: Iterable[int]) -> None:
         for bucket in set(buckets) - self._pulled:
-            self._kept[bucket].pull(self.memories.of_bucket(bucket))
+            self._kept[bucket].pull(self.residuals.of_bucket(bucket))
             self._pulled.add(bucket)
 
     def _push(self, buckets: Iterable[int]) -> None:
@@ -137,7 +137,7 @@ class DeviceBuckets(Buckets):
     def mark(self) -> Any:
         while self._changed:
             bucket = self._changed.pop()
-            self._kept[bucket].push(self.memories.of_bucket(bucket))
+            self._kept[bucket].push(self.residuals.of_bucket(bucket))
         return self._collectives.mark()
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
@@ -148,10 +148,10 @@ class DeviceBuckets(Buckets):
             for slot, offer in zip(bucket.slots, offers, strict=True)
         ]
         parts = list(zip(bucket.offsets, tensors, strict=True))
-        paying = self.memories.owes(number)
+        paying = self.residuals.owes(number)
         debtors = [part for part, offer in zip(parts, offers, strict=True) if paying and offer is not None]
-        memory = self.memories.of_piece(piece)
-        encodes, marks = self.memories.encodes(number), list(marks)
+        memory = self.residuals.of_piece(piece)
+        encodes, marks = self.residuals.encodes(number), list(marks)
         buffer = self._collectives.allocate(bucket.elements, str(bucket.dtype)) if encodes else None
         if encodes or None in offers:
             marks.append(self.mark())
@@ -165,7 +165,7 @@ class DeviceBuckets(Buckets):
         self, bucket: int, buffer: Any, parts: Parts, debtors: Parts, memory: Memory, marks: Sequence[Any]
     ) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
-        codec = cast("LossyCodec", self.memories.codec(bucket))
+        codec = cast("LossyCodec", self.residuals.codec(bucket))
         op, scale = effective(reduction.op, reduction.postscale, size)
         assert op == ReduceOp.SUM, op
         memory.turn = int(memory.recall(TURN) or memory.turn)
@@ -194,7 +194,7 @@ class DeviceBuckets(Buckets):
     def _steps(self, bucket: int, tensors: Sequence[Any], debtors: Parts, marks: Sequence[Any]) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         op, scale = effective(reduction.op, reduction.postscale, size)
-        codec = self.memories.codec(bucket)
+        codec = self.residuals.codec(bucket)
         cast_name = "none" if codec.encodes else codec.name
         kept = self._kept[bucket]
         transfer = self._collectives.allreduce(tensors, op, reduction.prescale, scale, cast_name, marks, kept, debtors)
@@ -204,12 +204,12 @@ class DeviceBuckets(Buckets):
         self._forget_paid(bucket)
 
     def _forget_paid(self, bucket: int) -> None:
-        if self.memories.owes(bucket):
-            self._kept[bucket].forget_paid(self.memories.of_bucket(bucket))
+        if self.residuals.owes(bucket):
+            self._kept[bucket].forget_paid(self.residuals.of_bucket(bucket))
 
     def forget(self, quiet: bool) -> None:
         self.end_step()
-        self.memories.forget()
+        self.residuals.forget()
         self._remember()
 
     def close(self) -> None:

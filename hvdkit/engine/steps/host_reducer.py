@@ -22,8 +22,8 @@ from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, OrderWait, Where
 from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
 from hvdkit.engine.steps.plan import Bucket, Reduction, Slot, small_offsets
-from hvdkit.engine.steps.reducer import Buckets
-from hvdkit.engine.steps.residuals import Memories
+from hvdkit.engine.steps.reducer import Reducer
+from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import aligned_empty
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     tag: int
 
 
-class HostBuckets(Buckets):
+class HostReducer(Reducer):
     """``node``: where the ranks of this node reach each other's gradients; None where no two share memory.
 
     ``layout``: how ranks lie on nodes, where some of them share memory. Gradients that lie in the arena are pinned from
@@ -64,7 +64,7 @@ class HostBuckets(Buckets):
     ) -> None:
         self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
         self._slots = list(slots)
-        self.memories = Memories(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
+        self.residuals = Residuals(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
         self._runs: dict[Piece, list[Part]] = {}  # what lies in a piece of these buckets
         self._small = node.small if node is not None else _block_of_small(slots)
         self._small_offers = {slot: offer_of(memory) for slot, memory in self._small.items()}
@@ -75,12 +75,12 @@ class HostBuckets(Buckets):
         self.takes_turns = takes_turns
         self._number = 0  # of the next operation, the same on all ranks
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
-        self.told = _told(layout, node)
+        self.reason = _told(layout, node)
 
     def lay_out(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
         self._runs = {}
-        self.memories.lay_out(arrangement.buckets)
+        self.residuals.lay_out(arrangement.buckets)
 
     def small(self, slot: int) -> Array | None:
         return self._small.get(slot)
@@ -137,14 +137,14 @@ class HostBuckets(Buckets):
         bucket = self._buckets[piece.bucket]
         offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
-        codec, memory = self.memories.codec(piece.bucket), self.memories.of_piece(piece)
+        codec, memory = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
         return self._steps(Work(piece, bucket, op, scale, codec, memory, number, tag), offers, joined)
 
     def _steps(self, work: Work, offers: Mapping[int, Offer | None], joined: bool) -> Steps[None]:
         piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
         runs = self._runs_in(piece, bucket)
         is_flat = node is None or work.codec.everywhere
-        prepares = self._reduction.prescale != 1.0 or self.memories.owes(piece.bucket)
+        prepares = self._reduction.prescale != 1.0 or self.residuals.owes(piece.bucket)
         # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
         parts = with_offers(runs, offers) if is_flat or prepares else []
         if prepares:
@@ -161,7 +161,7 @@ class HostBuckets(Buckets):
         if not prepares:
             in_chunks = with_offers([run for run in runs if run.slot in staged], offers)
         assert self.layout is not None
-        shares = self.memories.shares(piece, self.layout, len(node.members))
+        shares = self.residuals.shares(piece, self.layout, len(node.members))
         if len(self.layout.nodes) == 1:
             self._orders[1].leave(number)
             begin, end = shares[node.me]
@@ -194,7 +194,7 @@ class HostBuckets(Buckets):
             if prescale != 1.0:
                 kernels.scale_into(array, array, Scale(prescale))
             gradients.append((part.begin, array))
-        self.memories.pay(piece, gradients)
+        self.residuals.pay(piece, gradients)
 
     def _reduce_flat(self, work: Work, parts: Sequence[Part]) -> Steps[None]:
         """As one flat array: a tensor's own memory if the piece is all of that, else a copy."""
@@ -209,12 +209,12 @@ class HostBuckets(Buckets):
             if own is None or part.source() is not None:
                 part.take(flat[part.begin : part.begin + part.elements])
         if codec.encodes:
-            self.memories.clear_gaps(piece, flat)
+            self.residuals.clear_gaps(piece, flat)
         layout = self.layout
         if layout is None or codec.everywhere:
             yield from allreduce_encoded(self._group, flat, op, scale, codec, tag, memory)
         else:  # this node has one rank of the group
-            shares = self.memories.shares(piece, layout, 1)
+            shares = self.residuals.shares(piece, layout, 1)
             yield from layout_allreduce(self._group, layout, flat, op, scale, codec, tag, (0, 0), None, memory, shares)
         for part in parts:
             array = part.array()
@@ -247,7 +247,7 @@ class HostBuckets(Buckets):
         across = counterparts(self._group, self.layout)
         if across is not None and flat.size:
             if codec.encodes:
-                self.memories.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
+                self.residuals.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
             yield from allreduce_encoded(across, flat, op, wire_scale, codec, tag, memory.part(begin, end))
             self._group.bytes_sent += across.bytes_sent
         node.run(Direction.SPREAD, bucket.slots, bucket.offsets, share, ReduceOp.SUM, ONE, absent, flat)
@@ -300,7 +300,7 @@ class HostBuckets(Buckets):
             self._node.small = {}
             if quiet:
                 self._node.give_back()
-        self.memories.forget()
+        self.residuals.forget()
         ARENA.trim()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from hvdkit.engine.steps.arrangement import arrange, load
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.observing import Observation
 from hvdkit.engine.steps.plan import Plan
-from hvdkit.engine.steps.reducer import Buckets
+from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.steps.schedule import without_overlap
 from hvdkit.engine.telemetry.lane_records import LaneRecords
 from hvdkit.engine.telemetry.verifying import LaneVerification
@@ -33,10 +33,10 @@ class Lane:
     A training thread hands gradients over with ``ready``; the engine's driver starts the pieces of a bucket when all of
     its slots are ready and all pieces before them in the agreed order were started. The first step ends with one small
     exchange in which all ranks learn when rank 0 saw its gradients become ready, and with that the order of all later
-    steps. Where gradients lie is for ``home`` to know.
+    steps. Where gradients lie is for ``reducer`` to know.
     """
 
-    def __init__(self, lanes: Lanes, lane_id: int, plan: Plan, group: Group, home: Buckets, verify: int) -> None:
+    def __init__(self, lanes: Lanes, lane_id: int, plan: Plan, group: Group, reducer: Reducer, verify: int) -> None:
         self.name = plan.name
         self.lane_id = lane_id
         self.plan = plan
@@ -47,11 +47,11 @@ class Lane:
         self.closed = False
         self.moved_at = 0.0  # when an operation was last through, by monotonic()
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
-        self.home = home
+        self.reducer = reducer
         self._running: dict[int, Operation] = {}  # by sequence
         self._lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
-        self._sizes = without_overlap(lanes.sizes) if home.takes_turns else lanes.sizes
-        self._records = LaneRecords(lanes.telemetry, plan, home, self._sizes.reason)
+        self._sizes = without_overlap(lanes.sizes) if reducer.takes_turns else lanes.sizes
+        self._records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
         self._given_up = GivenUpSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
@@ -67,11 +67,11 @@ class Lane:
     @property
     def on_device(self) -> bool:
         """Whether slots are tensors of a device, not numpy arrays."""
-        return self.home.on_device
+        return self.reducer.on_device
 
     def small(self, slot: int) -> Any:
         """The flat memory into which the gradient of a small slot is copied; None for a large one."""
-        return self.home.small(slot)
+        return self.reducer.small(slot)
 
     def ready(self, slot: int, offer: Any, since: float | None = None) -> None:
         """This rank's gradient of a slot is complete; it is the engine's until ``finish``, and holds the result then.
@@ -80,8 +80,8 @@ class Lane:
         rank has no gradient, and contributes zeros. ``since`` (perf_counter): when it was complete, if not just now;
         UNSEEN where nobody saw that.
         """
-        self.home.offer(slot, offer)
-        mark = self.home.mark()
+        self.reducer.offer(slot, offer)
+        mark = self.reducer.mark()
         with self._lock:
             if slot in self._ready:
                 raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
@@ -95,7 +95,7 @@ class Lane:
             complete = self._left[bucket] == 0
         if complete:
             self._records.waits(bucket)
-            if not self.home.takes_turns:
+            if not self.reducer.takes_turns:
                 self._driver.wake()
 
     def copied(self, slots: Sequence[int], started: float) -> None:
@@ -115,7 +115,7 @@ class Lane:
     @property
     def takes_turns(self) -> bool:
         """Whether nothing is reduced before the step is finished; gradients may as well be handed over then."""
-        return self.home.takes_turns
+        return self.reducer.takes_turns
 
     def begin(self) -> None:
         """A gradient of this step is complete, and will be handed over: until the step is over, it is in flight."""
@@ -175,8 +175,8 @@ class Lane:
         self.closed = True
         self._lanes.keep_closed(self)
         if self.error is not None or not self._in_flight:
-            self.home.end_step()
-        self.home.forget(quiet=self.error is None and not self._in_flight)
+            self.reducer.end_step()
+        self.reducer.forget(quiet=self.error is None and not self._in_flight)
 
     # -- the engine's driver ------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Lane:
             return self._may_start()
 
     def _may_start(self) -> bool:
-        if self.error is not None or not self._room() or (self.home.takes_turns and not self._finishing):
+        if self.error is not None or not self._room() or (self.reducer.takes_turns and not self._finishing):
             return False
         if self._started < len(self.arrangement.pieces):
             return bool(self._left[self.arrangement.pieces[self._started].bucket] == 0)
@@ -234,10 +234,10 @@ class Lane:
         tag = lane_tag(self.lane_id, sequence)
         if place < len(self.arrangement.pieces):
             self._in_flight[sequence] = self._load(place)
-            marks = [self.home.mark()] if joined else self._marks[self.arrangement.pieces[place].bucket]
-            steps = self.home.reduce(self.arrangement.pieces[place], joined, marks, sequence, tag)
+            marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[place].bucket]
+            steps = self.reducer.reduce(self.arrangement.pieces[place], joined, marks, sequence, tag)
             steps = self._records.reduction(place, joined, steps)
-            what = self._records.told(place)
+            what = self._records.summary(place)
         else:
             self._in_flight[sequence] = 0
             steps, what = self._exchange(place - len(self.arrangement.pieces), joined, tag)
@@ -247,7 +247,7 @@ class Lane:
             self.moved_at = monotonic()
             self._completed += 1  # from here on the training thread may begin the next step
             if self.closed and not self._in_flight:
-                self.home.end_step()  # until now others have read and written what was offered
+                self.reducer.end_step()  # until now others have read and written what was offered
             # The training thread of a joined rank is in join(): nobody else will begin the next step.
             if joined and self._completed == self._planned():
                 self._end_step()
@@ -262,7 +262,7 @@ class Lane:
         """End every wait on this lane with ``error``; the lane is of no use afterwards."""
         if self.error is None:
             self.error = error
-            self.home.rescue()
+            self.reducer.rescue()
             # Others may have stopped before these: nobody would ever end them.
             self._lanes.drop_later(self._running.values())
             count = len(self.arrangement.pieces)
@@ -293,7 +293,7 @@ class Lane:
 
     def _fail_everywhere(self, rank: int) -> None:
         """``rank`` gave a step up that was used here."""
-        text = GIVEN_UP % (self._mailbox.topology.told(rank), self.name, self._mailbox.me())
+        text = GIVEN_UP % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
         self.fail(MismatchError(text))
         self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
 
@@ -308,17 +308,17 @@ class Lane:
 
     def _arrange(self) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
-        plan, share = self.plan, sent_share(self.group.size, self.home.layout)
+        plan, share = self.plan, sent_share(self.group.size, self.reducer.layout)
         codecs, network = plan.reduction.codecs, self._lanes.network
         self.arrangement = arrange(
             plan.slots, self._observation.ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
-        self.home.lay_out(self.arrangement)
+        self.reducer.lay_out(self.arrangement)
         self._begin_step()
 
     def _end_step(self) -> None:
         """Ready for the next step; after the first one in the order that rank 0 observed."""
-        self.home.end_step()
+        self.reducer.end_step()
         self._step += 1
         if self._step == 1:
             self._arrange()
@@ -329,7 +329,7 @@ class Lane:
     def _fail_if_ended(self) -> None:
         """Nobody may wait for a rank that takes no part in this step."""
         if self._ended is not None and self._step >= self._ended[1]:
-            self.fail(MismatchError(ENDED % (self._mailbox.topology.told(self._ended[0]), self.name)))
+            self.fail(MismatchError(ENDED % (self._mailbox.topology.describe(self._ended[0]), self.name)))
 
     def _begin_step(self) -> None:
         self._observes = self._step == 0

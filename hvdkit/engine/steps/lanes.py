@@ -56,7 +56,7 @@ class Lanes(dict[int, "Lane"]):
             return
         self.closed[lane.lane_id] = lane
         for old in [one for one in self.closed.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
-            old.home.close()
+            old.reducer.close()
             del self.closed[old.lane_id]
         while len(self.closed) > CLOSED_LANES:
             self.closed.pop(next(iter(self.closed)))

@@ -43,7 +43,7 @@ def _nothing() -> Any:
     raise AssertionError("the gradient of a small slot lies in the slot")
 
 
-# The gradient has been copied into its slot; see Buckets.small.
+# The gradient has been copied into its slot; see Reducer.small.
 FILLED = Offer(0, _nothing)
 
 

@@ -15,12 +15,12 @@ from hvdkit.compression.memory import OWED
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Bucket, Reduction
-from hvdkit.engine.steps.residuals import Memories, Report, State
+from hvdkit.engine.steps.residuals import Report, Residuals, State
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ReduceOp
 
 
-class Buckets(ABC):
+class Reducer(ABC):
     """Where the gradients of a lane are, and how runs of them, cut out of buckets, are reduced over a group.
 
     Gradients stay their owners': each step's are offered anew, and hold the result when the step is over.
@@ -28,10 +28,10 @@ class Buckets(ABC):
 
     on_device: bool
     is_written_late: bool  # libraries write into gradients themselves, and may do so after a failure
-    told: str  # how and why, for the timeline
+    reason: str  # how and why, for the timeline
     takes_turns = False  # with the computation, which has every core: nothing is reduced before a step is finished
     layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
-    memories: Memories  # what codecs keep
+    residuals: Residuals  # what codecs keep
     arrangement: Arrangement  # of the lane: its buckets, and how they are cut
     _group: Group
     _reduction: Reduction
@@ -95,7 +95,7 @@ class Buckets(ABC):
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
         units = []
         for number, bucket in enumerate(self._buckets):
-            codec = self.memories.codec(number)
+            codec = self.residuals.codec(number)
             over_nodes = self.layout is not None and len(self.layout.nodes) > 1
             dense_first = over_nodes and not codec.everywhere
             late = early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale
@@ -105,23 +105,23 @@ class Buckets(ABC):
 
     def reports(self) -> list[Report]:
         """What encoding did, by tensor."""
-        return self.memories.reports()
+        return self.residuals.reports()
 
     def residual_norm(self, piece: Piece) -> float | None:
         """The Euclidean norm of what this rank keeps of a piece, where that is at hand."""
-        return self.memories.residual_norm(piece)
+        return self.residuals.residual_norm(piece)
 
     def reset(self) -> None:
         """Forget what codecs keep, between two steps."""
-        self.memories.reset()
+        self.residuals.reset()
 
     def kept(self) -> State:
         """A copy of what codecs keep, between two steps."""
-        return self.memories.state(self.place(), self.units())
+        return self.residuals.state(self.place(), self.units())
 
     def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
-        """Take over what codecs kept, between two steps; see ``Memories.restore``."""
-        self.memories.restore(state, self.place(), self.units(), slots)
+        """Take over what codecs kept, between two steps; see ``Residuals.restore``."""
+        self.residuals.restore(state, self.place(), self.units(), slots)
 
     def place(self) -> str:
         """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
@@ -129,11 +129,11 @@ class Buckets(ABC):
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
         encoded = [
             (
-                bucket.slots, bucket.offsets, str(bucket.dtype), codec.told,
+                bucket.slots, bucket.offsets, str(bucket.dtype), codec.summary,
                 sorted((piece.begin, piece.end) for piece in self.arrangement.pieces if piece.bucket == number),
             )
             for number, bucket in enumerate(self._buckets)
-            if (codec := self.memories.codec(number)).encodes
+            if (codec := self.residuals.codec(number)).encodes
         ]  # fmt: skip
         place = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, encoded
         return hashlib.sha256(repr(place).encode()).hexdigest()

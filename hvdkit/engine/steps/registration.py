@@ -14,12 +14,12 @@ from hvdkit.engine.life.places import node_pass
 from hvdkit.engine.life.topology import Topology
 from hvdkit.engine.ops.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
-from hvdkit.engine.steps.device_reducer import DeviceBuckets, stays_on_device
-from hvdkit.engine.steps.host_reducer import HostBuckets
+from hvdkit.engine.steps.device_reducer import DeviceReducer, stays_on_device
+from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.plan import Plan
-from hvdkit.engine.steps.reducer import Buckets
+from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.kernels import ReduceOp
 
 logger = logging.getLogger("hvdkit")
@@ -43,7 +43,7 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
     device = place.partition(":")[0]
     signature = {
         "slots": [
-            [slot.name, list(slot.shape), str(slot.dtype), reduction.codecs[slot.codec].told] for slot in plan.slots
+            [slot.name, list(slot.shape), str(slot.dtype), reduction.codecs[slot.codec].summary] for slot in plan.slots
         ],
         "op": int(reduction.op),
         "prescale": reduction.prescale,
@@ -55,21 +55,21 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
     collectives = None
     if device in transport.device_types:
         collectives = transport.collectives_for(place, group.members, f"lane{lane_id}")
-    home: Buckets
+    reducer: Reducer
     if collectives is not None:
-        home = DeviceBuckets(group, reduction, collectives, plan.slots, topology.nodes)
+        reducer = DeviceReducer(group, reduction, collectives, plan.slots, topology.nodes)
     else:
         # Sums take turns with a computation that has every core, unless the user's bucket size says otherwise.
         in_turns = topology.is_full and settings.fusion_threshold is None
-        home = _host_buckets(named, topology, in_turns, plan, lane_id)
-    return Lane(lanes, lane_id, plan, group, home, settings.verify)
+        reducer = _host_reducer(named, topology, in_turns, plan, lane_id)
+    return Lane(lanes, lane_id, plan, group, reducer, settings.verify)
 
 
-def _host_buckets(named: NamedOperations, topology: Topology, in_turns: bool, plan: Plan, lane_id: int) -> Buckets:
+def _host_reducer(named: NamedOperations, topology: Topology, in_turns: bool, plan: Plan, lane_id: int) -> Reducer:
     """What reduces a lane's gradients on the host: in the node's memory if no rank of the lane is short of it."""
     group = named.groups.group(plan.process_set_id)
     if group.layout is None:
-        return HostBuckets(group, plan.reduction, None, plan.slots)
+        return HostReducer(group, plan.reduction, None, plan.slots)
     node, problem = node_pass(group, lane_id, plan.slots)
     everyone = topology.size
     # The first rank that is short of memory, and whether all compute where they sum.
@@ -79,11 +79,11 @@ def _host_buckets(named: NamedOperations, topology: Topology, in_turns: bool, pl
     if short == topology.rank:
         logger.warning(
             "%s: the gradients of '%s' are not in shared memory, which is slower: %s",
-            topology.told(topology.rank), plan.name, problem,
+            topology.describe(topology.rank), plan.name, problem,
         )  # fmt: skip
     if short < everyone:
         if node is not None:
             node.discard()
-        return HostBuckets(group, plan.reduction, None, plan.slots)
+        return HostReducer(group, plan.reduction, None, plan.slots)
     takes_turns = in_turns and all_on_host and node is not None and len(group.layout.nodes) == 1
-    return HostBuckets(group, plan.reduction, group.layout, plan.slots, node, takes_turns)
+    return HostReducer(group, plan.reduction, group.layout, plan.slots, node, takes_turns)

@@ -44,7 +44,7 @@ class State:
         return np.sum(parts, axis=0) if parts else None
 
 
-class Memories:
+class Residuals:
     """The memories of a lane's buckets. Buckets that are laid out anew keep what their slots kept.
 
     ``over_nodes``: None where no ranks share memory, so that each encodes what is its own; else whether there are
@@ -126,7 +126,7 @@ class Memories:
         for slot, total in enumerate(self._totals):
             codec = self._codecs[self._slots[slot].codec]
             if codec.encodes:
-                found.append((self._slots[slot], codec.told, total, _norm(self.of_slot(slot).get(RESIDUAL))))
+                found.append((self._slots[slot], codec.summary, total, _norm(self.of_slot(slot).get(RESIDUAL))))
         return found
 
     def of_slot(self, slot: int) -> Kept:

@@ -49,7 +49,7 @@ class Network:
     latency_seconds: float
     seconds_per_byte: float
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"{self.latency_seconds * 1e6:.0f} us, {1e-9 / max(self.seconds_per_byte, 1e-15):.2f} GB/s"
 
 
@@ -80,7 +80,7 @@ def choose_sizes(
         smallest = max(worthwhile_bytes, SMALLEST_BUCKET)
         bucket = int(min(max(enough, smallest), max(smallest, LARGEST_BUCKET)))
         first = max(bucket // FIRST_BUCKET_PART, SMALLEST_BUCKET // FIRST_BUCKET_PART)
-        reason = f"latency is {LATENCY_SHARE:.0%} of {enough / MEBIBYTE:.1f} MiB at {network.told()}"
+        reason = f"latency is {LATENCY_SHARE:.0%} of {enough / MEBIBYTE:.1f} MiB at {network.summary()}"
         if bucket == worthwhile_bytes:
             reason = f"what an operation costs the transport is worth {bucket / MEBIBYTE:.0f} MiB"
     encoded = ENCODED_BUCKET if asked_bucket is None else asked_bucket

@@ -52,7 +52,7 @@ def compression_statistics(lanes: Lanes) -> CompressionStatistics:
     by_parameter: dict[str, CodecStatistics] = {}
     totals: dict[str, tuple[Tally, float]] = {}
     for lane in list(lanes.values()):
-        for slot, codec, tally, norm in lane.home.reports():
+        for slot, codec, tally, norm in lane.reducer.reports():
             name = slot.name if slot.name not in by_parameter else f"{slot.name} ({lane.name})"
             by_parameter[name] = _statistics(codec, tally, norm)
             _count(totals, codec, tally, norm)

@@ -9,7 +9,7 @@ from time import perf_counter
 from hvdkit.collectives.group import Steps
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Plan
-from hvdkit.engine.steps.reducer import Buckets
+from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.engine.telemetry.compression_report import told
 from hvdkit.engine.telemetry.telemetry import Telemetry
@@ -18,15 +18,15 @@ from hvdkit.engine.telemetry.telemetry import Telemetry
 class LaneRecords:
     """Of the buckets and pieces of one lane, in their present arrangement."""
 
-    def __init__(self, telemetry: Telemetry, plan: Plan, home: Buckets, reason: str) -> None:
+    def __init__(self, telemetry: Telemetry, plan: Plan, reducer: Reducer, reason: str) -> None:
         self._telemetry = telemetry
         self._reason = reason  # of the sizes of pieces
         self._plan = plan
-        self._home = home
+        self._reducer = reducer
 
     @property
     def _now(self) -> Arrangement:
-        return self._home.arrangement
+        return self._reducer.arrangement
 
     def waits(self, bucket: int) -> None:
         """All slots of a bucket are ready; its pieces wait for those before them."""
@@ -54,13 +54,13 @@ class LaneRecords:
             row,
             "ALLREDUCE",
             bytes=nbytes,
-            codec=self._home.memories.codec(piece.bucket).told,
-            algorithm=self._home.told,
+            codec=self._reducer.residuals.codec(piece.bucket).summary,
+            algorithm=self._reducer.reason,
             order=f"{place + 1} of {len(now.pieces)}: {now.reasons[place]}",
             size=self._reason,
         )
         yield from steps
-        if self._home.memories.codec(piece.bucket).encodes:
+        if self._reducer.residuals.codec(piece.bucket).encodes:
             self._encoding_ended(piece, row, started)
         telemetry.end(row)
         telemetry.statistics.reduced(nbytes, perf_counter() - started)
@@ -81,7 +81,7 @@ class LaneRecords:
         first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"optimizer '{self._plan.name}', operation {place} of {len(self._now.pieces)} ({first})"
 
-    def told(self, place: int) -> str:
+    def summary(self, place: int) -> str:
         """A piece, for messages."""
         piece = self._now.pieces[place]
         part = f"part {piece.part} of " if piece.parts > 1 else ""
@@ -96,7 +96,7 @@ class LaneRecords:
 
     def _encoding_ended(self, piece: Piece, row: str, started: float) -> None:
         """Count what a piece of a bucket of a lossy codec took, and show it."""
-        tally, timeline = self._home.memories.finished(piece), self._telemetry.timeline
-        if timeline is not None and self._home.memories.encodes(piece.bucket):
-            norm = self._home.residual_norm(piece)
+        tally, timeline = self._reducer.residuals.finished(piece), self._telemetry.timeline
+        if timeline is not None and self._reducer.residuals.encodes(piece.bucket):
+            norm = self._reducer.residual_norm(piece)
             timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))

@@ -77,7 +77,7 @@ class Watch:
 
     def told_loss(self, loss: Loss, what: str = "") -> str:
         """How a rank was lost, for messages; ``what`` else it did not do."""
-        lost, me, settings = self._topology.told(loss.rank), self._mailbox.me(), self._settings
+        lost, me, settings = self._topology.describe(loss.rank), self._mailbox.me(), self._settings
         if loss.beats:
             return (
                 f"{lost} lives, but its Python gave {me} no answer for "
@@ -200,7 +200,7 @@ class Watch:
             rank = min(gone, key=departed_at.__getitem__, default=None)
             if rank is not None and now - max(operation.since, departed_at[rank]) > DEPARTED_SECONDS:
                 raise PeerLostError(
-                    f"{operation.what} on {self._mailbox.me()} waits for {self._topology.told(rank)}, "
+                    f"{operation.what} on {self._mailbox.me()} waits for {self._topology.describe(rank)}, "
                     f"which has left the job: {departed[rank]}.",
                     rank,
                 )
@@ -211,7 +211,7 @@ class Watch:
             first, reason = next(iter(departed.items()))  # the others often leave because this one did
             raise PeerLostError(
                 f"{what} on {self._mailbox.me()} cannot go on without rank 0, which has left the job; the first to "
-                f"leave was {self._topology.told(first)}: {reason}.\n"
+                f"leave was {self._topology.describe(first)}: {reason}.\n"
                 "HINT: let every rank make the same calls and call hvd.shutdown() together.",
                 first,
             )

@@ -124,7 +124,7 @@ class Gradients:
         """What codecs keep, as ``DDPHook.state_dict`` says it."""
         kept = None if self.lane is None else compression_state.save(self.lane, range(len(self._shapes)))
         return {
-            "codec": self._codec.told,
+            "codec": self._codec.summary,
             "rank": rank,
             "size": size,
             "turn": kept["turn"] if kept else 0,
@@ -141,7 +141,7 @@ class Gradients:
             raise ValueError(
                 f"the state_dict is of another model: parameter {place} was {was} there, and is {has} here"
             )
-        lane.home.reset()
+        lane.reducer.reset()
         compression_state.resume(lane, range(len(self._shapes)), kept, lane.group.rank, lane.group.size)
 
 

@@ -151,7 +151,7 @@ class DDPHook:
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
         session = open_session(process_group, self._timeout or timeout_of(process_group))
         try:
-            self._agree(session.engine, {"codec": self._codec.told})
+            self._agree(session.engine, {"codec": self._codec.summary})
         except HorovodInternalError as error:
             session.close(self._told(error))
             raise type(error)(f"{FUNCTION}: rank {self._rank}: {self._told(error)}") from error
@@ -225,7 +225,7 @@ class DDPHook:
 
     def _fail(self, error: BaseException) -> None:
         """Name in the error what failed. All later steps fail too, and no rank waits for this one any more."""
-        told = f"{FUNCTION} on rank {self._rank} with codec {self._codec.told}: {self._told(error)}"
+        told = f"{FUNCTION} on rank {self._rank} with codec {self._codec.summary}: {self._told(error)}"
         self._end_step([(ValueError if isinstance(error, ValueError) else HorovodInternalError)(told)])
         if self._broken is None:
             self._broken = told

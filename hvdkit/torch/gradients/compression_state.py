@@ -32,11 +32,11 @@ def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
 
     A place is None for a parameter that the optimizer has no more.
     """
-    if not lane.home.memories.keeps_anything:
+    if not lane.reducer.residuals.keeps_anything:
         return None
     if lane.in_flight:
         raise AssertionError(IN_FLIGHT)
-    state = lane.home.kept()
+    state = lane.reducer.kept()
     return {  # lists and tensors only, which torch.load takes without unpickling anything else
         "format": FORMAT,
         "rank": lane.group.rank,
@@ -75,13 +75,13 @@ def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
     state = State(saved["place"], kept, saved["units"], saved["turn"], notes)
     slot_of = {place: slot for slot, place in enumerate(places) if place is not None}
     same = saved["parameters"] == list(places)
-    lane.home.go_on_from(state, None if same else [slot_of.get(place) for place in saved["parameters"]])
+    lane.reducer.go_on_from(state, None if same else [slot_of.get(place) for place in saved["parameters"]])
 
 
 def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[int, int]) -> None:
     """Parameters were frozen, unfrozen or added: what was owed of those that stay goes on. Slots are given by id."""
     keys = sorted(old_slots, key=lambda key: old_slots[key])
-    new.home.go_on_from(old.home.kept(), [new_slots.get(key) for key in keys])
+    new.reducer.go_on_from(old.reducer.kept(), [new_slots.get(key) for key in keys])
 
 
 def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -106,4 +106,4 @@ def resume(lane: Lane, places: Sequence[int | None], saved: Saved | Sequence[Sav
     for one in everyones:
         if one["rank"] % size == rank:
             load(lane, places, one)
-    lane.home.memories.start_at(max((one["turn"] for one in everyones), default=0))
+    lane.reducer.residuals.start_at(max((one["turn"] for one in everyones), default=0))

@@ -234,7 +234,7 @@ class PlannedGradients:
         for address, i in self._in_place.items():
             gradient = self.parameters[i].grad
             if gradient is not None and gradient.data_ptr() == address:
-                if self.lane.error is not None and self.lane.home.is_written_late:
+                if self.lane.error is not None and self.lane.reducer.is_written_late:
                     self.parameters[i].grad = gradient = gradient.clone()
                 mark_half_summed(self.parameters[i], gradient)
                 is_marked = True

@@ -92,7 +92,7 @@ class Routes:
             place=HOST if len(devices) > 1 else str(devices.pop()),
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
-        idle = {codec.name for codec in codecs if codec.has_momentum and not lane.home.memories.keeps_anything}
+        idle = {codec.name for codec in codecs if codec.has_momentum and not lane.reducer.residuals.keeps_anything}
         for name in sorted(idle) if lane.group.rank == 0 else ():
             warnings.warn(NOTHING_TO_ENCODE.format(name=name), stacklevel=2)
         complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])

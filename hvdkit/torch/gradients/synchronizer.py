@@ -271,7 +271,7 @@ class GradientSynchronizer:
         """Forget what codecs keep."""
         self._kept = None
         if self._routes is not None and self._routes.planned is not None:
-            self._routes.planned.lane.home.reset()
+            self._routes.planned.lane.reducer.reset()
 
     def abandon(self) -> None:
         """Forget a step that an exception left half done."""

@@ -66,7 +66,7 @@ class DeviceMemory:
             velocity.masked_fill_(torch.isfinite(values) & (values != 0), 0.0)
 
     def pay(self, debtors: Sequence[tuple[int, Tensor]], prescale: float) -> float:
-        """Multiply flat gradients with ``prescale`` and add what is owed to them, by the rules of ``Memories.pay``.
+        """Multiply flat gradients with ``prescale`` and add what is owed to them, by the rules of ``Residuals.pay``.
 
         ``debtors`` are where each begins, and the gradient. Returns what is left for all gradients to be multiplied
         with: 1.0, which leaves zeros of others as they are, if there are any debtors.
@@ -130,7 +130,7 @@ class Exchange:
     def coder(self) -> Coder:
         """What encodes payloads."""
         coder = CODERS.get(type(self.codec))
-        assert coder is not None, f"{self.codec.told} has no twin on devices, though it says so"
+        assert coder is not None, f"{self.codec.summary} has no twin on devices, though it says so"
         return coder(self.codec, self.turn, self.rank)
 
     def gather(self, own: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int)
 def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     """Two plain sums: of what each matrix is on the vectors of the step before, then on these, made orthonormal."""
     codec, residual = exchange.codec, memory.array(RESIDUAL)
-    assert isinstance(codec, PowerSGD), f"{codec.told} has no twin on devices, though it says so"
+    assert isinstance(codec, PowerSGD), f"{codec.summary} has no twin on devices, though it says so"
     host = Memory(flat.numel())
     host.turn = exchange.turn
     products = [one for one in exchange.matrices if codec.vectors(*one[1:])]

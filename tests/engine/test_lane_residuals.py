@@ -8,30 +8,30 @@ from hvdkit.compression import CASTS, DGC, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import OWED, RESIDUAL, Memory
 from hvdkit.engine.steps.plan import Slot, lay_out
-from hvdkit.engine.steps.residuals import Memories
+from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 
 
 def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:
     slot = Slot("p", (64,), np.dtype(np.float16))
-    memories = Memories([slot], [CASTS["none"]])
+    residuals = Residuals([slot], [CASTS["none"]])
     (bucket,) = lay_out([slot], [0], 1 << 20)
-    memories.lay_out([bucket])
+    residuals.lay_out([bucket])
     owed = np.full(64, 0.25, dtype=np.float32)
     owed[3] = 65000.0
-    memories.owe(0, owed, 1.0)
+    residuals.owe(0, owed, 1.0)
     piece = Piece(0, 0, bucket.elements, 0, 1)
     gradient = np.ones(bucket.elements, dtype=np.float16)
     gradient[3] = 65000.0
     gradient[5] = np.inf
-    memories.pay(piece, [(0, gradient)])
+    residuals.pay(piece, [(0, gradient)])
     assert gradient[4] == 1.0, "a gradient that overflowed is skipped, and what were added to it lost"
     gradient[5] = 1.0
-    memories.pay(piece, [(0, gradient)])
+    residuals.pay(piece, [(0, gradient)])
     assert gradient[4] == 1.25
     assert gradient[3] == 65000.0
     gradient[...] = 0
-    memories.pay(piece, [(0, gradient)])
+    residuals.pay(piece, [(0, gradient)])
     assert gradient[4] == 0
     assert gradient[3] == np.float16(65000.0)
 
@@ -40,32 +40,32 @@ SLOTS = [Slot("p", (40,), np.dtype(np.float32)), Slot("q", (9,), np.dtype(np.flo
 UNITS = [{RESIDUAL: 0.5, OWED: 0.25}] * 2
 
 
-def made() -> Memories:
+def made() -> Residuals:
     """With a bucket for each slot."""
-    memories = Memories(SLOTS, [TopK(0.1)])
-    memories.lay_out(lay_out(SLOTS, [0, 1], 1))
-    return memories
+    residuals = Residuals(SLOTS, [TopK(0.1)])
+    residuals.lay_out(lay_out(SLOTS, [0, 1], 1))
+    return residuals
 
 
 def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tensor() -> None:
-    memories = made()
-    memories.of_slot(0)[RESIDUAL][...] = np.arange(40)
-    memories.owe(1, np.full(9, 3.0, dtype=np.float32), 1.0)
-    memories.lay_out(lay_out(SLOTS, [1, 0], 1 << 20))
-    assert memories.of_slot(0)[RESIDUAL].tolist() == list(range(40))
-    assert memories.of_slot(1)[OWED].tolist() == [3.0] * 9
+    residuals = made()
+    residuals.of_slot(0)[RESIDUAL][...] = np.arange(40)
+    residuals.owe(1, np.full(9, 3.0, dtype=np.float32), 1.0)
+    residuals.lay_out(lay_out(SLOTS, [1, 0], 1 << 20))
+    assert residuals.of_slot(0)[RESIDUAL].tolist() == list(range(40))
+    assert residuals.of_slot(1)[OWED].tolist() == [3.0] * 9
     gradient = np.zeros(9, dtype=np.float32)
-    memories.pay(Piece(0, 0, 64, 0, 1), [(0, gradient)])
+    residuals.pay(Piece(0, 0, 64, 0, 1), [(0, gradient)])
     assert gradient.tolist() == [3.0] * 9
-    assert not memories.owes(0), "a debt is paid once"
+    assert not residuals.owes(0), "a debt is paid once"
 
 
 def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
-    memories = made()
-    memories.of_slot(0)[RESIDUAL][...] = 2.0
-    memories.owe(0, np.full(40, 3.0, dtype=np.float32), 0.25)
-    memories.of_bucket(0).keep("number", 5.0)
-    state = memories.state("here", UNITS)
+    residuals = made()
+    residuals.of_slot(0)[RESIDUAL][...] = 2.0
+    residuals.owe(0, np.full(40, 3.0, dtype=np.float32), 0.25)
+    residuals.of_bucket(0).keep("number", 5.0)
+    state = residuals.state("here", UNITS)
     assert state.owed(0).tolist() == [2.0 * 0.5 + 3.0] * 40
     assert state.owed(1) is None
     same, moved = made(), made()
@@ -81,9 +81,9 @@ def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
 
 
 def test_nothing_is_owed_to_what_is_no_sum() -> None:
-    memories = made()
-    memories.owe(0, np.ones(40, dtype=np.float32), 0.0)
-    assert not memories.owes(0)
+    residuals = made()
+    residuals.owe(0, np.ones(40, dtype=np.float32), 0.0)
+    assert not residuals.owes(0)
 
 
 def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
