@@ -1,8 +1,8 @@
 """Codecs: what bytes stand for a gradient on the wire, and what is kept of what they do not carry.
 
 - A codec is a frozen dataclass; its ``summary`` (name and parameters) is what ranks compare when they register a plan
-  and what the timeline says. It is asked, never recognised: in which way what it makes is summed, what it keeps, whether it
-  needs whole tensors, has momentum or a twin on devices. A built-in one is its file, a line in
+  and what the timeline says. It is asked, never recognised: in which way what it makes is summed, what it keeps,
+  whether it needs whole tensors, has momentum or a twin on devices. A built-in one is its file, a line in
   ``compression/registry.py``, and where it has kernels those and their numpy twins. A plan has several codecs, and each
   slot the number of one; a bucket has slots of one codec. The adapter's policy chooses (``api/compression_policy.py``):
   biases, norms and small tensors stay dense unless the user says otherwise.
