@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdkit.api.handles import HANDLES
 from hvdkit.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -19,6 +20,7 @@ from hvdkit.errors import (
 )
 from hvdkit.tensorflow.ops import broadcast as ops_broadcast
 from hvdkit.tensorflow.ops.exceptions import as_tensorflows
+from hvdkit.tensorflow.ops.framework import OPERATIONS
 from tests.forking import in_child
 from tests.ranks import Skip
 from tests.tensorflow.data import (
@@ -469,11 +471,40 @@ def case_splits_that_are_wrong_on_one_rank_are_an_error_on_all(hvd: Any) -> None
     ):
         rows = tf.ones([2 * size + 1 if wrong is None else 2 * size, 2])
         splits = wrong if hvd.rank() == last else [2] * size
-        for run in ways(lambda tensor, splits=splits: hvd.alltoall(tensor, splits=splits, name="clash.splits")):
-            with told(kind if hvd.rank() == last else HorovodInternalError, text) as caught:
-                run(rows)
-            assert hvd.rank() == last or f"rank {last}" in str(caught.value)
+        for name in ("clash.splits", None):
+            for run in ways(lambda tensor, splits=splits, name=name: hvd.alltoall(tensor, splits=splits, name=name)):
+                with told(kind if hvd.rank() == last else HorovodInternalError, text) as caught:
+                    run(rows)
+                assert hvd.rank() == last or f"rank {last}" in str(caught.value)
     assert hvd.alltoall(tf.ones([2 * size]), splits=[2] * size, name="clash.splits")[0].shape == (2 * size,)
+
+
+def case_splits_of_some_ranks_leave_the_name_in_a_graph_as_it_is(hvd: Any) -> None:
+    size, rank = hvd.size(), hvd.rank()
+
+    def scatter(tensor: Any) -> Any:
+        splits = [1] * size if rank == 0 else tf.ones([size], tf.int64) if rank == 1 else None
+        return hvd.alltoall(tensor, splits=splits)[0] if rank < 2 else hvd.alltoall(tensor)
+
+    for run in ways(scatter):
+        np.testing.assert_array_equal(run(tf.fill([size], rank)), np.arange(size))
+
+
+def case_a_shutdown_by_another_thread_is_told(hvd: Any) -> None:
+    start = OPERATIONS.allgather
+
+    def start_and_forget(*arguments: Any) -> int:
+        number = start(*arguments)
+        HANDLES.synchronize(number)  # forgotten between the two halves of the operation, as shutdown() forgets it
+        return number
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OPERATIONS, "allgather", start_and_forget)
+        for name in ("forgotten", None):
+            for run in ways(lambda tensor, name=name: hvd.allgather(tensor, name=name)):
+                with told(HorovodInternalError, name or "llgather", "shutdown() was called"):
+                    run(tf.ones(2))
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
 def case_forked_children_ask_and_communicate_nothing(hvd: Any) -> None:

@@ -54,20 +54,31 @@ def run(
     outputs: Sequence[Output],
     ignore_name_scope: bool = False,
     stays_on_device: Callable[[], bool] = lambda: False,
+    named_after: Sequence[Any] | None = None,
 ) -> list[Any]:
     """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built.
 
     ``kind`` is what Horovod calls it in graphs. ``asked`` is that of a caller who waits; ``start`` hands eager tensors,
     or a graph's arrays, to the engine and returns the operation's number.
     ``stays_on_device``: whether it can be done without host memory, if the job has a device.
+    ``named_after``: the tensors of which a graph makes a name, where some of ``tensors`` are not there on all ranks.
     """
     if not tf.executing_eagerly():
-        in_graph = asked._replace(name=_name_in_graph(kind, asked.name, tensors, ignore_name_scope), waits=False)
-        return _run_in_graph(in_graph, tensors, start, outputs, stays_on_device())
+        name = _name_in_graph(kind, asked.name, tensors if named_after is None else named_after, ignore_name_scope)
+        return _run_in_graph(asked._replace(name=name, waits=False), tensors, start, outputs, stays_on_device())
     try:
-        return list(HANDLES.synchronize(start(asked, tensors)))
+        return _results_of(start(asked, tensors), asked)
     except Exception as error:
         raise as_tensorflows(error) from error.__cause__
+
+
+def _results_of(number: int, asked: Asked) -> list[Any]:
+    """Wait for an operation. Raises HorovodInternalError where another thread has called shutdown() meanwhile."""
+    results = HANDLES.synchronize(number)
+    if results is None:
+        what = asked.function if asked.name is None else asked.name
+        raise HorovodInternalError(f"{what!r}: hvd.shutdown() was called while it was in flight.")
+    return list(results)
 
 
 def _name_in_graph(kind: str, name: str | None, tensors: Sequence[Any], ignore_name_scope: bool) -> str:
@@ -107,12 +118,9 @@ def _run_in_graph(
     @as_written
     def end(number: Any) -> list[Any]:
         try:
-            results = HANDLES.synchronize(int(number))
-            if results is None:
-                raise HorovodInternalError(f"{asked.name!r}: hvd.shutdown() was called while it was in flight.")
+            return _results_of(int(number), asked)
         except Exception as error:
             raise mark(error) from None
-        return list(results)
 
     device = device_for(tensors) if stays_on_device else None
     number = in_order(lambda: call(device, begin, tensors, tf.int64, "hvdkit_begin"))

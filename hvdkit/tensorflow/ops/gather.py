@@ -116,7 +116,7 @@ def _scatter(
         dtype = tf.int32 if splits is None else splits.dtype
         known = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([process_set.size()]))]
         asked = Asked("alltoall", name, process_set, waits=True)
-        output, received = run("Alltoall", asked, inputs, start, known, ignore_name_scope)
+        output, received = run("Alltoall", asked, inputs, start, known, ignore_name_scope, named_after=[rows])
 
         def gradient(of_output: Any, _: Any) -> Any:
             if not output.dtype.is_floating:
