@@ -128,10 +128,11 @@ class Operations(Generic[T]):
         except (TypeError, ValueError) as problem:
             _refuse(problem, lambda words: engine.alltoall(rows, words, call))
         handle = engine.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
+        place = framework.place(tensor)
 
         def finish(result: tuple[Any, Sequence[int]]) -> tuple[T, T]:
             output, received = result
-            return framework.results([tensor], [output])[0], framework.integers(received, wanted, tensor)
+            return framework.results([place], [output])[0], framework.integers(received, wanted, place)
 
         return HANDLES.add(handle, finish)
 
@@ -147,14 +148,18 @@ def _add(
 ) -> int:
     """The number of an operation. Its results are in ``buffers``, or what the engine returns if there are none.
 
-    ``in_place``: what is returned are the tensors themselves, and ``writes``: the results must be brought there.
+    ``in_place``: what is returned are the tensors themselves, and ``writes``: the results must be brought there. Other
+    tensors are not kept: who let go of one while the operation is in flight has its memory back.
     """
+    targets = tensors if in_place else None
+    places = [] if in_place else [framework.place(tensor) for tensor in tensors]
+    made_before = None if framework.is_device else buffers
 
     def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
-        made = results if buffers is None or framework.is_device else buffers
-        if writes:
-            framework.write(tensors, made)
-        outputs = tensors if in_place else framework.results(tensors, made)
+        made = results if made_before is None else made_before
+        if targets is not None and writes:
+            framework.write(targets, made)
+        outputs = framework.results(places, made) if targets is None else targets
         return outputs[0] if asked.single else tuple(outputs)
 
     return HANDLES.add(handle, finish)

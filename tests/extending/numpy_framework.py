@@ -39,10 +39,10 @@ class Numpy(Framework[np.ndarray]):
     def arrays(self, buffers: list[Any]) -> list[Any]:
         return buffers
 
-    def results(self, tensors: Sequence[np.ndarray], made: Sequence[Any]) -> list[np.ndarray]:
+    def results(self, places: Sequence[Any], made: Sequence[Any]) -> list[np.ndarray]:
         return list(made)
 
-    def integers(self, numbers: Sequence[int], splits: Any, tensor: np.ndarray) -> np.ndarray:
+    def integers(self, numbers: Sequence[int], splits: Any, place: Any) -> np.ndarray:
         return np.array(numbers, dtype=getattr(splits, "dtype", np.int32))
 
     def check_writable(self, function: str, tensors: Sequence[np.ndarray]) -> None:

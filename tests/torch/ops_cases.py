@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -307,6 +308,23 @@ def case_broadcast_async_may_change_its_input_at_once(hvd):
 
 def _row(sender: int, receiver: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return values(17 * sender + receiver, shape, dtype)
+
+
+def case_inputs_that_nobody_holds_are_gone_while_results_wait(hvd):
+    rows = torch.ones(hvd.size(), 3)
+    for start in (
+        hvd.allreduce_async,
+        lambda tensor: hvd.grouped_allreduce_async([tensor, rows]),
+        lambda tensor: hvd.broadcast_async(tensor, 0),
+        hvd.allgather_async,
+        hvd.reducescatter_async,
+        hvd.alltoall_async,
+    ):
+        tensor = rows.clone()
+        gone, handle = weakref.ref(tensor), start(tensor)
+        del tensor
+        assert gone() is None
+        assert hvd.synchronize(handle) is not None
 
 
 def case_alltoall_with_splits_of_every_type_and_dimension(hvd):

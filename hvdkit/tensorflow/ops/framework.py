@@ -54,15 +54,19 @@ class TensorFlow(Framework[Any]):
     def arrays(self, buffers: list[Any]) -> list[Any]:
         return buffers
 
-    def results(self, tensors: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        """All beside the first of ``tensors``. In a graph they are arrays, of which TensorFlow makes tensors itself."""
-        if isinstance(tensors[0], _ARRAYS):
-            return list(made)
-        return [_beside(tensors[0], as_tensor(one) if isinstance(one, np.ndarray) else one) for one in made]
+    def place(self, tensor: Any) -> str | None:
+        """The device. In a graph there are arrays, of which TensorFlow makes tensors itself: None."""
+        return None if isinstance(tensor, _ARRAYS) else str(tensor.device)
 
-    def integers(self, numbers: Sequence[int], splits: Any, tensor: Any) -> Any:
+    def results(self, places: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
+        """All at the first of ``places``."""
+        if places[0] is None:
+            return list(made)
+        return [_at(places[0], as_tensor(one) if isinstance(one, np.ndarray) else one) for one in made]
+
+    def integers(self, numbers: Sequence[int], splits: Any, place: str | None) -> Any:
         """Of the type of the array of splits, else 32 bits wide."""
-        return self.results([tensor], [np.array(numbers, dtype=np.int32 if splits is None else splits.dtype)])[0]
+        return self.results([place], [np.array(numbers, dtype=np.int32 if splits is None else splits.dtype)])[0]
 
 
 class TensorFlowOnDevice(TensorFlow):
@@ -81,16 +85,16 @@ class TensorFlowOnDevice(TensorFlow):
 
     copies = views
 
-    def results(self, tensors: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        return super().results(tensors, self._device.give(made))
+    def results(self, places: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
+        return super().results(places, self._device.give(made))
 
 
 OPERATIONS = Operations(TensorFlow())
 
 
-def _beside(tensor: Any, result: Any) -> Any:
+def _at(place: str, result: Any) -> Any:
     """A result on the device of the tensor that it was made from."""
-    if tensor.device == result.device:
+    if place == result.device:
         return result
-    with tf.device(tensor.device):
+    with tf.device(place):
         return tf.identity(result)
