@@ -61,9 +61,10 @@ def choose(job: Job) -> tuple[Candidate, str]:
     for one, reason in suited:
         if one.unavailable(job) is None:
             return one, reason
-    problem = "".join(f": {one.name} {one.unavailable(job)}" for one, _ in suited[:1]) or (
-        ".\nHINT: start the job with hvdkitrun, torchrun or mpirun."
-    )
+    hint = "start the job with hvdkitrun, torchrun or mpirun."
+    if not job.installed("torch"):
+        hint = "pip install 'hvdkit[torch]' or start the job with mpirun and hvdkit[mpi]."
+    problem = "".join(f": {one.name} {one.unavailable(job)}" for one, _ in suited[:1]) or f".\nHINT: {hint}"
     raise TransportUnavailableError(f"no transport for {world.size} ranks started by {world.launcher}{problem}")
 
 

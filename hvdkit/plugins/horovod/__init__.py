@@ -49,8 +49,8 @@ class Horovods(Candidate):
         )
 
     def suits(self, job: Job) -> str:
-        """Horovod's own launcher decides for it."""
-        return f"started by {job.world.launcher}" if job.world.launcher == horovodrun.name else ""
+        """Horovod's own launcher decides for it, where tensors are PyTorch's."""
+        return f"started by {job.world.launcher}" if job.for_torch and job.world.launcher == horovodrun.name else ""
 
     def open(self, job: Job) -> Transport:
         """Connect the ranks by what would carry them without."""
