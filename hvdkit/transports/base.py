@@ -215,6 +215,10 @@ class Layer(Transport):
     def carrier(self) -> str:
         return self.inner.carrier
 
+    def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
+        self.inner = self.inner.start(exchange, start_seconds, silence_seconds)
+        return self
+
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         return self.inner.isend(buffer, peer, tag)
 

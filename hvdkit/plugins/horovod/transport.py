@@ -62,6 +62,7 @@ class HorovodTransport(Layer):
         Raises TransportUnavailableError on all ranks if it was asked for by name; else rank 0 says so. Raises it too
         where an engine does not start that was there on all ranks: what it left behind may end the process later.
         """
+        super().start(exchange, start_seconds, silence_seconds)
         native, controller, problem = self._prepare()
         launched = list(self._world.launched)
         meeting, interface = None, ""
