@@ -141,6 +141,43 @@ def case_an_apply_that_a_user_put_on_the_optimizer_comes_first(hvd: Any) -> None
     check(hvd, ours, one_process(hvd, 5, sgd(0.05)))
 
 
+class Scaling(keras.optimizers.SGD):
+    """An optimizer that scales losses and gradients by itself."""
+
+    def scale_loss(self, loss: Any) -> Any:
+        return 4.0 * super().scale_loss(loss)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([0.25 * one for one in grads], trainable_variables)
+
+
+def case_an_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
+    for around in (False, True):
+        optimizer = hvd.DistributedOptimizer(Scaling(0.1))
+        with handed_over() as early:
+            ours = train(
+                compiled(keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer),
+                batches(hvd.rank(), 5),
+            )
+        assert early == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
+        alone = Scaling(0.1)
+        check(hvd, ours, one_process(hvd, 5, keras.optimizers.LossScaleOptimizer(alone, 8.0) if around else alone))
+
+
+def case_a_class_of_a_distributed_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(sgd())
+
+    class Doubling(type(optimizer)):  # type: ignore[misc]
+        def scale_loss(self, loss: Any) -> Any:
+            return 2.0 * super().scale_loss(loss)
+
+    optimizer.__class__ = Doubling
+    with handed_over() as early:
+        ours = train(compiled(optimizer), batches(hvd.rank(), 5))
+    assert early == [0] * 5  # what of the user's comes after its own part cannot be known
+    check(hvd, ours, one_process(hvd, 5, sgd(0.2)))
+
+
 class Auxiliary(keras.Sequential):
     """A loss with a backward pass of its own, whose gradients are added."""
 
