@@ -94,6 +94,7 @@ class NamedGradients:
     def _submit(self, group: Sequence[torch.Tensor]) -> None:
         self._submitted.update(id(member) for member in group)
         is_sparse = id(group[0]) in self._sparse_dims and not self._settings.sparse_as_dense
+        assert not is_sparse or len(group) == 1, "groups hold dense parameters"
         self._pending.append(self._submit_sparse(group[0]) if is_sparse else self._submit_dense(group))
 
     def _compressed(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
