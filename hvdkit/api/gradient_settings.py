@@ -41,6 +41,15 @@ class GradientSettings:
         """What compresses tensor by tensor, for gradients that are not in a plan."""
         return self.policy.compression if self.policy.by_tensor else NoneCompressor
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for what an older hvdkit has pickled: it would train by defaults, not by what was asked."""
+        if missing := [one.name for one in fields(self) if one.name not in state]:
+            raise ValueError(
+                f"this optimizer was pickled by another version of hvdkit, without {', '.join(missing)}.\n"
+                "HINT: make a DistributedOptimizer anew, and load the state_dict() of the old one."
+            )
+        vars(self).update(state)
+
     def as_kind(self, kind: type[Kind], **others: Any) -> Kind:
         """The same, but for ``others``, in an object of a class that has more."""
         return kind(**{**{one.name: getattr(self, one.name) for one in fields(GradientSettings)}, **others})
