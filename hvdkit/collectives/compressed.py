@@ -220,7 +220,7 @@ class _Wire:
             kernels.scale_into(out, out, scale)
         self._tally.decode_seconds += perf_counter() - started
 
-    def send(self, frame: Bytes, peers: list[int], tag: int) -> list[Transfer]:
+    def send(self, frame: Bytes, peers: Sequence[int], tag: int) -> list[Transfer]:
         """A frame to some ranks, preceded by its length where that may vary."""
         transfers = []
         length = np.array([frame.nbytes], dtype=np.int64)

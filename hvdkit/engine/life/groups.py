@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from hvdkit.collectives.choice import Choice
@@ -22,16 +23,18 @@ class Groups:
         self._choice = choice
         self._pass_spin_seconds = pass_spin_seconds
         self._groups: dict[int, Group] = {}
+        self._making = threading.Lock()  # the driver and who registers gradients ask
         self.device: str | None = None  # ("cuda:0") that this rank's named operations have used last
         self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
 
     def group(self, process_set_id: int) -> Group:
         """The ranks of a process set that this rank is in."""
-        if process_set_id not in self._groups:
-            group = Group(self.transport, self.ranks[process_set_id], self._choice)
-            group.layout = layout_of(group, process_set_id, self._pass_spin_seconds)
-            self._groups[process_set_id] = group
-        return self._groups[process_set_id]
+        with self._making:
+            if process_set_id not in self._groups:
+                group = Group(self.transport, self.ranks[process_set_id], self._choice)
+                group.layout = layout_of(group, process_set_id, self._pass_spin_seconds)
+                self._groups[process_set_id] = group
+            return self._groups[process_set_id]
 
     def device_collectives(self, process_set_id: int, device: str) -> DeviceCollectives | None:
         """The collectives of a process set's named operations; all its ranks ask for the first time together."""
@@ -60,4 +63,4 @@ class Groups:
 
     def bytes_sent(self) -> int:
         """What this rank has sent in all process sets that there are."""
-        return sum(group.bytes_sent for group in self._groups.values())
+        return sum(group.bytes_sent for group in list(self._groups.values()))  # any thread asks

@@ -41,6 +41,7 @@ class Mailbox:
 
     def send(self, rank: int, message: Message) -> None:
         """Send to another rank. Raises PeerLostError where it cannot be reached."""
+        assert rank != self._rank, f"{type(message).__name__} to oneself"
         if rank not in self.departed or isinstance(message, (Bye, Pong)):  # who said goodbye waits for ours
             self._transport.send_control(rank, encode(message))
 
