@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +19,14 @@ import torch
 from torch import nn
 
 import hvdkit.torch as hvd
+from hvdkit.engine.life.session import Session
+from hvdkit.errors import HorovodInternalError
+from hvdkit.torch import DDPHook
+from hvdkit.torch.data_parallel import group
+from hvdkit.torch.data_parallel.gradients import Bucket
+from hvdkit.torch.data_parallel.group import FINISH_SECONDS, Worker
 from tests.ranks import TORCH, RankedCases, start_ranks
+from tests.threads import on_threads
 from tests.torch.ddp_hook_loop import TIMEOUT_SECONDS
 from tests.torch.optimizer_support import expect
 
@@ -180,3 +190,116 @@ class PretendBucket:
 def test_gradients_that_cannot_be_averaged_are_refused(buffer: torch.Tensor) -> None:
     with expect(ValueError, "ddp_hook: bucket 0 ([3]) is", str(buffer.dtype), "torch.bfloat16", "CPU or CUDA"):
         hvd.ddp_hook(hvd.Compression.none).reduce(PretendBucket(buffer))  # type: ignore[arg-type]
+
+
+@contextmanager
+def hook_on(session: Session, codec: Any = hvd.Compression.int8) -> Iterator[DDPHook]:
+    """A hook whose ranks are connected, as threads may be."""
+    hook = hvd.ddp_hook(codec)
+    topology = session.engine.topology
+    hook._worker, hook._rank, hook._ranks = Worker(hook, session), topology.rank, list(range(topology.size))
+    try:
+        yield hook
+    finally:
+        hook._worker.tell_to_end()
+        hook._worker.end(time.monotonic() + FINISH_SECONDS)
+
+
+def pretend(elements: int = 4096) -> PretendBucket:
+    """A bucket with a parameter that is large enough to be encoded."""
+    bucket = PretendBucket(torch.linspace(-1, 1, elements))
+    bucket._parameters = [nn.Parameter(torch.zeros(64, elements // 64))]
+    return bucket
+
+
+def test_all_futures_end_where_the_device_fails_again_in_saying_so() -> None:
+    def run(session: Session) -> None:
+        with hook_on(session) as hook:
+            futures: list[Any] = [torch.futures.Future() for _ in range(3)]
+            futures[0].set_result(torch.empty(0))  # as far as the step came
+
+            def stream(bucket: Any) -> Any:
+                raise RuntimeError("device-side assert triggered")
+
+            hook._stream = stream  # type: ignore[method-assign]
+            hook._step = [Bucket(torch.ones(3), [], object(), future, torch.ones(3)) for future in futures]
+            handed = list(hook._step)
+            hook._worker.run(lambda: hook._fail(RuntimeError("an illegal memory access")))  # type: ignore[union-attr]
+            for future, bucket in zip(futures, handed, strict=True):
+                deadline = time.monotonic() + 10
+                while not (future.done() and bucket.errors) and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                assert future.done()
+                assert "an illegal memory access" in str(bucket.errors[0])
+            with expect(RuntimeError, "an earlier step failed", "an illegal memory access"):
+                hook.reduce(pretend()).wait()  # type: ignore[arg-type]
+
+    on_threads(1, run)
+
+
+def test_a_job_that_raises_is_told_and_the_next_ones_run(caplog: pytest.LogCaptureFixture) -> None:
+    def run(session: Session) -> None:
+        with hook_on(session) as hook:
+            done = threading.Event()
+            hook._worker.run(lambda: 1 // 0)  # type: ignore[union-attr, arg-type, return-value]
+            hook._worker.run(done.set)  # type: ignore[union-attr]
+            assert done.wait(10)
+
+    on_threads(1, run)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_all_hooks_are_told_to_end_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Pretend:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def tell_to_end(self) -> None:
+            calls.append(f"tell {self.name}")
+
+        def end(self, deadline: float) -> None:
+            calls.append(f"end {self.name}")
+
+    monkeypatch.setattr(group, "_SERVING", {Pretend(name): None for name in "cab"})
+    group._end_all()
+    assert calls == ["tell c", "tell a", "tell b", "end c", "end a", "end b"]
+
+
+def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error() -> None:
+    def run(session: Session) -> tuple[dict[str, Any], Any]:
+        with hook_on(session) as hook:
+            bucket = pretend()
+            for _ in range(2):
+                hook.reduce(bucket).wait()  # type: ignore[arg-type]
+            before = hook.state_dict()
+            lane = hook._gradients.lane
+            assert lane is not None
+            # Some of the next step was handed over, and nothing of it has begun.
+            lane.begin()
+            with pytest.raises(HorovodInternalError, match=r"ddp_hook: state_dict.*not completed") as told:
+                hook.state_dict()
+            assert "optimizer" not in str(told.value)
+            hook._worker.run(lambda: hook._fail(hvd.HorovodInternalError("rank 1 is lost")))  # type: ignore[union-attr]
+            with expect(RuntimeError, "rank 1 is lost"):
+                hook.reduce(bucket).wait()  # type: ignore[arg-type]
+            after = hook.state_dict()
+            lane.reducer.residuals.is_in_use = True  # some of it was encoded
+            with pytest.raises(HorovodInternalError, match=r"ddp_hook: state_dict.*rank 1 is lost") as told:
+                hook.state_dict()
+            assert "optimizer" not in str(told.value)
+            return before, after
+
+    for result in on_threads(2, run):
+        assert result is not None
+        before, after = result
+        assert before["kept"]
+        assert str(before) == str(after)
+
+
+def test_errors_of_the_engine_speak_of_the_hook() -> None:
+    hook = hvd.ddp_hook(hvd.Compression.int8)
+    hook._ranks = [0]
+    error = HorovodInternalError("hvd.init() waited 3 s (HVDKIT_TIMEOUT_SECONDS) for optimizer 'ddp_hook', operation 1")
+    assert hook._told(error) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"

@@ -75,8 +75,10 @@ class Session:
         self.process = os.getpid()
         self.dynamic = dynamic or settings.dynamic_process_sets
 
-    def close(self, reason: str = LEAVING, code: int = 0) -> PeerLostError | None:
+    def close(self, reason: str = LEAVING, code: int = 0, failed: bool = False) -> PeerLostError | None:
         """Tell the others ``reason`` and this process's exit code, wait a little for theirs, and give everything back.
+
+        ``failed``: only until they have heard.
 
         Returns what became of a rank that neither says goodbye nor gives a sign of life.
         """
@@ -84,7 +86,7 @@ class Session:
         graceful, lost = False, None
         try:
             if engine.topology.size > 1:
-                graceful, lost = self._say_goodbye(reason, code)
+                graceful, lost = self._say_goodbye(reason, code, failed)
         finally:
             engine.driver.stop()
             with engine.driver.halted(1.0) as halted:
@@ -99,14 +101,15 @@ class Session:
                 engine.transport.close(graceful and halted)
         return lost
 
-    def _say_goodbye(self, reason: str, code: int) -> tuple[bool, PeerLostError | None]:
+    def _say_goodbye(self, reason: str, code: int, failed: bool) -> tuple[bool, PeerLostError | None]:
         """Whether all ranks shut down now, and who is lost after all."""
         engine = self.engine
         mailbox, watch = engine.mailbox, engine.watch
         if mailbox.departed:
             first, cause = next(iter(mailbox.departed.items()))
             reason += f", after rank {first} had left ({cause})"
-        farewell = Farewell(mailbox, watch, reason, mailbox.failed_with or code, failed=bool(code or engine.error))
+        failed = failed or bool(code or engine.error)
+        farewell = Farewell(mailbox, watch, reason, mailbox.failed_with or code, failed)
         engine.driver.drive_until(farewell.over)
         # A connection that breaks now is no news: its rank may have left with its goodbye unsent, and if it was killed,
         # whoever started it knows.

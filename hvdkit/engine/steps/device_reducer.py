@@ -129,6 +129,7 @@ class DeviceReducer(Reducer):
         self._offers[slot] = offer
 
     def end_step(self) -> None:
+        super().end_step()
         self._offers = [None] * len(self._slots)
 
     def rescue(self) -> None:

@@ -104,6 +104,7 @@ class HostReducer(Reducer):
             self._node.offer(slot, where, max(offset, 0))
 
     def end_step(self) -> None:
+        super().end_step()
         self._offers = [None] * len(self._slots)
         ARENA.unpin(self._take_pinned())
         ARENA.end_step()

@@ -68,9 +68,9 @@ class Reducer(ABC):
         ``sequence`` counts the lane's operations, alike on all ranks; ``tag`` up to ``tag + 3`` are this one's.
         """
 
-    @abstractmethod
     def end_step(self) -> None:
         """All ranks are through with the gradients that were offered: they are their owner's again."""
+        self.residuals.is_in_use = False
 
     @abstractmethod
     def rescue(self) -> None:

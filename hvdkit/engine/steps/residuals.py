@@ -57,6 +57,7 @@ class Residuals:
         self._memories: list[Memory] = []
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
         self._totals = [Tally() for _ in slots]
+        self.is_in_use = False  # some operation of this step has begun
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """From now on the lane has these buckets."""
@@ -99,6 +100,7 @@ class Residuals:
     def of_piece(self, piece: Piece) -> Memory:
         """The memory of a piece of a bucket, for one operation."""
         part = self._memories[piece.bucket].part(piece.begin, piece.end)
+        self.is_in_use = True
         part.turn = part.shared.turn
         part.tally = self._tallies[piece.bucket, piece.begin] = Tally()
         return part

@@ -6,6 +6,7 @@ anew after the first step changes neither.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -26,6 +27,8 @@ from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.layout import memory_order
 from hvdkit.torch.ops.arrays import Array, as_array
 
+logger = logging.getLogger("hvdkit")
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMED = 3  # of a bucket's parameters, in errors
 LOADING = "ddp_hook.load_state_dict"
@@ -44,6 +47,16 @@ class Bucket:
     future: Future[Tensor]
     host: Tensor
     errors: list[BaseException] = field(default_factory=list)
+
+    def fail(self, error: BaseException) -> None:
+        """End the Future with an error."""
+        self.errors = [error]
+        try:
+            if not self.future.done():
+                # Not of the device, which may be what failed; nobody sees it.
+                self.future.set_result(torch.empty(0))
+        except Exception:  # the other buckets' Futures must end all the same
+            logger.exception("ddp_hook: a bucket's Future could not be ended")
 
     def runs(self) -> Iterator[tuple[Tensor, Array]]:
         """Each parameter with its gradient in host memory, flat."""
@@ -120,9 +133,21 @@ class Gradients:
             if small is not None:
                 values[...] = small
 
+    def can_be_saved(self, has_failed: bool) -> bool:
+        """Whether codecs keep what they kept after the last complete step. ``has_failed``: nothing runs any more."""
+        if self.lane is None or not self.lane.reducer.residuals.keeps_anything:
+            return True
+        return not (self.lane.reducer.residuals.is_in_use if has_failed else self.lane.in_flight)
+
+    def under_way(self) -> str:
+        """What is reduced now, for errors."""
+        if self.lane is None or not self.lane.reducer.residuals.is_in_use:
+            return ""
+        return f"\nIt was at {self.lane.waiting_for().partition(', ')[2]}."
+
     def saved(self, rank: int, size: int) -> dict[str, Any]:
         """What codecs keep, as ``DDPHook.state_dict`` says it."""
-        kept = None if self.lane is None else compression_state.save(self.lane, range(len(self._shapes)))
+        kept = None if self.lane is None else compression_state.saved(self.lane, range(len(self._shapes)))
         return {
             "codec": self._codec.summary,
             "rank": rank,

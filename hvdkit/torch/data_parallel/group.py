@@ -117,28 +117,39 @@ class Worker:
         self.session = session
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._is_closed = False
+        self._left = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hvdkit-ddp-hook", daemon=True)
-        _SERVING.add(self)
+        _SERVING[self] = None
         self._thread.start()
         # Nobody waits for the goodbye of a hook that is let go of, which may be the garbage collector's doing.
         weakref.finalize(owner, self._jobs.put, None).atexit = False
 
     def run(self, job: Job) -> None:
-        """Have ``job``, which must not raise, run after those that were given before."""
+        """Have ``job`` run after those that were given before. What it raises is logged."""
         self._jobs.put(job)
 
-    def leave(self, reason: str) -> None:
-        """Close the session; others learn the reason. For jobs."""
+    def leave(self, reason: str, failed: bool = False) -> None:
+        """Close the session; others learn the reason, which is all that one that ``failed`` waits for. For jobs."""
         if not self._is_closed:
             self._is_closed = True
-            lost = self.session.close(reason)
+            try:
+                lost = self.session.close(reason, failed=failed)
+            finally:
+                self._left.set()
             if lost is not None:
                 logger.info("ddp_hook: %s", lost)
 
-    def end(self) -> None:
-        """Return when the thread has ended."""
+    def has_left(self) -> bool:
+        """Whether the session is closed, which it is about to be."""
+        return self._left.wait(GOODBYE_SECONDS + FAIL_SECONDS)
+
+    def tell_to_end(self) -> None:
+        """Have the thread end after the jobs that were given."""
         self._jobs.put(None)
-        self._thread.join(FINISH_SECONDS)
+
+    def end(self, deadline: float) -> None:
+        """Return when the thread, which was told to, has ended. What is under way at ``deadline`` fails."""
+        self._thread.join(max(0.0, deadline - monotonic()))
         if self._thread.is_alive():
             # A thread that comes back from C++ when Python is gone can take the process down with it.
             engine = self.session.engine
@@ -148,17 +159,25 @@ class Worker:
     def _serve(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                job()
+                try:
+                    job()
+                except BaseException:  # any: later jobs end their Futures, and the session must be closed
+                    logger.exception("ddp_hook: what the hook does failed")
                 del job  # it may hold the last reference to the owner, which would otherwise wait for the next job
             self.leave(LEAVING)
         finally:
-            _SERVING.discard(self)
+            _SERVING.pop(self, None)
 
 
-_SERVING: set[Worker] = set()
+_SERVING: dict[Worker, None] = {}  # in the order in which they were made, which is the same on all ranks
 
 
 @atexit.register
 def _end_all() -> None:
-    for worker in list(_SERVING):
-        worker.end()
+    workers = list(_SERVING)
+    # All at once: of several hooks, each rank would otherwise wait in one for goodbyes that others say after another's.
+    for worker in workers:
+        worker.tell_to_end()
+    deadline = monotonic() + FINISH_SECONDS
+    for worker in workers:
+        worker.end(deadline)

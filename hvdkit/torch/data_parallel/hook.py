@@ -29,8 +29,13 @@ ALIKE = (
     "HINT: give all ranks the same model, DistributedDataParallel's same arguments, the same codec, and load "
     "state_dicts of one moment on all ranks or on none."
 )
-# Where what the engine tells its users to set is an argument here.
-TIMEOUTS = ("HVDKIT_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+# What the engine's users know by another name, or set elsewhere.
+WORDS = {
+    "HVDKIT_TIMEOUT_SECONDS": "the hook's timeout",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "the hook's timeout",
+    f"optimizer '{FUNCTION}'": FUNCTION,
+    "hvd.init()": FUNCTION,
+}
 
 
 class DDPHook:
@@ -112,9 +117,20 @@ class DDPHook:
         lie in memory, in the order of the model's parameters. ``kept`` has what an optimizer's state_dict has under
         "compression", if the codec keeps anything. Each rank has its own: save them all. ``torch.load`` takes it with
         ``weights_only=True``.
+
+        Raises HorovodInternalError in the midst of a step, also of one that failed when some of it was encoded.
         """
         rank, size = self._rank_and_size()
-        return share_of(self._loaded, rank, size) if self._loaded else self._gradients.saved(rank, size)
+        if self._loaded:
+            return share_of(self._loaded, rank, size)
+        is_still = self._broken is None or self._worker is None or self._worker.has_left()
+        if not is_still or not self._gradients.can_be_saved(self._broken is not None):
+            why = "that was not completed" if self._broken is None else f"that failed: {self._broken}"
+            raise HorovodInternalError(
+                f"{FUNCTION}: state_dict: what the codec keeps is in the midst of a step {why}\n"
+                "HINT: call it after each step, and go on from what it returned last."
+            )
+        return self._gradients.saved(rank, size)
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from what ``state_dict`` returned: on all ranks alike, between two steps or before the first.
@@ -149,12 +165,15 @@ class DDPHook:
         if process_group is None:
             raise ValueError(f"{FUNCTION}: call torch.distributed.init_process_group first")
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
-        session = open_session(process_group, self._timeout or timeout_of(process_group))
+        session = None
         try:
+            session = open_session(process_group, self._timeout or timeout_of(process_group))
             self._agree(session.engine, {"codec": self._codec.summary})
         except HorovodInternalError as error:
-            session.close(self._told(error))
-            raise type(error)(f"{FUNCTION}: rank {self._rank}: {self._told(error)}") from error
+            told = self._told(error)
+            if session is not None:
+                session.close(told, failed=True)
+            raise type(error)(f"{FUNCTION}: rank {self._rank}: {told}") from error
         self._worker = Worker(self, session)
         return self._worker
 
@@ -208,35 +227,37 @@ class DDPHook:
         lane.finish()
         for bucket in self._step:
             self._gradients.give_back(lane, bucket)
-        self._end_step([])
-
-    def _end_step(self, errors: list[BaseException]) -> None:
         while self._step:
-            bucket = self._step[0]
-            bucket.errors = errors
-            if bucket.ready is None:
-                bucket.future.set_result(bucket.flat)
-            else:
-                with torch.cuda.stream(self._stream(bucket)):
-                    if not errors:
-                        bucket.flat.copy_(bucket.host, non_blocking=True)
-                    bucket.future.set_result(bucket.flat)
+            self._end(self._step[0])
             del self._step[0]
+
+    def _end(self, bucket: Bucket) -> None:
+        if bucket.ready is None:
+            bucket.future.set_result(bucket.flat)
+        else:
+            with torch.cuda.stream(self._stream(bucket)):
+                bucket.flat.copy_(bucket.host, non_blocking=True)
+                bucket.future.set_result(bucket.flat)
 
     def _fail(self, error: BaseException) -> None:
         """Name in the error what failed. All later steps fail too, and no rank waits for this one any more."""
         told = f"{FUNCTION} on rank {self._rank} with codec {self._codec.summary}: {self._told(error)}"
-        self._end_step([(ValueError if isinstance(error, ValueError) else HorovodInternalError)(told)])
-        if self._broken is None:
-            self._broken = told
-            assert self._worker is not None
-            self._worker.leave(told)
+        told += self._gradients.under_way()
+        is_first, self._broken = self._broken is None, self._broken or told
+        buckets, self._step = self._step, []
+        try:
+            for bucket in buckets:
+                bucket.fail((ValueError if isinstance(error, ValueError) else HorovodInternalError)(told))
+        finally:
+            if is_first:
+                assert self._worker is not None
+                self._worker.leave(told, failed=True)
 
     def _told(self, error: BaseException) -> str:
         """An error, for who knows the process group and the arguments of hvd.ddp_hook."""
         text = str(error) or repr(error)
-        for name in TIMEOUTS:
-            text = text.replace(name, "the hook's timeout")
+        for name, ours in WORDS.items():
+            text = text.replace(name, ours)
         if self._ranks != list(range(len(self._ranks))):
             text += f"\nRanks are counted in the process group, which has ranks {self._ranks}."
         return f"{text}\n{ALIKE}" if isinstance(error, MismatchError) and "HINT" not in text else text

@@ -32,10 +32,15 @@ def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
 
     A place is None for a parameter that the optimizer has no more.
     """
+    if lane.in_flight and lane.reducer.residuals.keeps_anything:
+        raise AssertionError(IN_FLIGHT)
+    return saved(lane, places)
+
+
+def saved(lane: Lane, places: Sequence[int | None]) -> Saved | None:
+    """As ``save``, of a lane in which nothing runs."""
     if not lane.reducer.residuals.keeps_anything:
         return None
-    if lane.in_flight:
-        raise AssertionError(IN_FLIGHT)
     state = lane.reducer.kept()
     return {  # lists and tensors only, which torch.load takes without unpickling anything else
         "format": FORMAT,
