@@ -66,7 +66,7 @@ class Memory:
         """The memory of the elements from ``begin`` to ``end`` of this one; they are the same arrays."""
         part = Memory.__new__(Memory)
         part.elements = end - begin
-        part.arrays = {name: array[begin:end] for name, array in self.arrays.items()}
+        part.arrays = {name: array[begin:end] for name, array in [*self.arrays.items()]}  # a debt may be paid meanwhile
         part.begin = self.begin + begin
         part.turn = self.turn
         part.salt = self.salt

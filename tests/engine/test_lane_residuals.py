@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from hvdkit.compression import CASTS, DGC, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import OWED, RESIDUAL, Memory
+from hvdkit.engine.steps.device_reducer import DeviceReducer
 from hvdkit.engine.steps.plan import Slot, lay_out
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
@@ -98,3 +100,44 @@ def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
         codec.prepare(gradient, moved, 1)
         gradient = np.zeros(16, dtype=np.float32)
     np.testing.assert_allclose(moved.residual, kept.residual, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_too_large_for_a_debt_is_told_and_not_owed() -> None:
+    residuals = made()
+    values = np.ones(9, dtype=np.float32)
+    values[4] = 1e38
+    with pytest.warns(UserWarning, match="1 values that compression kept of 'q' are not finite"):
+        residuals.owe(1, values, 1e-3)
+    assert residuals.of_slot(1)[OWED].tolist() == pytest.approx([1e3] * 4 + [0.0] + [1e3] * 4)
+
+
+def test_what_is_reported_in_the_midst_of_a_step_is_what_was_read_before_it() -> None:
+    class Kept:
+        """What a codec keeps on a device."""
+
+        pulls = 0
+
+        def pull(self, memory: Memory) -> None:
+            Kept.pulls += 1
+            memory.arrays[RESIDUAL][...] = Kept.pulls
+            if Kept.pulls == 3:  # an operation begins meanwhile
+                reducer.residuals.of_piece(Piece(0, 0, 64, 0, 1))
+                reducer._pulled.discard(0)
+
+    reducer = DeviceReducer.__new__(DeviceReducer)
+    reducer.residuals = made()
+    reducer._slots, reducer._kept, reducer._pulled = SLOTS, [Kept()], set()
+
+    def norm() -> float:
+        return reducer.reports()[0][3]
+
+    assert norm() == norm() == pytest.approx(40**0.5)
+    reducer.residuals.of_piece(Piece(0, 0, 64, 0, 1))
+    reducer._pulled.discard(0)
+    assert norm() == pytest.approx(40**0.5), "the device may be changing what it keeps"
+    reducer.end_step()
+    assert norm() == pytest.approx(2 * 40**0.5)
+    reducer._pulled.discard(0)
+    norm()
+    reducer.end_step()
+    assert norm() == pytest.approx(4 * 40**0.5), "what was half of an operation is read again"

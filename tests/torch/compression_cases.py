@@ -299,6 +299,26 @@ def case_a_checkpoint_of_another_version_is_an_error(hvd: Any) -> None:
     take_steps(net, optimizer, 1)
 
 
+def case_a_checkpoint_that_is_refused_changes_nothing(hvd: Any) -> None:
+    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
+    take_steps(net, optimizer, 2)
+    state = optimizer.state_dict()
+    kept = state["compression"]
+    turned = {**kept, "shapes": [shape[::-1] for shape in kept["shapes"]]}
+    odd = {**state, "param_groups": [{**state["param_groups"][0], "lr": 7.0}]}
+    for loading in (optimizer, make(hvd, hvd.Compression.topk(0.05))[1]):  # after steps, and before the first
+        before = loading.state_dict()
+        with expect(ValueError, "'large' was 60 x 50 when it was saved, and is 50 x 60 here", "HINT"):
+            loading.load_state_dict({**odd, "compression": turned})
+        with expect(ValueError, "twice"):
+            loading.load_state_dict({**odd, "compression": [kept, kept]})
+        with expect(TypeError, "got int"):
+            loading.load_state_dict({**odd, "compression": 3})
+        assert loading.param_groups[0]["lr"] == 1.0
+        assert str(loading.state_dict()) == str(before)
+    take_steps(net, optimizer, 1)
+
+
 def case_checkpoints_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
     """Those of all ranks, of which some are missing here and some come twice, as from a larger or smaller job."""
     codec = hvd.Compression.topk(0.05, compress=compress(hvd))

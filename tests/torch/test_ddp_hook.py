@@ -158,6 +158,7 @@ def state(**changes: Any) -> dict[str, Any]:
         ([state(), state(size=3)], ValueError, "number 1 has another size than number 0"),
         ([state(), state(shapes=[])], ValueError, "another list of parameters"),
         ([state(), state(codec="int4")], ValueError, "number 1 has another codec"),
+        ([state(), state(rank=1), state()], ValueError, "number 2 is another state_dict of rank 0"),
     ],
 )
 def test_states_that_cannot_be_loaded_are_refused(wrong: Any, error: type[Exception], told: str) -> None:
@@ -303,3 +304,24 @@ def test_errors_of_the_engine_speak_of_the_hook() -> None:
     hook._ranks = [0]
     error = HorovodInternalError("hvd.init() waited 3 s (HVDKIT_TIMEOUT_SECONDS) for optimizer 'ddp_hook', operation 1")
     assert hook._told(error) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"
+
+
+def test_turn_and_shapes_are_those_of_all_ranks_whatever_one_keeps() -> None:
+    def run(session: Session) -> dict[str, Any]:
+        with hook_on(session, hvd.Compression.int8(feedback=False)) as hook:
+            bucket = pretend()
+            for _ in range(3):
+                hook.reduce(bucket).wait()  # type: ignore[arg-type]
+            lane = hook._gradients.lane
+            assert lane is not None
+            if lane.group.rank == 1:  # as of a rank that nothing was encoded on
+                lane.reducer.residuals.forget()
+                for memory in lane.reducer.residuals._memories:
+                    memory.shared.numbers.clear()
+            return hook.state_dict()
+
+    states = on_threads(2, run)
+    assert [(one["turn"], one["shapes"], len(one["kept"])) for one in states if one] == [
+        (3, [[64, 64]], 1),
+        (3, [[64, 64]], 0),
+    ]

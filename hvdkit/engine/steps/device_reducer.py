@@ -95,15 +95,18 @@ class DeviceReducer(Reducer):
 
     def _pull(self, buckets: Iterable[int]) -> None:
         for bucket in set(buckets) - self._pulled:
-            self._kept[bucket].pull(self.residuals.of_bucket(bucket))
             self._pulled.add(bucket)
+            self._kept[bucket].pull(self.residuals.of_bucket(bucket))
+            if self.residuals.is_in_use:  # what was copied may be half of an operation that has begun meanwhile
+                self._pulled.discard(bucket)
 
     def _push(self, buckets: Iterable[int]) -> None:
         self._pulled.update(buckets)
         self._changed.update(buckets)
 
     def reports(self) -> list[Report]:
-        self._pull(range(len(self._kept)))
+        if not self.residuals.is_in_use:  # else as it was read last
+            self._pull(range(len(self._kept)))
         return super().reports()
 
     def residual_norm(self, piece: Piece) -> float | None:

@@ -129,7 +129,7 @@ class Reducer(ABC):
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
         encoded = [
             (
-                bucket.slots, bucket.offsets, str(bucket.dtype), codec.summary,
+                bucket.slots, bucket.offsets, self.residuals.shapes(number), str(bucket.dtype), codec.summary,
                 sorted((piece.begin, piece.end) for piece in self.arrangement.pieces if piece.bucket == number),
             )
             for number, bucket in enumerate(self._buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from hvdkit.compression import Codec, Memory
 from hvdkit.compression.memory import OWED, RESIDUAL, TURN, Tally
 from hvdkit.engine.steps.plan import Bucket, Slot
 from hvdkit.engine.steps.schedule import Piece
+
+TOO_LARGE = (
+    "{count} values that compression kept of '{name}' are not finite as a part of its gradient here, and are lost."
+)
 
 Kept = dict[str, Array]  # by name: flat arrays of one tensor
 # A number or an array that a codec keeps of some elements of a bucket: the bucket's slots, its name, begin and end.
@@ -86,6 +91,10 @@ class Residuals:
     def of_bucket(self, bucket: int) -> Memory:
         """The memory of a bucket."""
         return self._memories[bucket]
+
+    def shapes(self, bucket: int) -> list[tuple[int, ...]]:
+        """Those of a bucket's tensors."""
+        return [self._slots[slot].shape for slot in self._buckets[bucket].slots]
 
     def gaps(self, number: int) -> list[tuple[int, int]]:
         """The elements of a bucket that belong to none of its tensors."""
@@ -276,10 +285,17 @@ class Residuals:
         """Add to this rank's next gradient of a tensor, once, what adds ``values`` to the result.
 
         ``unit``: what a gradient is multiplied with, after its own factor, to become part of the result; 0.0 where
-        that is no sum, to which nothing can be added.
+        that is no sum, to which nothing can be added. What is too large for a number is not owed.
         """
-        if unit != 0.0 and values.any():
-            self._array(slot, OWED)[...] += values / np.float32(unit)
+        if unit == 0.0 or not values.any():
+            return
+        owed = self._array(slot, OWED)
+        with np.errstate(all="ignore"):
+            total = owed + values / np.float32(unit)
+        fits = np.isfinite(total)
+        np.copyto(owed, total, where=fits)
+        if not fits.all():
+            warnings.warn(TOO_LARGE.format(count=fits.size - fits.sum(), name=self._slots[slot].name), stacklevel=2)
 
 
 def _pay(owed: Array, gradient: Array) -> None:

@@ -76,6 +76,7 @@ class Gradients:
         self._names: dict[Tensor, str] = {}  # in the model's order, if they were told
         self._slots: dict[Tensor, int] = {}
         self._shapes: list[list[int]] = []
+        self._earlier = 0  # steps before the lane's
         self.lane: Lane | None = None
 
     @property
@@ -152,22 +153,26 @@ class Gradients:
             "codec": self._codec.summary,
             "rank": rank,
             "size": size,
-            "turn": kept["turn"] if kept else 0,
-            "shapes": self._shapes if kept else [],
+            # Of these all ranks have the same, whatever each one keeps.
+            "turn": 0 if self.lane is None else self._earlier + self.lane.steps,
+            "shapes": self._shapes,
             "kept": [kept] if kept else [],
         }
 
     def load(self, lane: Lane, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what one or several ranks saved. Raises ValueError if it is of another model."""
         theirs, kept = states[0]["shapes"], [one for state in states for one in state["kept"]]
-        if kept and theirs != self._shapes:
+        if theirs and theirs != self._shapes:
             pairs = zip_longest(theirs, self._shapes)
             place, was, has = next((place, *map(_told, pair)) for place, pair in enumerate(pairs) if pair[0] != pair[1])
             raise ValueError(
                 f"the state_dict is of another model: parameter {place} was {was} there, and is {has} here"
             )
+        places = range(len(self._shapes))
+        kept = compression_state.check(kept, compression_state.shapes_of(lane, places))
         lane.reducer.reset()
-        compression_state.resume(lane, range(len(self._shapes)), kept, lane.group.rank, lane.group.size)
+        compression_state.resume(lane, places, kept, lane.group.rank, lane.group.size)
+        self._earlier = states[0]["turn"] - lane.steps
 
 
 def _told(shape: Sequence[int] | None) -> str:
@@ -205,6 +210,11 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
                     f"{LOADING}: the state_dicts are not of one moment of one job: number {number} has another {told} "
                     "than number 0\nHINT: load those that all ranks saved after the same step."
                 )
+        if any(state["rank"] == other["rank"] for other in states[:number]):
+            raise ValueError(
+                f"{LOADING}: number {number} is another state_dict of rank {state['rank']}\n"
+                "HINT: load that of each rank once."
+            )
     return list(states)
 
 

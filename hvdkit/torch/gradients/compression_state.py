@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvdkit.compression.dgc import VELOCITY
+from hvdkit.compression.memory import OWED, RESIDUAL
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.residuals import Note, State
 
 KEY = "compression"
 
-FORMAT = 2  # of what ``save`` returns
+FORMAT = 3  # of what ``save`` returns
 OTHER_FORMAT = (
     'What the state_dict holds under "compression" was not written by this version of hvdkit.\n'
     "HINT: leave it out, which loses the gradients that were compressed and not sent yet."
 )
+IN_STATE = 'the state_dict\'s "compression":'
 IN_FLIGHT = (
     "optimizer.state_dict() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
     "while gradients are being compressed.\nHINT: call it after step()."
 )
 
+ARRAYS = {RESIDUAL, VELOCITY, OWED}
 # By the place of a parameter in the optimizer: what is kept of its gradient.
 Saved = dict[str, Any]
+# By place: a parameter's name, and the shape of its gradient as it lies in memory.
+Shapes = Mapping[Any, tuple[str, Sequence[int]]]
 
 
 def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
@@ -48,6 +56,7 @@ def saved(lane: Lane, places: Sequence[int | None]) -> Saved | None:
         "size": lane.group.size,
         "place": state.place,
         "parameters": list(places),
+        "shapes": [list(slot.shape) for slot in lane.slots],
         "kept": [{name: torch.from_numpy(array) for name, array in kept.items()} for kept in state.slots],
         "units": state.units,
         "turn": state.turn,
@@ -62,12 +71,57 @@ def _array(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-def check(saved: Any) -> list[Saved]:
-    """What one or several ranks saved, as a list. Raises ValueError for what ``save`` did not make."""
-    everyones: list[Any] = [saved] if isinstance(saved, Mapping) else list(saved)
-    if not all(isinstance(one, Mapping) and one.get("format") == FORMAT for one in everyones):
-        raise ValueError(OTHER_FORMAT)
-    return everyones
+def shapes_of(lane: Lane, places: Sequence[int | None]) -> Shapes:
+    """Those of the parameters of a lane."""
+    return {place: (slot.name, slot.shape) for place, slot in zip(places, lane.slots, strict=True)}
+
+
+def check(saved: Any, shapes: Shapes) -> list[Saved]:
+    """What one or several ranks saved, as a list.
+
+    Raises TypeError for what is neither, ValueError for what ``save`` did not make, was given twice, or is of
+    parameters of other ``shapes``.
+    """
+    everyones = [saved] if isinstance(saved, Mapping) else saved
+    if not isinstance(everyones, Sequence) or isinstance(everyones, str):
+        raise TypeError(f"{IN_STATE} expected what state_dict() has there, or a list of it, got {type(saved).__name__}")
+    for one in everyones:
+        if not isinstance(one, Mapping):
+            raise TypeError(f"{IN_STATE} expected what state_dict() has there, got {type(one).__name__} in a list")
+        if one.get("format") != FORMAT:
+            raise ValueError(OTHER_FORMAT)
+    (rank, size), times = (
+        Counter((one["rank"], one["size"]) for one in everyones).most_common(1)[0] if everyones else ((0, 0), 0)
+    )
+    if times > 1:
+        raise ValueError(
+            f"{IN_STATE} what rank {rank} of {size} kept is there twice\nHINT: give each rank's state once."
+        )
+    for one in everyones:
+        _check_arrays(one, shapes)
+    return list(everyones)
+
+
+def _check_arrays(saved: Mapping[str, Any], shapes: Shapes) -> None:
+    for place, shape, arrays in zip(saved["parameters"], saved["shapes"], saved["kept"], strict=True):
+        name, here = shapes.get(place, (f"parameter {place}", shape))
+        if list(shape) != list(here):
+            raise ValueError(
+                f"{IN_STATE} {name!r} was {_told(shape)} when it was saved, and is {_told(here)} here\n"
+                "HINT: load the state of the same model, or leave it out, which loses what was not sent yet."
+            )
+        unknown = sorted(arrays.keys() - ARRAYS)
+        if unknown:
+            raise ValueError(f"{IN_STATE} of {name!r} there is {unknown}, which no codec keeps")
+        for kind, array in arrays.items():
+            if array.numel() != prod(shape):
+                raise ValueError(
+                    f"{IN_STATE} {kind!r} of {name!r} has {array.numel()} elements, expected {prod(shape)}"
+                )
+
+
+def _told(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
 
 
 def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
@@ -107,7 +161,7 @@ def resume(lane: Lane, places: Sequence[int | None], saved: Saved | Sequence[Sav
     Nothing may be taken twice, nor left out: a rank takes its own; with other numbers of ranks than there were, what
     rank r saved goes to rank r modulo the ranks there are, which owes it all.
     """
-    everyones = check(saved)
+    everyones = check(saved, shapes_of(lane, places))
     for one in everyones:
         if one["rank"] % size == rank:
             load(lane, places, one)

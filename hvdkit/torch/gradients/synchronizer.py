@@ -19,6 +19,7 @@ from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitialized
 from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.half_summed import HALF_SUMMED, STEP_FAILED, is_half_summed, some_are_half_summed
 from hvdkit.torch.gradients.hooks import GradientHooks
+from hvdkit.torch.gradients.layout import can_be_planned, slot_of
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.routes import Routes
 from hvdkit.torch.gradients.settings import Settings
@@ -255,10 +256,21 @@ class GradientSynchronizer:
             return self._kept
         return compression_state.save(self._routes.planned.lane, self._places(self._routes.planned))
 
-    def load_compression_state(self, saved: Any) -> None:
-        """Let codecs go on from what this or other ranks kept; from nothing if ``saved`` is None."""
+    def check_compression_state(self, saved: Any) -> None:
+        """Raises TypeError or ValueError for what codecs cannot go on from. Nothing is changed."""
         if saved is not None:
-            compression_state.check(saved)
+            compression_state.check(saved, self._shapes())
+
+    def _shapes(self) -> compression_state.Shapes:
+        everyone = [parameter for group in self._groups() for parameter in group["params"]]
+        return {
+            place: (self.name_of(parameter), slot_of("", parameter).shape)
+            for place, parameter in enumerate(everyone)
+            if not is_lazy(parameter) and can_be_planned(parameter)
+        }
+
+    def load_compression_state(self, saved: Any) -> None:
+        """Let codecs go on from what this or other ranks kept, which was checked; from nothing if it is None."""
         self.reset_compression()
         process_set = self.settings.process_set
         if saved is None or self._routes is None or self._routes.planned is None:

@@ -151,10 +151,14 @@ def distributed_class(base: Any) -> Any:
             return state if kept is None else {**state, KEY: kept}
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            """Set the state back, and what codecs kept on this rank; a step that was begun is forgotten."""
+            """Set the state back, and what codecs kept on this rank; a step that was begun is forgotten.
+
+            Raises ValueError or TypeError, and changes nothing, where codecs cannot go on from what they kept.
+            """
+            state = args[0] if args else kwargs["state_dict"]
+            self._synchronizer.check_compression_state(state.get(KEY))
             self._synchronizer.abandon()
             super().load_state_dict(*args, **kwargs)
-            state = args[0] if args else kwargs["state_dict"]
             self._synchronizer.load_compression_state(state.get(KEY))
             if self._wrapped_optimizer is not None:
                 self._wrapped_optimizer.state = self.state

@@ -97,9 +97,10 @@ class DeviceMemory:
 
     def pull(self, memory: Memory) -> None:
         """Copy what is kept into a memory of the host. Waits for the device."""
-        for name, array in self.arrays.items():
-            if array is not None:
-                memory.arrays[name][...] = array.cpu().numpy()
+        for name, array in [*self.arrays.items()]:  # what is paid meanwhile goes
+            ours = memory.arrays.get(name)
+            if array is not None and ours is not None:
+                ours[...] = array.cpu().numpy()
         memory.shared.vectors = {place: one.reshape(-1).cpu().numpy().copy() for place, one in [*self.vectors.items()]}
 
     def push(self, memory: Memory) -> None:

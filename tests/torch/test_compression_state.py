@@ -1,0 +1,77 @@
+"""What is refused of what codecs kept, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvdkit.compression import TopK
+from hvdkit.engine.life.session import Session
+from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.steps.offers import offer_of
+from hvdkit.engine.steps.plan import Slot
+from hvdkit.kernels import ReduceOp
+from hvdkit.torch.gradients import compression_state
+from tests.threads import on_threads
+from tests.torch.optimizer_support import expect
+
+OURS = {0: ("weight", (50, 60))}
+
+
+def saved(**changes: Any) -> dict[str, Any]:
+    """A state of one parameter of 50 x 60."""
+    kept = [{"residual": torch.ones(3000)}]
+    units = [{"residual": 1.0, "owed": 1.0}]
+    where = {"format": compression_state.FORMAT, "rank": 0, "size": 2, "place": "", "turn": 1, "notes": []}
+    return {**where, "parameters": [0], "shapes": [[50, 60]], "kept": kept, "units": units, **changes}
+
+
+def test_what_was_saved_is_taken() -> None:
+    two = [saved(), saved(rank=1)]
+    assert compression_state.check(two, OURS) == two
+    assert compression_state.check(two[0], OURS) == two[:1]
+    assert compression_state.check(saved(parameters=[7]), OURS), "of a parameter that is not here"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "texts"),
+    [
+        (3, TypeError, ("got int",)),
+        ("state", TypeError, ("got str",)),
+        ([3], TypeError, ("got int in a list",)),
+        ([saved(), saved(format=1)], ValueError, ("not written by this version",)),
+        ([saved(), saved()], ValueError, ("what rank 0 of 2 kept is there twice", "HINT")),
+        (saved(shapes=[[60, 50]]), ValueError, ("'weight' was 60 x 50", "is 50 x 60 here", "HINT")),
+        (saved(kept=[{"residual": torch.ones(1)}]), ValueError, ("'residual' of 'weight' has 1 elements", "3000")),
+        (saved(kept=[{"nonsense": torch.ones(3000)}]), ValueError, ("of 'weight' there is ['nonsense']",)),
+    ],
+)
+def test_what_was_not_saved_is_refused(wrong: Any, error: type[Exception], texts: tuple[str, ...]) -> None:
+    with expect(error, *texts):
+        compression_state.check(wrong, OURS)
+
+
+def stepped(session: Session, shape: tuple[int, ...]) -> Lane:
+    """A lane of one parameter, after a step."""
+    slots = [Slot("weight", shape, np.dtype(np.float32))]
+    lane = session.engine.register_plan(
+        f"net of {shape}", slots, op=ReduceOp.SUM, codecs=[TopK(0.1, compress="everywhere")]
+    )
+    lane.ready(0, offer_of(np.arange(3000, dtype=np.float32)))
+    lane.finish()
+    return lane
+
+
+def test_a_lane_of_other_shapes_is_another_place_and_takes_no_state_of_it() -> None:
+    def run(session: Session) -> None:
+        lane, turned = stepped(session, (50, 60)), stepped(session, (60, 50))
+        assert lane.reducer.place() != turned.reducer.place()
+        before = str(compression_state.save(turned, [0]))
+        with expect(ValueError, "'weight' was 50 x 60", "is 60 x 50 here"):
+            compression_state.resume(turned, [0], compression_state.save(lane, [0]) or {}, 0, 2)
+        assert str(compression_state.save(turned, [0])) == before
+
+    on_threads(2, run)
