@@ -20,9 +20,12 @@
   they travel follows from what was observed. Operations by name that are encoded are never fused.
 - State: ``optimizer.state_dict()["compression"]`` has what this rank keeps, and what a number in it is multiplied with
   to become part of the result. At the same place (rank, ranks, nodes, buckets, pieces, codec) a step goes on with the
-  same bits. Elsewhere, also when parameters were frozen or a rank has left, all of it is one vector for each tensor
-  (``State.owed``), which is added once to the next gradients of a rank that stays, on devices too: so nothing is lost,
-  and with DGC (``Codec.owes``) about as much arrives as its velocity would still have handed on.
+  same bits; a state of other shapes is refused before anything is changed. Elsewhere, also when other parameters were
+  frozen or a rank has left, all of it is one vector for each tensor (``State.owed``), which is added once to the next
+  gradients of a rank that stays, on devices too; with DGC (``Codec.owes``) about as much arrives as its velocity would
+  still have handed on, less what its ``clip`` takes. It counts as paid when it was added: it goes where that step goes,
+  also if a GradScaler skips it, an exception ends it or another rank's gradients are not finite. What was kept of a
+  parameter goes when that is frozen, and all of it with a step that fails or with ``hvd.shutdown()``.
 - What is not finite is decoded as something not finite near it on all ranks, and leaves what is kept as it was.
 - Payloads carry codec, elements, length and a checksum, which are looked at before anything else; a payload that
   arrives damaged is a ``PayloadError`` that names the sender, and ends the job with a message on all ranks. Casts are

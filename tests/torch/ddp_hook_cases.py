@@ -398,6 +398,17 @@ def case_a_state_on_some_ranks_only(hvd: Any) -> None:
         job.step()
 
 
+def case_a_state_on_some_ranks_only_between_two_steps(hvd: Any) -> None:
+    for_several_ranks()
+    job = constant(hvd, hvd.Compression.int8).steps(3)
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        job.hook.load_state_dict(job.hook.state_dict())
+    with expect(RuntimeError, "ddp_hook", "HINT"):
+        job.step()
+    assert time.monotonic() - began < 30, "that is half of the hook's time limit"
+
+
 def case_ranks_with_other_codecs(hvd: Any) -> None:
     for_several_ranks()
     odd = dist.get_rank() == dist.get_world_size() - 1
@@ -447,6 +458,13 @@ def case_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
     job = constant(hvd, Failing(feedback=False), find_unused_parameters=True)
     with expect(RuntimeError, "with codec failing(", f"on rank {dist.get_rank()}", "on purpose"):
         job.steps(4)
+    told = "ddp_hook: state_dict on purpose"
+    try:
+        assert job.hook.state_dict()["turn"] > 0
+    except hvd.HorovodInternalError as error:  # on this rank, some of the step was encoded
+        told = str(error)
+    assert "ddp_hook: state_dict" in told, told
+    assert "on purpose" in told, told
     dist.barrier()  # the model's own process group is as it was
 
 

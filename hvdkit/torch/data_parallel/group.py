@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 from time import monotonic, sleep
@@ -127,6 +128,20 @@ class Worker:
     def run(self, job: Job) -> None:
         """Have ``job`` run after those that were given before. What it raises is logged."""
         self._jobs.put(job)
+
+    def call(self, job: Job) -> None:
+        """Run ``job``, which ends by a deadline of its own, and raise what it raises."""
+        over: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                job()
+                over.set_result(None)
+            except BaseException as error:  # any: who waits for it must go on
+                over.set_exception(error)
+
+        self._jobs.put(run)
+        over.result()
 
     def leave(self, reason: str, failed: bool = False) -> None:
         """Close the session; others learn the reason, which is all that one that ``failed`` waits for. For jobs."""

@@ -6,6 +6,7 @@ buckets are handed over in the midst of the backward pass, and a thread of the h
 # No postponed annotations here: DDP compares those of a hook with the classes.
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,17 +166,20 @@ class DDPHook:
         if process_group is None:
             raise ValueError(f"{FUNCTION}: call torch.distributed.init_process_group first")
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
-        session = None
+        worker = None
         try:
             session = open_session(process_group, self._timeout or timeout_of(process_group))
-            self._agree(session.engine, {"codec": self._codec.summary})
+            worker = Worker(self, session)
+            # There, so that the engine knows no other thread of this rank, and sees a dead-lock of what that waits for.
+            worker.call(lambda: self._agree(session.engine, {"codec": self._codec.summary}))
         except HorovodInternalError as error:
             told = self._told(error)
-            if session is not None:
-                session.close(told, failed=True)
+            if worker is not None:
+                worker.call(partial(worker.leave, told, failed=True))
+                worker.tell_to_end()
             raise type(error)(f"{FUNCTION}: rank {self._rank}: {told}") from error
-        self._worker = Worker(self, session)
-        return self._worker
+        self._worker = worker
+        return worker
 
     @staticmethod
     def _agree(engine: Engine, facts: dict[str, Any]) -> None:
