@@ -474,7 +474,8 @@ def case_a_rank_that_does_not_come(hvd: Any) -> None:
     if dist.get_rank() > 0:
         hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=1))
         # Of several, one may have come later than the other waited for it.
-        with expect(hvd.HorovodInternalError, "waited 1 s for ranks [0", "to use a ddp_hook", "HINT"):
+        started = f"ddp_hook: rank {dist.get_rank()}: "
+        with expect(hvd.HorovodInternalError, started, "waited 1 s for ranks [0", "to use a ddp_hook", "HINT"):
             hook.register(model)
     dist.barrier()
     if dist.get_rank() == 0:  # so that all ranks have opened as many hooks

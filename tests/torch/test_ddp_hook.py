@@ -287,6 +287,7 @@ def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error
                 hook.reduce(bucket).wait()  # type: ignore[arg-type]
             after = hook.state_dict()
             lane.reducer.residuals.is_in_use = True  # some of it was encoded
+            assert hook._gradients.under_way() == "\nIt was at operation 0 of 1 (parameter 0)."
             with pytest.raises(HorovodInternalError, match=r"ddp_hook: state_dict.*rank 1 is lost") as told:
                 hook.state_dict()
             assert "optimizer" not in str(told.value)

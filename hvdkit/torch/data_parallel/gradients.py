@@ -144,7 +144,7 @@ class Gradients:
         """What is reduced now, for errors."""
         if self.lane is None or not self.lane.reducer.residuals.is_in_use:
             return ""
-        return f"\nIt was at {self.lane.waiting_for().partition(', ')[2]}."
+        return f"\nIt was at {self.lane.waiting_for().partition(', ')[2].removesuffix(' ()')}."
 
     def saved(self, rank: int, size: int) -> dict[str, Any]:
         """What codecs keep, as ``DDPHook.state_dict`` says it."""
