@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hvdkit.torch as hvd
-from hvdkit.api.compression import codec_of
+from hvdkit.api.gradients.compression import codec_of
 from hvdkit.compression import LossyCodec, TopK
 from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
 

@@ -23,7 +23,7 @@ import hvdkit
 from hvdkit import as_horovod, environments
 from hvdkit.errors import EnvironmentConflictError
 from hvdkit.launch.check_build import kernels_backend, version_of
-from hvdkit.launch.mpi import find_mpirun
+from hvdkit.launch.starters.mpi import find_mpirun
 
 # A framework takes seconds to import, on a slow disk many.
 PROBE_SECONDS = 120

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdkit.api import job
 from hvdkit.api.checks import num_rank_is_power_2 as num_rank_is_power_2
-from hvdkit.api.planning import split_list as split_list
+from hvdkit.api.gradients.planning import split_list as split_list
 
 
 def mpi_built(verbose: bool = False) -> bool:

@@ -4,8 +4,8 @@
   and what the timeline says. It is asked, never recognised: in which way what it makes is summed, what it keeps,
   whether it needs whole tensors, has momentum or a twin on devices. A built-in one is its file, a line in
   ``compression/registry.py``, and where it has kernels those and their numpy twins. A plan has several codecs, and each
-  slot the number of one; a bucket has slots of one codec. The adapter's policy chooses (``api/compression_policy.py``):
-  biases, norms and small tensors stay dense unless the user says otherwise.
+  slot the number of one; a bucket has slots of one codec. The adapter's policy chooses
+  (``api/gradients/compression_policy.py``): biases, norms and small tensors stay dense unless the user says otherwise.
 - Where: a node's ranks sum densely where gradients lie; what each carries between nodes is encoded ("between_nodes").
   With "everywhere" each rank encodes its own, also on one node.
 - How (``collectives/compressed.py``): in two phases each rank encodes the chunks of the others, the owner of a chunk

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdkit.api.guard import WATCH, is_marked
+from hvdkit.api.gradients.guard import WATCH, is_marked
 from hvdkit.keras import keras_2
 from hvdkit.keras.early import begin_backward
 from hvdkit.keras.step import distributed_step, step_of

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.api import checks, guard
-from hvdkit.api.compression import Compressions
+from hvdkit.api import checks
+from hvdkit.api.gradients import guard
+from hvdkit.api.gradients.compression import Compressions
 from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.keras.backend import adapter, backend

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from hvdkit.api import planning
-from hvdkit.api.compression import Compressions
-from hvdkit.api.gradient_settings import check_settings
+from hvdkit.api.gradients import planning
+from hvdkit.api.gradients.compression import Compressions
+from hvdkit.api.gradients.settings import check_settings
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes

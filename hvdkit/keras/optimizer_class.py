@@ -5,10 +5,10 @@ The class of a wrapped optimizer is a subclass of the user's, with its name, who
 scale must decide alike on all ranks, so gradients are reduced before it looks at them, whether it is inside or around.
 Every other optimizer of Keras warns at its first step where nobody reduces its gradients (``keras/unwrapped``,
 installed by ``init()``, or when Keras is imported after it): Horovod on Keras 3 trained so without a word. Whether
-somebody does, ``api/guard`` knows: variables whose gradients a tape reduced, tensors that an allreduce returned. Passes
-that are added up are no updates: ``iterations`` counts updates, as in one process with larger batches. Values that
-replace a variable (``overwrite_with_gradient``) are reduced to the largest. On PyTorch gradients travel during the
-backward pass of Keras's own ``train_step`` (``keras/early``): only that pass comes between its call of
+somebody does, ``api/gradients/guard`` knows: variables whose gradients a tape reduced, tensors that an allreduce
+returned. Passes that are added up are no updates: ``iterations`` counts updates, as in one process with larger batches.
+Values that replace a variable (``overwrite_with_gradient``) are reduced to the largest. On PyTorch gradients travel
+during the backward pass of Keras's own ``train_step`` (``keras/early``): only that pass comes between its call of
 ``optimizer.scale_loss()`` and ``optimizer.apply()``, whoever wrote these two. A loop or a ``train_step`` of one's own
 may reach other models' parameters, make several passes and change gradients in any way; there, in what goes by name,
 and where a hook of the user's comes after ours or a gradient becomes complete twice (the first backward pass on a plan

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdkit.api.compression import Compressions
+from hvdkit.api.gradients.compression import Compressions
 from hvdkit.keras.keras_2 import is_keras_2
 from hvdkit.keras.optimizer import DistributedOptimizer
 from hvdkit.keras.step import distributed_step

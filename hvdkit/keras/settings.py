@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.api import checks
-from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.life.process_sets import global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdkit.api.backends import Gradients
-from hvdkit.api.guard import WATCH
+from hvdkit.api.gradients.guard import WATCH
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.kernels.reduce_op import ReduceOp

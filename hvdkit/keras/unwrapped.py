@@ -6,7 +6,7 @@ import functools
 import warnings
 from typing import Any
 
-from hvdkit.api.guard import WATCH, is_marked
+from hvdkit.api.gradients.guard import WATCH, is_marked
 from hvdkit.engine.life import runtime
 from hvdkit.keras import keras_2
 from hvdkit.keras.applying import apply_pairs, apply_reduced

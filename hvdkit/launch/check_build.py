@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 
 import hvdkit
-from hvdkit.launch.mpi import find_mpirun
+from hvdkit.launch.starters.mpi import find_mpirun
 
 _PACKAGES = {"PyTorch": "torch", "TensorFlow": "tensorflow", "mpi4py": "mpi4py", "NumPy": "numpy"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdkit.launch import mpi
 from hvdkit.launch.errors import UsageError
+from hvdkit.launch.starters import mpi
 from hvdkit.transports import AUTO, candidate
 
 _TRANSPORT_OF = {"mpi": "mpi", "gloo": "torch"}

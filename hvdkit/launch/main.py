@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvdkit import as_horovod
-from hvdkit.launch import controller, gloo, mpi, options
+from hvdkit.launch import controller, options
 from hvdkit.launch.check_build import report
 from hvdkit.launch.errors import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError
 from hvdkit.launch.hosts import Slot, assign_slots
 from hvdkit.launch.job_environment import first_on_python_path, job_environment
-from hvdkit.launch.mpirun_output import Failure, MpirunStream, find_failure
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import STREAMS, Output
-from hvdkit.launch.ssh import Ssh, check_reachable, is_local
+from hvdkit.launch.starters import gloo, mpi
+from hvdkit.launch.starters.mpirun_output import Failure, MpirunStream, find_failure
+from hvdkit.launch.starters.ssh import Ssh, check_reachable, is_local
 from hvdkit.launch.supervise import Child, supervise
 
 _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE

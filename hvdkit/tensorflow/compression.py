@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api.compression import Compressions, Compressor, split
+from hvdkit.api.gradients.compression import Compressions, Compressor, split
 from hvdkit.compression import Codec
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -46,5 +46,5 @@ class Compression(Compressions):
 def split_compression(
     function: str, compression: Any, op: ReduceOp, tensors: Sequence[Any]
 ) -> tuple[Codec, type[Compressor]]:
-    """See ``hvdkit.api.compression.split``."""
+    """See ``hvdkit.api.gradients.compression.split``."""
     return split(function, compression, op, {tensor.dtype.name: tensor.dtype.is_floating for tensor in tensors})

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import backends
-from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.tensorflow.functions import broadcast_variables
 from hvdkit.tensorflow.gradients import reduce_gradients
 from hvdkit.tensorflow.ops.unconverted import as_written

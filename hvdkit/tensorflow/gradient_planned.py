@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.api.planning import next_title
+from hvdkit.api.gradients.planning import next_title
 from hvdkit.compression import Codec
 from hvdkit.engine.life import runtime
 from hvdkit.engine.steps.offers import FILLED, Offer, offer_of

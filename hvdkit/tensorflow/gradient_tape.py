@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api import guard, planning
-from hvdkit.api.gradient_settings import GradientSettings, check_settings
+from hvdkit.api.gradients import guard, planning
+from hvdkit.api.gradients.settings import GradientSettings, check_settings
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.gradient_settings import GradientSettings, is_variable, names_of
-from hvdkit.api.planning import form_groups, plain_name
+from hvdkit.api.gradients.planning import form_groups, plain_name
+from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_of
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops.requests import ReduceRequest

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import kernels
+from hvdkit.api.gradients.verification import Verification
 from hvdkit.api.machine import machine
-from hvdkit.api.verification import Verification
 from hvdkit.engine.telemetry.verifying import Statement
 from hvdkit.tensorflow.ops.arrays import as_array
 from hvdkit.tensorflow.ops.exceptions import mark

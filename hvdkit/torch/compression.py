@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.api.compression import Compressions, Compressor, split
+from hvdkit.api.gradients.compression import Compressions, Compressor, split
 from hvdkit.compression import Codec
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -47,5 +47,5 @@ class Compression(Compressions):
 def split_compression(
     function: str, compression: Any, op: ReduceOp, tensors: Sequence[Tensor]
 ) -> tuple[Codec, type[Compressor]]:
-    """See ``hvdkit.api.compression.split``."""
+    """See ``hvdkit.api.gradients.compression.split``."""
     return split(function, compression, op, {tensor.dtype: tensor.dtype.is_floating_point for tensor in tensors})

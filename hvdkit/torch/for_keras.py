@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdkit.api import backends
-from hvdkit.api.gradient_settings import GradientSettings, names_of
+from hvdkit.api.gradients.settings import GradientSettings, names_of
 from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.torch.for_keras_hooks import TrainStepHooks
 from hvdkit.torch.gradients.settings import Settings

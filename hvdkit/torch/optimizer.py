@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvdkit.api.gradient_settings import check_settings
+from hvdkit.api.gradients.settings import check_settings
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression

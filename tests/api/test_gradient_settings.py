@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.kernels import ReduceOp
 
 

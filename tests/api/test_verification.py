@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.api.gradients.verification import MOST_NAMES, compare
 from hvdkit.api.machine import machine, processor, processor_of
-from hvdkit.api.verification import MOST_NAMES, compare
 from hvdkit.engine.telemetry.verifying import Heard, Statement, is_due, is_due_for_sparse
 
 NAMES = ["conv.weight", "conv.bias", "out.weight"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.api.compression import Compressions
+from hvdkit.api.gradients.compression import Compressions
 from hvdkit.compression import DGC, LossyCodec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.config import from_environment
-from hvdkit.launch import gloo, mpi
+from hvdkit.launch import worker
 from hvdkit.launch.errors import UsageError
 from hvdkit.launch.hosts import Host, assign_slots
 from hvdkit.launch.job_environment import for_other_hosts, job_environment
 from hvdkit.launch.options import parse
 from hvdkit.launch.output import Output
-from hvdkit.launch.ssh import Ssh, is_local
+from hvdkit.launch.starters import gloo, mpi
+from hvdkit.launch.starters.ssh import Ssh, is_local
 
 SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
 
@@ -231,6 +232,6 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
 
 
 def test_the_worker_needs_nothing_but_the_standard_library():
-    source = Path(mpi.__file__).with_name("worker.py").read_text()
+    source = Path(worker.__file__).read_text()
     assert "import hvdkit" not in source
     assert "from hvdkit" not in source

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from hvdkit.launch import controller, mpi
+from hvdkit.launch import controller
 from hvdkit.launch.errors import LaunchError, UsageError
+from hvdkit.launch.starters import mpi
 from tests.launch.launching import call, call_bare
 
 MPIRUN = mpi.Mpirun("/bin/mpirun")

@@ -11,8 +11,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.launch.mpirun_output import Failure, MpirunStream, find_failure
 from hvdkit.launch.output import LineSplitter
+from hvdkit.launch.starters.mpirun_output import Failure, MpirunStream, find_failure
 from tests.ranks import ROOT
 
 DASHES = b"-" * 74 + b"\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdkit.api.planning import check_groups, form_groups, split_list
+from hvdkit.api.gradients.planning import check_groups, form_groups, split_list
 from hvdkit.torch.optimizers.names import check_names, find_duplicates
 
 

@@ -4,16 +4,16 @@ In a lane it is one more operation at the end of a step, so that it needs no neg
 overtaken, and goes on with ranks that have joined, or gave the step up, which tell nothing.
 
 After some steps (``HVDKIT_VERIFY``) all ranks compare hashes of what they train (``engine/telemetry/verifying``: when,
-and what is told; ``api/verification``: what is said of it, by a pure function). It is one more operation at the end of
-a lane's step, told by a schedule of the lane's steps alone: ranks that have joined or gave the step up count along and
-tell nothing, a lane that fails ends it, and nothing can be overtaken or waited for in vain. In a step of the schedule
-each rank tells whether its update follows at once, as in ``optimizer.step()``; if all say so they compare after it by a
-named operation. Otherwise what the update left is hashed then, and told at the end of the next step; a rank that made
-no update tells nothing, and then nothing is compared. TensorFlow has no hook after an update: variables are read in a
-branch of the graph when the next step begins, before anything can write them. Adasum's updates are combined by name, so
-they are compared by name too, counted from the last join. The hash is ``kernels.checksum`` in host memory; on a device
-a weighted sum of integers in torch's operations, of which only the result is copied. Rows hold a checksum of all
-hashes; the hashes themselves, and what a rank computes on, travel only where these differ.
+and what is told; ``api/gradients/verification``: what is said of it, by a pure function). It is one more operation at
+the end of a lane's step, told by a schedule of the lane's steps alone: ranks that have joined or gave the step up count
+along and tell nothing, a lane that fails ends it, and nothing can be overtaken or waited for in vain. In a step of the
+schedule each rank tells whether its update follows at once, as in ``optimizer.step()``; if all say so they compare
+after it by a named operation. Otherwise what the update left is hashed then, and told at the end of the next step; a
+rank that made no update tells nothing, and then nothing is compared. TensorFlow has no hook after an update: variables
+are read in a branch of the graph when the next step begins, before anything can write them. Adasum's updates are
+combined by name, so they are compared by name too, counted from the last join. The hash is ``kernels.checksum`` in host
+memory; on a device a weighted sum of integers in torch's operations, of which only the result is copied. Rows hold a
+checksum of all hashes; the hashes themselves, and what a rank computes on, travel only where these differ.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api.compression import Compressions
+from hvdkit.api.gradients.compression import Compressions
 from hvdkit.keras.saving import load_by
 
 

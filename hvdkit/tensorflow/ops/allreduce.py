@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api import checks, guard
-from hvdkit.api.compression import around
+from hvdkit.api import checks
+from hvdkit.api.gradients import guard
+from hvdkit.api.gradients.compression import around
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.compression import around
+from hvdkit.api.gradients.compression import around
 from hvdkit.api.operations import Asked, gradient_name
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from hvdkit.api.compression_policy import Policy
+from hvdkit.api.gradients.compression_policy import Policy
 from hvdkit.compression import Codec
 from hvdkit.engine.loop.core import Engine
 from hvdkit.engine.steps.lane import Lane

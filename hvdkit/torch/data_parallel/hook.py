@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdkit.api.compression import codec_of
+from hvdkit.api.gradients.compression import codec_of
 from hvdkit.compression import Codec
 from hvdkit.engine.loop.core import Engine
 from hvdkit.engine.ops.requests import Call

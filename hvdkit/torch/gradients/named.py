@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.layout import overlapping
 from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_

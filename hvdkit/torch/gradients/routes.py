@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hvdkit.api.checks import check_registered
-from hvdkit.api.gradient_settings import GradientSettings
-from hvdkit.api.planning import form_groups, next_title
+from hvdkit.api.gradients.planning import form_groups, next_title
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.steps.registration import HOST
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.layout import can_be_planned, slot_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdkit.api.gradient_settings import GradientSettings
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.life.process_sets import global_process_set
 
 

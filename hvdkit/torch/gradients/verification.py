@@ -11,9 +11,9 @@ import torch
 from torch._compile import _disable_dynamo
 
 from hvdkit import kernels
+from hvdkit.api.gradients.planning import next_title
+from hvdkit.api.gradients.verification import Verification
 from hvdkit.api.machine import machine
-from hvdkit.api.planning import next_title
-from hvdkit.api.verification import Verification
 from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import Statement, exchange_by_name
 

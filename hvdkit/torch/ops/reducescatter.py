@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdkit.api import checks
-from hvdkit.api.compression import around
+from hvdkit.api.gradients.compression import around
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from hvdkit.api.compression import NoneCompressor, check_codec_op, check_compression, codec_of
-from hvdkit.api.planning import plain_name
+from hvdkit.api.gradients.compression import NoneCompressor, check_codec_op, check_compression, codec_of
+from hvdkit.api.gradients.planning import plain_name
 from hvdkit.compression import CASTS, Codec, LossyCodec
 from hvdkit.kernels.reduce_op import ReduceOp
 

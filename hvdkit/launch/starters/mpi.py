@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdkit.launch.errors import LaunchError, UsageError
 from hvdkit.launch.hosts import Slot
 from hvdkit.launch.job_environment import for_other_hosts
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.starters.ssh import Ssh
 
 _OLDEST = 5  # older ones tag and map by other names
 _SHARED_MEMORY, _SEGMENT_BYTES = "/dev/shm", 16 << 20  # noqa: S108 (where Open MPI has its own files, one a rank)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from hvdkit.api import checks, planning
-from hvdkit.api.compression import NoneCompressor
-from hvdkit.api.compression_policy import Policy, check_policy
+from hvdkit.api import checks
+from hvdkit.api.gradients import planning
+from hvdkit.api.gradients.compression import NoneCompressor
+from hvdkit.api.gradients.compression_policy import Policy, check_policy
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 

@@ -18,7 +18,7 @@ from hvdkit.launch.errors import LaunchError, UsageError
 from hvdkit.launch.hosts import Slot
 from hvdkit.launch.job_environment import for_other_hosts, slot_environment
 from hvdkit.launch.output import Output
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.starters.ssh import Ssh
 from hvdkit.launch.supervise import Child
 
 _PORTS = (20000, 32767)  # below the ports that Linux hands out itself

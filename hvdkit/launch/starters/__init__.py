@@ -1,0 +1,1 @@
+"""Ways to start the ranks: by mpirun, or a worker for each, here and over ssh."""
