@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,7 @@ _LOG_LEVELS = {
     "error": "error",
     "fatal": "critical",
 }
-_ALLREDUCES = (
-    "auto",
-    "all_to_all",
-    "two_phase",
-    "ring",
-    "tree",
-    "butterfly",
-    "round_robin",
-    "master_worker",
-)
+_ALLREDUCES = ("auto", "all_to_all", "two_phase", "ring", "tree", "butterfly", "round_robin", "master_worker")
 TRANSPORTS = ["auto", "mpi", "torch", "horovod", "solo"]  # and what is registered besides
 
 
@@ -98,23 +89,17 @@ def _bytes_or_auto(text: str) -> int | None:
     return _whole_number(text, 0, "expected bytes, a whole number, zero or more, or auto")
 
 
-def _allreduce(text: str) -> str:
-    if text not in _ALLREDUCES:
-        raise ValueError(f"expected one of {', '.join(_ALLREDUCES)}")
-    return text
+def _one_of(choices: Collection[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text
 
-
-def _transport(text: str) -> str:
-    if text not in TRANSPORTS:
-        raise ValueError(f"expected one of {', '.join(TRANSPORTS)}")
-    return text
+    return parse
 
 
 def _log_level(text: str) -> str:
-    level = text.strip().lower()
-    if level not in _LOG_LEVELS:
-        raise ValueError(f"expected one of {', '.join(_LOG_LEVELS)}")
-    return _LOG_LEVELS[level]
+    return _LOG_LEVELS[_one_of(_LOG_LEVELS)(text.strip().lower())]
 
 
 def _setting(default: Any, parse: Callable[[str], Any], names: str, unit: str, about: str) -> Any:
@@ -130,7 +115,7 @@ class Settings:
 
     transport: str = _setting(
         "auto",
-        _transport,
+        _one_of(TRANSPORTS),
         "HVDKIT_TRANSPORT",
         ", ".join(TRANSPORTS),
         "what carries the bytes; `auto` follows the launcher and the device",
@@ -205,7 +190,7 @@ class Settings:
     )
     allreduce: str = _setting(
         "auto",
-        _allreduce,
+        _one_of(_ALLREDUCES),
         "HVDKIT_ALLREDUCE",
         ", ".join(_ALLREDUCES),
         "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order. ring, "

@@ -131,8 +131,9 @@ class Pigeons(Candidate):
 @pytest.fixture
 def register_pigeons(monkeypatch):
     monkeypatch.setattr(transports, "_candidates", [*transports._candidates])
-    monkeypatch.setattr(config, "TRANSPORTS", [*config.TRANSPORTS])
-    return lambda flies: transports.register(Pigeons(flies))
+    names = [*config.TRANSPORTS]
+    yield lambda flies: transports.register(Pigeons(flies))
+    config.TRANSPORTS[:] = names
 
 
 def test_what_is_registered_can_be_named_and_is_asked_first(register_pigeons):
