@@ -9,7 +9,7 @@ Python, so ``import horovod`` may give hvdkit.
 - Start: when the transport below has connected all ranks (``Transport.start``), they tell each other what stands in the
   way. The engine starts on all of them or on none. Under MPI it uses MPI's ranks; elsewhere, rank 0 serves keys and
   values over HTTP, to the job's hosts only, until its Gloo has connected all. It finds its place and options in the
-  environment only while it starts (``plugins/horovod/variables``). Its own fusion is off: buckets are fused already,
+  environment only while it starts (``environments/horovod_engine``). Its own fusion is off: buckets are fused already,
   and what is fused by chance is summed in another order. Its cache is on, though no name comes twice: without it, its
   ranks exchange whole lists in every idle cycle. Since an operation costs it cycles, buckets are larger than elsewhere
   (``Transport.worthwhile_bytes``).

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from hvdkit.plugins.horovod.variables import told_to_horovod, variables
+from hvdkit.environments.horovod_engine import told_to_horovod, variables
 from hvdkit.transports.waiters import Call
 
 logger = logging.getLogger("hvdkit")

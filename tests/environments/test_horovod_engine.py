@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hvdkit.plugins.horovod.variables import told_to_horovod, variables
+from hvdkit.environments.horovod_engine import told_to_horovod, variables
 
 
 def test_gloos_ranks_are_told_their_place_and_where_they_meet(monkeypatch):
