@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +14,16 @@ from hvdkit.api.gradients.settings import GradientSettings
 ADAPTERS = {"tensorflow": "hvdkit.tensorflow", "torch": "hvdkit.torch"}
 
 
-class Gradients:
+class Gradients(ABC):
     """The gradients of one optimizer. Some may travel before ``reduce`` is called, during the backward pass."""
 
+    @abstractmethod
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
         """The gradients as all ranks of the process set have them; None stays None.
 
         ``local`` are ids of variables whose gradients stay this rank's. Collective: every rank has gradients for the
         same variables. Raises HorovodInternalError on every rank where ranks disagree.
         """
-        raise NotImplementedError
 
     def begin_backward(self, local: Collection[Any]) -> None:
         """All that this backward pass computes comes to ``reduce`` as it is; ``local``: the local variables."""

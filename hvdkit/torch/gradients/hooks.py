@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ GRAPH_IN_GRADIENT = (
 _OWNERS: Any = WeakIdKeyDictionary()
 
 
-class ParameterHooks:
+class ParameterHooks(ABC):
     """Hooks on parameters that may call ``complete(parameter)`` when a backward pass has computed its gradient.
 
     They hold no reference to this object: an optimizer that nobody keeps takes its hooks along.
@@ -42,9 +43,9 @@ class ParameterHooks:
         self._name_of = weakref.WeakMethod(name_of)
         self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
 
+    @abstractmethod
     def _computed(self, parameter: torch.Tensor) -> None:
         """A backward pass has added to a gradient."""
-        raise NotImplementedError
 
     def attach(self, parameter: torch.Tensor) -> bool:
         """Hook a parameter; once is enough, again changes nothing. Returns whether it had no hook of ours."""
