@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit.config import Settings
 from hvdkit.engine.life.topology import topology_of
 from hvdkit.engine.loop.messages import Ask, decode, encode
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
+from hvdkit.engine.telemetry.watch import Watch
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]
 slot_lists = st.lists(
@@ -108,6 +112,14 @@ def test_who_did_not_look_blames_nobody_for_the_silence_meanwhile():
         assert liveness.check([1], 104.0)[1] == []
         assert liveness.check([1], 106.0)[1] == ([SILENT_1] if beats else [])
         assert liveness.check([1], 120.0)[1] == [SILENT_1]
+
+
+def test_who_leaves_blames_nobody_for_the_silence_while_the_whole_machine_was_paused():
+    mailbox = SimpleNamespace(topology=None, liveness=Liveness(20.0, 200.0))
+    heartbeat = SimpleNamespace(count=lambda rank: 7)
+    watch = Watch(Settings(timeout_seconds=20.0), heartbeat, SimpleNamespace(mailbox=mailbox), None, {}, [])
+    assert [watch.lost_since([1], 0.0, at) for at in (1.0, 2.0, 100.0, 104.0)] == [[], [], [], []]
+    assert watch.lost_since([1], 0.0, 106.0) == [SILENT_1]
 
 
 def told(

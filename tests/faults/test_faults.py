@@ -261,3 +261,43 @@ def test_a_rank_that_keeps_the_gil_while_the_others_leave_has_the_time_it_needs(
     status, output = run_ranks(command, 3, transport, timeout=90, preload=TORCH, HVDKIT_TIMEOUT_SECONDS="2")
     assert status == 0, output
     assert output.count("LEFT") == 3, output
+
+
+PAUSED_WHILE_THE_OTHERS_LEAVE = (
+    "import ctypes, os, time, torch, hvdkit.torch as hvd\n"
+    "hvd.init()\n"
+    "print('PID', os.getpid(), flush=True)\n"
+    "hvd.allreduce(torch.ones(3), name='all')\n"
+    "if hvd.rank() == 1:\n"
+    "    ctypes.PyDLL(None).sleep(10)\n"
+    "hvd.shutdown()\n"
+    "print('LEFT', flush=True)\n"
+)
+
+
+@pytest.mark.thorough
+@needs_native
+def test_a_machine_that_is_paused_while_ranks_leave_loses_none_of_them():
+    command = [sys.executable, "-c", PAUSED_WHILE_THE_OTHERS_LEAVE]
+    processes = start_ranks(command, 3, "torch", preload=TORCH, HVDKIT_TIMEOUT_SECONDS="4")
+    try:
+        pids = []
+        for process in processes:
+            assert process.stdout is not None
+            while not (line := process.stdout.readline()).startswith("PID "):
+                assert line, "a rank ended before it was under way"
+            pids.append(int(line.split()[1]))
+        time.sleep(2)  # ranks 0 and 2 have asked rank 1, which keeps the GIL, and see its heart beat
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5)
+        for rank in (0, 2, 1):  # whoever runs first sees that rank 1's heart has not beaten for longer than the timeout
+            os.kill(pids[rank], signal.SIGCONT)
+            time.sleep(0.05)
+        outputs = [process.stdout.read() for process in processes if process.stdout is not None]
+        assert [process.wait() for process in processes] == [0, 0, 0], outputs
+        assert all(output.count("LEFT") == 1 for output in outputs), outputs
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -71,6 +71,7 @@ class Watch:
 
     def lost_since(self, ranks: Collection[int], since: float, now: float) -> list[Loss]:
         """Those of ``ranks`` that are lost, if they have been waited for since then."""
+        self._liveness.looks(now)  # the machine, with all its ranks, may have been paused
         self._count_beats(ranks, now)
         losses = (self._liveness.loss(rank, since, now) for rank in ranks)
         return [loss for loss in losses if loss is not None]
