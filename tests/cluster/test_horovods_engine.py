@@ -15,7 +15,7 @@ OWN = "test_horovods_engine and torch"
 
 
 def test_horovods_engine_on_one_host(cluster: Cluster):
-    command = ["env", "--chdir", "/checkout", *PYTEST, OWN, "tests/transports/test_horovod.py"]
+    command = ["env", "--chdir", "/checkout", *PYTEST, OWN, "tests/plugins/test_horovod.py"]
     result = cluster.run(command, host="w1", seconds=300, PYTHONDONTWRITEBYTECODE="1")
     cluster.shell("rm -rf /work/pytest", "w1")
     assert result.status == 0, result.output
