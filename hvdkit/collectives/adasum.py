@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdkit import kernels
+from hvdkit.collectives.chunks import scale_in_place
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.kernels import ONE, Scale
+from hvdkit.kernels import Scale
 
 
 def combine(lower: Array, higher: Array) -> Array:
@@ -54,5 +55,4 @@ def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: Scale, ta
             start += length
         distance, level = distance * 2, level + 1
     SCRATCH.give_back(scratch)
-    if scale != ONE:
-        kernels.scale_into(buffer, buffer, scale)
+    scale_in_place(buffer, scale)

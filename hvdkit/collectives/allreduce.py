@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from hvdkit import kernels
-from hvdkit.collectives.all_to_all import all_to_all_allreduce
 from hvdkit.collectives.by_name import (
     butterfly_allreduce,
     master_worker_allreduce,
@@ -21,11 +19,11 @@ from hvdkit.collectives.by_name import (
     tree_allreduce,
 )
 from hvdkit.collectives.choice import LATENCY_SECONDS, REDUCE_SECONDS_PER_BYTE, SECONDS_PER_BYTE, Choice
-from hvdkit.collectives.chunks import decode_final
+from hvdkit.collectives.chunks import decode_final, scale_in_place
+from hvdkit.collectives.direct import all_to_all_allreduce, two_phase_allreduce
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.collectives.two_phase import two_phase_allreduce
 from hvdkit.compression import Cast
-from hvdkit.kernels import ONE, ReduceOp, Scale
+from hvdkit.kernels import ReduceOp, Scale
 
 Algorithm = Callable[[Group, Array, ReduceOp, Scale, Cast, int], Steps[None]]
 
@@ -87,6 +85,5 @@ def allreduce(
 
 def _alone(buffer: Array, scale: Scale, codec: Cast) -> Steps[None]:
     decode_final(codec, [codec.encode(buffer)], [buffer])
-    if scale != ONE:
-        kernels.scale_into(buffer, buffer, scale)
+    scale_in_place(buffer, scale)
     yield from ()

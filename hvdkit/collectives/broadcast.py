@@ -6,8 +6,9 @@ n log2 P.
 
 from __future__ import annotations
 
+from hvdkit.collectives.chunks import chunks_of
 from hvdkit.collectives.exchange import allgather
-from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.group import Array, Group, Steps
 
 SCATTER_BYTES = 512 * 1024
 
@@ -41,7 +42,7 @@ def tree_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[No
 
 def scatter_allgather_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
     """The root sends every rank one chunk, then all ranks gather the chunks from each other."""
-    chunks = [buffer[start:stop] for start, stop in partition(buffer.size, group.size, buffer.itemsize)]
+    chunks = chunks_of(buffer, group.size)
     own = chunks[group.rank]
     if group.rank == root:
         yield [group.isend(chunks[peer], peer, tag) for peer in group.peers() if chunks[peer].size]

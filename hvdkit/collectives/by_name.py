@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from hvdkit.collectives.broadcast import tree_broadcast
 from hvdkit.collectives.chunks import chunks_of, decode_final, reduce_hop, room_for_payloads
+from hvdkit.collectives.direct import two_phase_allreduce
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
@@ -209,19 +210,8 @@ def round_robin_allreduce(
     exchanges chunks with one other only, so that no rank and no link between two is shared. Chunks are reduced when all
     have come.
     """
-    rounds = [peer for peer in opponents(group.rank, group.size) if peer is not None]
-    chunks = chunks_of(buffer, group.size)
-    encoded = [codec.encode(chunk) for chunk in chunks]
-    scratch, payloads = room_for_payloads(group, encoded[group.rank])
-    for peer in rounds:
-        yield group.sendrecv(encoded[peer], peer, payloads[peer], peer, tag)
-    own = chunks[group.rank]
-    codec.decode_reduce(payloads, own, op, scale)
-    SCRATCH.give_back(scratch)
-    encoded[group.rank] = codec.encode(own)
-    for peer in rounds:
-        yield group.sendrecv(encoded[group.rank], peer, encoded[peer], peer, tag + 1)
-    decode_final(codec, encoded, chunks)
+    rounds = [[peer] for peer in opponents(group.rank, group.size) if peer is not None]
+    return two_phase_allreduce(group, buffer, op, scale, codec, tag, rounds)
 
 
 # -- master and workers ------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""What allreduce algorithms share: the chunks of a buffer, room for payloads, one hop, and the end with a codec."""
+"""What allreduce algorithms share: the chunks of a buffer, room for payloads, one hop, and the end: codec and scale."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdkit import kernels
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
@@ -57,3 +58,9 @@ def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]
     if codec.lossy:
         for payload, chunk in zip(payloads, chunks, strict=True):
             codec.decode_reduce([payload], chunk, ReduceOp.SUM, ONE)
+
+
+def scale_in_place(buffer: Array, scale: Scale) -> None:
+    """``buffer = scale * buffer``, untouched where that changes nothing."""
+    if scale != ONE:
+        kernels.scale_into(buffer, buffer, scale)

@@ -20,6 +20,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
+from hvdkit.collectives.chunks import scale_in_place
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
@@ -49,8 +50,7 @@ def _allreduce_lossy(
     group: Group, flat: Array, scale: Scale, codec: LossyCodec, tag: int, memory: Memory | None
 ) -> Steps[None]:
     if group.size == 1 or not flat.size:
-        if scale != ONE:
-            kernels.scale_into(flat, flat, scale)
+        scale_in_place(flat, scale)
         return
     memory = memory or Memory(flat.size)
     values = as_float32(flat)
@@ -131,8 +131,7 @@ def compressed_reduce_scatter(
         memory.tally.bytes_after += wire.bytes_sent
         group.bytes_sent += wire.bytes_sent
     own = values[slice(*bounds[group.rank])]
-    if scale != ONE:
-        kernels.scale_into(own, own, scale)
+    scale_in_place(own, scale)
     return own
 
 
@@ -145,8 +144,7 @@ def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag:
     for peer in range(group.size):
         wire.decode(peer, incoming[peer], values, ONE, peer > 0)
     wire.give_back()
-    if scale != ONE:
-        kernels.scale_into(values, values, scale)
+    scale_in_place(values, scale)
 
 
 def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, memory: Memory) -> Steps[None]:

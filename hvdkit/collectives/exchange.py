@@ -4,36 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdkit import kernels
+from hvdkit.collectives.chunks import room_for_payloads, scale_in_place
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.collectives.two_phase import exchange_and_reduce
-from hvdkit.compression import CASTS
-from hvdkit.kernels import ONE, ReduceOp, Scale
+from hvdkit.collectives.scratch import SCRATCH
+from hvdkit.compression import CASTS, Cast
+from hvdkit.kernels import ReduceOp, Scale
 
 
 def allgather(group: Group, own: Array, segments: Sequence[Array], tag: int) -> Steps[None]:
     """Fill ``segments[p]`` with rank p's ``own`` (flat, of the segment's length). Sends n (P - 1) bytes a rank."""
-    if segments[group.rank] is not own:
-        segments[group.rank][...] = own
-    transfers = []
-    for peer in group.peers():
-        if segments[peer].size:
-            transfers.append(group.irecv(segments[peer], peer, tag))
-        if own.size:
-            transfers.append(group.isend(own, peer, tag))
-    yield transfers
+    return alltoall(group, [own] * group.size, segments, tag)
 
 
-def alltoall(group: Group, outgoing: Sequence[Array], incoming: Sequence[Array], tag: int) -> Steps[None]:
-    """Fill ``incoming[p]`` with rank p's ``outgoing`` part for this rank. Empty parts send nothing."""
-    incoming[group.rank][...] = outgoing[group.rank]
-    transfers = []
-    for peer in group.peers():
-        if incoming[peer].size:
-            transfers.append(group.irecv(incoming[peer], peer, tag))
-        if outgoing[peer].size:
-            transfers.append(group.isend(outgoing[peer], peer, tag))
-    yield transfers
+def alltoall(
+    group: Group,
+    outgoing: Sequence[Array],
+    incoming: Sequence[Array],
+    tag: int,
+    rounds: Sequence[Sequence[int]] | None = None,
+) -> Steps[None]:
+    """Fill ``incoming[p]`` with rank p's ``outgoing`` part for this rank. Empty parts send nothing.
+
+    ``rounds``: whom this rank exchanges parts with, one round after the other; with everyone at once, unless given.
+    """
+    if incoming[group.rank] is not outgoing[group.rank]:
+        incoming[group.rank][...] = outgoing[group.rank]
+    for peers in rounds or [group.peers()]:
+        transfers = []
+        for peer in peers:
+            transfers += group.sendrecv(outgoing[peer], peer, incoming[peer], peer, tag)
+        yield transfers
+
+
+def exchange_and_reduce(
+    group: Group,
+    encoded: list[Array],
+    own: Array,
+    op: ReduceOp,
+    scale: Scale,
+    codec: Cast,
+    tag: int,
+    rounds: Sequence[Sequence[int]] | None = None,
+) -> Steps[Array]:
+    """Send chunk p to rank p, reduce what came for this rank into ``own``; returns it encoded again."""
+    scratch, payloads = room_for_payloads(group, encoded[group.rank])
+    yield from alltoall(group, encoded, payloads, tag, rounds)
+    codec.decode_reduce(payloads, own, op, scale)
+    SCRATCH.give_back(scratch)
+    return codec.encode(own)
 
 
 def reduce_scatter(
@@ -44,6 +62,6 @@ def reduce_scatter(
     own = chunks[group.rank]
     if group.size > 1:
         yield from exchange_and_reduce(group, chunks, own, op, scale, CASTS["none"], tag)
-    elif scale != ONE:
-        kernels.scale_into(own, own, scale)
+    else:
+        scale_in_place(own, scale)
     return own

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from hvdkit import kernels
 from hvdkit.collectives.allreduce import choose_allreduce
+from hvdkit.collectives.chunks import scale_in_place
 from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
@@ -180,8 +180,8 @@ def layout_allreduce(
     node_scale, wire_scale = early_scale(flat, op, scale, codec)
     if staging is not None:
         yield from staging.run(0, turns[0], Mode.REDUCE_SCATTER, flat, shares, op, node_scale)
-    elif node_scale != ONE:
-        kernels.scale_into(flat, flat, node_scale)
+    else:
+        scale_in_place(flat, node_scale)
     carried = flat[slice(*shares[me])]
     across = counterparts(group, layout)
     if across is not None and carried.size:
