@@ -70,7 +70,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._native: Any = None  # once opened, to the end of the process: what was pinned must be unpinned
-        self._is_open = False
+        self.is_open = False  # whether blocks can be made
         self._hooks_reason: str | None = None  # why PyTorch's allocations are not served; empty: they are
         self._complained = False
         self.reason = "not opened yet"
@@ -78,8 +78,8 @@ class Arena:
     def open(self, wanted: bool) -> int:
         """Have the memory file, and return its descriptor, which stays the arena's; -1 where there is none."""
         self.reason = self._open() if wanted else "HVDKIT_ARENA is 0"
-        self._is_open = not self.reason
-        return int(self._native.descriptor()) if self._is_open else -1
+        self.is_open = not self.reason
+        return int(self._native.descriptor()) if self.is_open else -1
 
     def _open(self) -> str:
         try:
@@ -90,16 +90,6 @@ class Arena:
         if not reason:
             self._native = arena
         return reason
-
-    @property
-    def is_open(self) -> bool:
-        """Whether blocks can be made."""
-        return self._is_open
-
-    @property
-    def nbytes(self) -> int:
-        """Of addresses, not of memory; the same on all ranks of a host."""
-        return 0 if self._native is None else int(self._native.nbytes())
 
     def serve_torch(self) -> str:
         """Have PyTorch's allocations in backward passes served. Returns why that cannot be, or nothing."""
@@ -152,9 +142,8 @@ class Arena:
 
     def remove_sizes(self, sizes: Iterable[int]) -> None:
         """Undo ``add_sizes``; what lies in the arena stays there."""
-        if self._native is not None:
-            for nbytes in sizes:
-                self._native.remove_size(nbytes)
+        for nbytes in sizes:
+            self._native.remove_size(nbytes)
 
     def contains(self, address: int) -> bool:
         """Whether what lies at an address lies in the arena."""
@@ -183,11 +172,6 @@ class Arena:
         """Gradients have gone for good: what nothing uses goes back to the system."""
         if self._native is not None:
             self._native.trim()
-
-    def counts(self) -> dict[str, int]:
-        """How many allocations were served and refused, and the bytes that are used and populated."""
-        counts = (0, 0, 0, 0) if self._native is None else self._native.counts()
-        return dict(zip(("served", "refused", "used", "populated"), counts, strict=True))
 
 
 ARENA = Arena()

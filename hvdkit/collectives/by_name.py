@@ -13,9 +13,10 @@ hop. All use ``tag`` and ``tag + 1``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hvdkit.collectives.broadcast import tree_broadcast
-from hvdkit.collectives.chunks import chunks_of, decode_final, reduce_hop, room_for_payloads
+from hvdkit.collectives.chunks import chunks_of, decode_final, room_for_payloads
 from hvdkit.collectives.direct import two_phase_allreduce
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
@@ -23,6 +24,31 @@ from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
 
 MASTER = 0
+
+
+@dataclass(frozen=True)
+class _Hops:
+    """Partial sums that go from rank to rank."""
+
+    group: Group
+    op: ReduceOp
+    scale: Scale
+    codec: Cast
+    tag: int
+
+    def reduce(self, outgoing: Array, receiver: int, own: Array, sender: int, last: bool) -> Steps[None]:
+        """Send ``outgoing``, and replace ``own`` by its reduction with what ``sender`` sends; scaled in the last hop.
+
+        Of the two, the lower rank's comes first. Both are encoded, so a hop rounds to the type that travels. What is
+        empty does not travel.
+        """
+        kept = self.codec.encode(own)
+        scratch = SCRATCH.take(kept.nbytes)
+        received = scratch[: kept.nbytes].view(kept.dtype)
+        yield self.group.sendrecv(self.codec.encode(outgoing), receiver, received, sender, self.tag)
+        parts = [received, kept] if sender < self.group.rank else [kept, received]
+        self.codec.decode_reduce(parts, own, self.op, self.scale if last else ONE)
+        SCRATCH.give_back(scratch)
 
 
 # -- ring -------------------------------------------------------------------------------------------------------------
@@ -35,10 +61,10 @@ def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, code
     """
     chunks = chunks_of(buffer, group.size)
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    hops = _Hops(group, op, scale, codec, tag)
     for step in range(1, group.size):
         outgoing, own = chunks[(group.rank - step) % group.size], chunks[(group.rank - step - 1) % group.size]
-        factor = scale if step == group.size - 1 else ONE
-        yield from reduce_hop(group, outgoing, right, own, left, op, factor, codec, tag)
+        yield from hops.reduce(outgoing, right, own, left, last=step == group.size - 1)
     encoded = [codec.encode(chunk) for chunk in chunks]
     for step in range(group.size - 1):
         outgoing, incoming = encoded[(group.rank - step) % group.size], encoded[(group.rank - step - 1) % group.size]
@@ -69,11 +95,10 @@ def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, code
     """
     if buffer.size == 0:
         return
-    nothing = buffer[:0]
+    hops = _Hops(group, op, scale, codec, tag)
     below = children(group.rank, group.size)
     for child in below:
-        factor = scale if group.rank == 0 and child == below[-1] else ONE
-        yield from reduce_hop(group, nothing, child, buffer, child, op, factor, codec, tag)
+        yield from hops.reduce(buffer[:0], child, buffer, child, last=group.rank == 0 and child == below[-1])
     payload = codec.encode(buffer)
     if group.rank != 0:
         yield [group.isend(payload, group.rank & (group.rank - 1), tag)]
@@ -100,7 +125,7 @@ def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale,
     core = 1 << (group.size.bit_length() - 1)  # the greatest power of two that is no more than the size
     extras = group.size - core
     chunks = chunks_of(buffer, core)
-    nothing, everything = buffer[:0], (0, core)
+    hops, everything = _Hops(group, op, scale, codec, tag), (0, core)
     paired = group.rank < 2 * extras
     if paired and group.rank % 2 == 0:
         yield [group.isend(codec.encode(buffer), group.rank + 1, tag)]
@@ -108,27 +133,18 @@ def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale,
         yield [group.irecv(part, group.rank + 1, tag + 1) for part in _messages(buffer, encoded, everything, codec)]
     else:
         if paired:
-            yield from reduce_hop(group, nothing, group.rank - 1, buffer, group.rank - 1, op, ONE, codec, tag)
+            yield from hops.reduce(buffer[:0], group.rank - 1, buffer, group.rank - 1, last=False)
         place = group.rank // 2 if paired else group.rank - extras
         ranks = [2 * other + 1 if other < extras else other + extras for other in range(core)]
-        index = yield from _halve(group, buffer, place, ranks, op, scale, codec, tag)
+        index = yield from _halve(hops, buffer, place, ranks)
         encoded = [codec.encode(chunk) for chunk in chunks]
-        yield from _double(group, buffer, encoded, index, place, ranks, codec, tag + 1)
+        yield from _double(hops, buffer, encoded, index, place, ranks)
         if paired:
             yield [group.isend(part, group.rank - 1, tag + 1) for part in _messages(buffer, encoded, everything, codec)]
     decode_final(codec, encoded, chunks)
 
 
-def _halve(
-    group: Group,
-    buffer: Array,
-    place: int,
-    ranks: Sequence[int],
-    op: ReduceOp,
-    scale: Scale,
-    codec: Cast,
-    tag: int,
-) -> Steps[int]:
+def _halve(hops: _Hops, buffer: Array, place: int, ranks: Sequence[int]) -> Steps[int]:
     """Reduce-scatter among ``ranks``: with a partner, each reduces one half of what both hold; returns the last chunk.
 
     ``place`` is this rank's in ``ranks``.
@@ -141,32 +157,23 @@ def _halve(
         lower, upper = (first, middle), (middle, stop)
         (first, stop), given = (upper, lower) if place & distance else (lower, upper)
         distance *= 2
-        factor = scale if distance == len(ranks) else ONE
         own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, given, len(ranks))
-        yield from reduce_hop(group, outgoing, partner, own, partner, op, factor, codec, tag)
+        yield from hops.reduce(outgoing, partner, own, partner, last=distance == len(ranks))
     return first
 
 
 def _double(
-    group: Group,
-    buffer: Array,
-    encoded: Sequence[Array],
-    index: int,
-    place: int,
-    ranks: Sequence[int],
-    codec: Cast,
-    tag: int,
+    hops: _Hops, buffer: Array, encoded: Sequence[Array], index: int, place: int, ranks: Sequence[int]
 ) -> Steps[None]:
     """Allgather among ``ranks``, of which this one has chunk ``index``: the partners of the halving, last one first."""
     first, width = index, 1
     while width < len(ranks):
         partner = ranks[place ^ (len(ranks) // 2 // width)]
         other = first ^ width
-        outgoing = _messages(buffer, encoded, (first, first + width), codec)
-        incoming = _messages(buffer, encoded, (other, other + width), codec)
-        yield [group.irecv(part, partner, tag) for part in incoming] + [
-            group.isend(part, partner, tag) for part in outgoing
-        ]
+        outgoing = _messages(buffer, encoded, (first, first + width), hops.codec)
+        incoming = _messages(buffer, encoded, (other, other + width), hops.codec)
+        receives = [hops.group.irecv(part, partner, hops.tag + 1) for part in incoming]
+        yield receives + [hops.group.isend(part, partner, hops.tag + 1) for part in outgoing]
         first, width = min(first, other), 2 * width
 
 

@@ -1,11 +1,11 @@
-"""What allreduce algorithms share: the chunks of a buffer, room for payloads, one hop, and the end: codec and scale."""
+"""What allreduce algorithms share: the chunks of a buffer, room for payloads, and the end: codec and scale."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hvdkit import kernels
-from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.group import Array, Group, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -24,30 +24,6 @@ def room_for_payloads(group: Group, own: Array) -> tuple[Bytes, list[Array]]:
     for index, peer in enumerate(group.peers()):
         payloads[peer] = scratch[index * own.nbytes : (index + 1) * own.nbytes].view(own.dtype)
     return scratch, payloads
-
-
-def reduce_hop(
-    group: Group,
-    outgoing: Array,
-    receiver: int,
-    own: Array,
-    sender: int,
-    op: ReduceOp,
-    scale: Scale,
-    codec: Cast,
-    tag: int,
-) -> Steps[None]:
-    """Send ``outgoing``, and replace ``own`` by ``scale`` times its reduction with what ``sender`` sends.
-
-    Of the two, the lower rank's comes first. Both are encoded, so a hop rounds to the type that travels. What is empty
-    does not travel.
-    """
-    kept = codec.encode(own)
-    scratch = SCRATCH.take(kept.nbytes)
-    received = scratch[: kept.nbytes].view(kept.dtype)
-    yield group.sendrecv(codec.encode(outgoing), receiver, received, sender, tag)
-    codec.decode_reduce([received, kept] if sender < group.rank else [kept, received], own, op, scale)
-    SCRATCH.give_back(scratch)
 
 
 def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]) -> None:

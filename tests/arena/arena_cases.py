@@ -19,7 +19,7 @@ from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.offers import offer_of
 from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.kernels import ReduceOp
-from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, populated, served, used
+from tests.arena.blocks import MIB, born, counts, lies_in_arena, peer_of, populated, served, used
 
 STEPS_UNTIL_MEMORY_IS_FORGOTTEN = 64
 WORTH_GIVING_BACK = 16 * MIB
@@ -259,13 +259,13 @@ def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_: Any) 
         end = ARENA.pin(kept.data_ptr(), MIB) + MIB
         ARENA.unpin([end - MIB])
         nbytes = os.fstat(descriptor).st_size
-        refused = ARENA.counts()["refused"]
+        refused = counts()["refused"]
         highest = max(end, 64 * MIB)
         os.ftruncate(descriptor, highest)  # behind its end the system gives no memory
         try:
             several = [born(32 * MIB).fill_(1) for _ in range(8)]
             assert not lies_in_arena(several[-1])
-            assert ARENA.counts()["refused"] > refused
+            assert counts()["refused"] > refused
             assert all(bool((one == 1).all()) for one in several)
         finally:
             os.ftruncate(descriptor, nbytes)

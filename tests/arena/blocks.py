@@ -36,12 +36,19 @@ def lies_in_arena(tensor: torch.Tensor) -> bool:
     return ARENA.contains(tensor.data_ptr())
 
 
+def counts() -> dict[str, int]:
+    """How many allocations were served and refused, and the bytes that are used and populated."""
+    from hvdkit.kernels._native import arena
+
+    return dict(zip(("served", "refused", "used", "populated"), arena.counts(), strict=True))
+
+
 def used() -> int:
-    return ARENA.counts()["used"]
+    return counts()["used"]
 
 
 def populated() -> int:
-    return ARENA.counts()["populated"]
+    return counts()["populated"]
 
 
 @contextmanager
