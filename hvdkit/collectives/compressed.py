@@ -79,7 +79,7 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
     me, bounds = group.rank, partition(values.size, group.size, values.itemsize)
     chunks = [values[begin:end] for begin, end in bounds]
     wire = _Wire(group, codec, memory)
-    yield from _sum_own(wire, group, values, bounds, tag, memory)
+    yield from _sum_own(wire, values, bounds, tag, memory)
     own, sends, sums = chunks[me], [], {}
     if own.size:
         of_sum = memory.part(*bounds[me])
@@ -93,11 +93,9 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
     wire.give_back()
 
 
-def _sum_own(
-    wire: _Wire, group: Group, values: Array, bounds: Sequence[tuple[int, int]], tag: int, memory: Memory
-) -> Steps[None]:
+def _sum_own(wire: _Wire, values: Array, bounds: Sequence[tuple[int, int]], tag: int, memory: Memory) -> Steps[None]:
     """Send everyone their chunk, and add to this rank's own what the others send for it, in their order."""
-    sends = []
+    sends, group = [], wire.group
     for peer in group.peers():
         begin, end = bounds[peer]
         if begin < end:
@@ -126,7 +124,7 @@ def compressed_reduce_scatter(
     memory.salt = 2 * group.rank
     if group.size > 1:
         wire = Group(group.transport, group.members, group.choice)
-        yield from _sum_own(_Wire(wire, codec, memory), wire, values, bounds, tag, memory)
+        yield from _sum_own(_Wire(wire, codec, memory), values, bounds, tag, memory)
         memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size) / 2
         memory.tally.bytes_after += wire.bytes_sent
         group.bytes_sent += wire.bytes_sent
@@ -173,7 +171,7 @@ class _Wire:
     """Frames between the ranks of a group, in scratch memory."""
 
     def __init__(self, group: Group, codec: PayloadCodec, memory: Memory) -> None:
-        self._group, self._codec, self._tally = group, codec, memory.tally
+        self.group, self._codec, self._tally = group, codec, memory.tally
         self._identity = frames.identity(codec.summary)
         self._scratch: list[Bytes] = []
 
@@ -206,7 +204,7 @@ class _Wire:
         ``scale`` is ONE where it is added.
         """
         started = perf_counter()
-        rank = self._group.members[sender]
+        rank = self.group.members[sender]
         payload = frames.unseal(frame, out.size, self._identity, rank)
         factor = scale.as_factor()
         try:
@@ -224,13 +222,13 @@ class _Wire:
         length = np.array([frame.nbytes], dtype=np.int64)
         for peer in peers:
             if not self._codec.fixed:
-                transfers.append(self._group.isend(length, peer, tag))
-            transfers.append(self._group.isend(frame, peer, tag + 1))
+                transfers.append(self.group.isend(length, peer, tag))
+            transfers.append(self.group.isend(frame, peer, tag + 1))
         return transfers
 
     def receive(self, elements: dict[int, int], sends: list[Transfer], tag: int) -> Steps[dict[int, Bytes]]:
         """A frame from each rank that has elements to send, when all ``sends`` are through as well."""
-        group = self._group
+        group = self.group
         most = {peer: self._most(count) for peer, count in elements.items() if count}
         lengths = most
         if not self._codec.fixed:

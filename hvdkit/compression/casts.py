@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,27 +13,20 @@ from hvdkit.kernels import BFLOAT16, ReduceOp, Scale
 
 
 class Cast(Codec):
-    """Encodes chunks as arrays of one dtype; sums happen after decoding, in fp32 for half precision."""
+    """Encodes chunks as arrays of one dtype; sums happen after decoding, in fp32 for half precision.
 
-    @abstractmethod
-    def encode(self, chunk: Array) -> Array:
-        """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length."""
-
-    @abstractmethod
-    def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
-        """``out = scale * (payloads[0] op payloads[1] op ...)`` in this order."""
-
-
-class NoneCast(Cast):
-    """The chunk itself travels, without a copy."""
+    This one sends the chunk itself, without a copy.
+    """
 
     name = "none"
     lossy = False
 
     def encode(self, chunk: Array) -> Array:
+        """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length."""
         return chunk
 
     def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
+        """``out = scale * (payloads[0] op payloads[1] op ...)`` in this order."""
         kernels.reduce_into(out, list(payloads), op, scale)
 
 
@@ -55,14 +47,12 @@ class HalfCast(Cast):
         return payload
 
     def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
-        if out.dtype != np.float64:
-            kernels.reduce_into(out, list(payloads), op, scale)
-            return
-        wide = []
-        for payload in payloads:
-            wide.append(np.empty(out.shape, dtype=np.float64))
-            kernels.convert_into(wide[-1], payload)
-        kernels.reduce_into(out, wide, op, scale)
+        if out.dtype == np.float64:
+            wide = [np.empty(out.shape, dtype=np.float64) for _ in payloads]
+            for one, payload in zip(wide, payloads, strict=True):
+                kernels.convert_into(one, payload)
+            payloads = wide
+        super().decode_reduce(payloads, out, op, scale)
 
 
 class Fp16Cast(HalfCast):
@@ -79,4 +69,4 @@ class Bf16Cast(HalfCast):
     dtype = BFLOAT16
 
 
-CASTS: dict[str, Cast] = {cast.name: cast for cast in (NoneCast(), Fp16Cast(), Bf16Cast())}
+CASTS: dict[str, Cast] = {cast.name: cast for cast in (Cast(), Fp16Cast(), Bf16Cast())}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from hvdkit.kernels.dtypes import Array
 
 # The residual of error feedback: what a rank owes to the sum because it was not sent yet.
 RESIDUAL = "residual"
@@ -65,13 +63,8 @@ class Memory:
     def part(self, begin: int, end: int) -> Memory:
         """The memory of the elements from ``begin`` to ``end`` of this one; they are the same arrays."""
         part = Memory.__new__(Memory)
-        part.elements = end - begin
+        vars(part).update(vars(self), elements=end - begin, begin=self.begin + begin)
         part.arrays = {name: array[begin:end] for name, array in [*self.arrays.items()]}  # a debt may be paid meanwhile
-        part.begin = self.begin + begin
-        part.turn = self.turn
-        part.salt = self.salt
-        part.shared = self.shared
-        part.tally = self.tally
         return part
 
     @property

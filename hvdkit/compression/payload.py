@@ -55,6 +55,15 @@ class PayloadCodec(LossyCodec):
         """``out = scale * decoded``, or ``out += scale * decoded``. Raises ValueError for what no encoder wrote."""
 
 
+def put(out: Array, decoded: Array, scale: float, add: bool) -> None:
+    """``out = scale * decoded``, or ``out += scale * decoded``."""
+    with np.errstate(all="ignore"):
+        if add:
+            out += decoded * np.float32(scale)
+        else:
+            np.multiply(decoded, np.float32(scale), out=out)
+
+
 class CustomCodec(PayloadCodec):
     """The base class of codecs that are written outside of this package: ``encode`` and ``decode``, and that is all.
 
@@ -95,11 +104,7 @@ class CustomCodec(PayloadCodec):
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
         """Decode, scale, and set or add."""
         with np.errstate(all="ignore"):
-            decoded = self._decoded(payload, out.size)
-            if add:
-                out += decoded * np.float32(scale)
-            else:
-                np.multiply(decoded, np.float32(scale), out=out)
+            put(out, self._decoded(payload, out.size), scale, add)
 
     def _bytes(self, encoded: Any, most: int) -> Bytes:
         flat = np.ascontiguousarray(encoded).reshape(-1).view(np.uint8)

@@ -14,15 +14,36 @@ from hvdkit.compression.memory import Memory
 from hvdkit.compression.payload import PayloadCodec
 
 
-def _split(payload: Bytes, blocks: int, codes: int) -> tuple[Array, Array]:
-    """The scales and the codes of a payload. Raises ValueError if it has another length."""
-    if payload.nbytes != 4 * blocks + codes:
-        raise ValueError(f"expected {4 * blocks + codes} bytes, got {payload.nbytes}")
-    return payload[: 4 * blocks].view(np.float32), payload[4 * blocks :]
+@dataclass(frozen=True)
+class _Blocks(PayloadCodec):
+    """Payloads of a float32 for each block of values, its scale, and then of ``bits`` bits for each value."""
+
+    block: int = 256
+
+    bits: ClassVar[int]
+    multiple: ClassVar[int]  # what a block's length must be a multiple of
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_block(self.name, self.block, self.multiple)
+
+    def _scale_bytes(self, elements: int) -> int:
+        return 4 * -(-elements // self.block)
+
+    def most_bytes(self, elements: int) -> int:
+        """Of the scales and the codes."""
+        return self._scale_bytes(elements) + -(-elements * self.bits // 8)
+
+    def _split(self, payload: Bytes, elements: int) -> tuple[Array, Array]:
+        """The scales and the codes of a payload. Raises ValueError if it has another length."""
+        if payload.nbytes != self.most_bytes(elements):
+            raise ValueError(f"expected {self.most_bytes(elements)} bytes, got {payload.nbytes}")
+        codes = self._scale_bytes(elements)
+        return payload[:codes].view(np.float32), payload[codes:]
 
 
 @dataclass(frozen=True)
-class _Quantised(PayloadCodec):
+class _Quantised(_Blocks):
     """Values are multiples of a step, which is their block's largest magnitude / L; they are rounded to nearest even.
 
     With ``stochastic`` they are rounded up or down at random, so that the mean is right (Alistarh et al., 2017, "QSGD:
@@ -30,29 +51,19 @@ class _Quantised(PayloadCodec):
     numbers, and the same run draws the same.
     """
 
-    block: int = 256
     stochastic: bool = False
     seed: int = 0
 
-    bits: ClassVar[int]
+    multiple: ClassVar[int] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_block(self.name, self.block, 16)
         check_flag(self.name, "stochastic", self.stochastic)
         check_seed(self.name, self.seed)
 
-    def _counts(self, elements: int) -> tuple[int, int]:
-        return -(-elements // self.block), -(-elements * self.bits // 8)
-
-    def most_bytes(self, elements: int) -> int:
-        """Four bytes for each block's scale, and the codes."""
-        blocks, codes = self._counts(elements)
-        return 4 * blocks + codes
-
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """The scales, then the codes."""
-        scales, codes = _split(payload, *self._counts(values.size))
+        scales, codes = self._split(payload, values.size)
         words = self.seed + memory.turn * 0x85EBCA6B + memory.begin + memory.salt * 0xC2B2AE35
         seed = words % 2**32 if self.stochastic else None
         kernels.quantise_into(codes, scales, values, memory.residual, self.bits, self.block, seed)
@@ -60,7 +71,7 @@ class _Quantised(PayloadCodec):
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
         """One pass."""
-        scales, codes = _split(payload, *self._counts(out.size))
+        scales, codes = self._split(payload, out.size)
         kernels.dequantise_into(out, codes, scales, self.bits, self.block, scale, add)
 
 
@@ -83,7 +94,7 @@ class Int4(_Quantised):
 
 
 @dataclass(frozen=True)
-class OneBit(PayloadCodec):
+class OneBit(_Blocks):
     """A thirty-second of float32's bytes: each value's sign, times the mean magnitude of its block.
 
     Seide et al., 2014; with the scale of Karimireddy et al., 2019 (see PayloadCodec).
@@ -92,27 +103,17 @@ class OneBit(PayloadCodec):
     block: int = 1024
 
     name: ClassVar[str] = "onebit"
+    bits: ClassVar[int] = 1
+    multiple: ClassVar[int] = 512
     has_device_twin: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_block(self.name, self.block, 512)
-
-    def _counts(self, elements: int) -> tuple[int, int]:
-        return -(-elements // self.block), -(-elements // 8)
-
-    def most_bytes(self, elements: int) -> int:
-        """Four bytes for each block's scale, and the signs."""
-        blocks, packed = self._counts(elements)
-        return 4 * blocks + packed
 
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """The scales, then the signs."""
-        scales, packed = _split(payload, *self._counts(values.size))
+        scales, packed = self._split(payload, values.size)
         kernels.sign_into(packed, scales, values, memory.residual, self.block)
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
         """One pass."""
-        scales, packed = _split(payload, *self._counts(out.size))
+        scales, packed = self._split(payload, out.size)
         kernels.unsign_into(out, packed, scales, self.block, scale, add)

@@ -6,7 +6,6 @@ the values, all of them.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from hvdkit import kernels
 from hvdkit.compression.checks import check_integer, check_number, check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.memory import Memory
-from hvdkit.compression.payload import PayloadCodec
+from hvdkit.compression.payload import PayloadCodec, put
 
 _HEAD = 8  # bytes: the mode and the count
 _PAIRS, _ALL = 0x50414952, 0x414C4C20
@@ -101,10 +100,6 @@ class _Sparse(PayloadCodec):
     fixed: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
 
-    @abstractmethod
-    def _capacity(self, elements: int, memory: Memory | None) -> int:
-        """The most values that are selected; half of the elements or more: all are sent."""
-
     def most_bytes(self, elements: int) -> int:
         """Of the values themselves, or of as many pairs as fit there."""
         return _HEAD + 4 * elements
@@ -118,12 +113,7 @@ class _Sparse(PayloadCodec):
         if mode == _ALL:
             if body.nbytes != 4 * out.size:
                 raise ValueError(f"expected {4 * out.size} bytes of values, got {body.nbytes}")
-            with np.errstate(all="ignore"):
-                scaled = body.view(np.float32) * np.float32(scale)
-                if add:
-                    out += scaled
-                else:
-                    out[...] = scaled
+            put(out, body.view(np.float32), scale, add)
             return
         if mode != _PAIRS or body.nbytes != 8 * count:
             raise ValueError(f"expected {count} pairs of 8 bytes, got {body.nbytes} bytes of mode {mode:#x}")
@@ -172,9 +162,6 @@ class TopK(_Sparse):
     def _wanted(self, elements: int, memory: Memory | None) -> int:
         return min(elements, max(1, round(elements * self.ratio_at(memory))))
 
-    def _capacity(self, elements: int, memory: Memory | None) -> int:
-        return max(1, int(MOST * self._wanted(elements, memory)))
-
     def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
         """Of as many pairs as are wanted."""
         return min(_HEAD + 8 * self._wanted(elements, memory), self.most_bytes(elements))
@@ -182,7 +169,7 @@ class TopK(_Sparse):
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """One pass over the values where the threshold still fits; a sample and another pass each time it does not."""
         residual = memory.residual
-        capacity = self._capacity(values.size, memory)
+        capacity = max(1, int(MOST * self._wanted(values.size, memory)))
         if 2 * capacity >= values.size:
             return write_all(payload, values, residual)
         return self._select(payload, values, residual, capacity, memory)
@@ -229,13 +216,10 @@ class Threshold(_Sparse):
         if not 0.0 <= check_number(self.name, "threshold", self.threshold) <= _LARGEST:
             raise ValueError(f"Compression.threshold: threshold must be 0 or more, and finite, got {self.threshold}")
 
-    def _capacity(self, elements: int, memory: Memory | None) -> int:
-        return elements // 2
-
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """One pass; where there is no room for all that it finds, one more."""
         residual = memory.residual
-        capacity = self._capacity(values.size, memory)
+        capacity = values.size // 2
         places, picked = room_for_pairs(payload, capacity)
         emitted, found = kernels.select_into(places, picked, values, residual, self.threshold)
         if found == emitted:

@@ -13,23 +13,9 @@ Array = npt.NDArray[Any]
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 # By name, in the order of the native code's enum: the place of a dtype is its number there.
+_INTEGERS = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 DTYPES: dict[str, np.dtype[Any]] = {
-    str(dtype): dtype
-    for dtype in (
-        np.dtype(np.bool_),
-        np.dtype(np.uint8),
-        np.dtype(np.int8),
-        np.dtype(np.uint16),
-        np.dtype(np.int16),
-        np.dtype(np.uint32),
-        np.dtype(np.int32),
-        np.dtype(np.uint64),
-        np.dtype(np.int64),
-        np.dtype(np.float16),
-        BFLOAT16,
-        np.dtype(np.float32),
-        np.dtype(np.float64),
-    )
+    name: np.dtype(name) for name in (*_INTEGERS, "float16", "bfloat16", "float32", "float64")
 }
 
 # str(dtype) takes numpy microseconds.

@@ -20,6 +20,7 @@ _CHUNK = 1 << 15
 
 _TINY = np.finfo(np.float32).tiny
 _NIBBLE_ZERO = 8
+_LANES = 16
 
 
 def quantise_into(
@@ -94,7 +95,7 @@ def sign_into(packed: Array, scales: Array, values: Array, residual: Array | Non
             before = None if residual is None else residual[elements]
             v = values[elements] if before is None else values[elements] + before
             v = v.reshape(blocks.stop - blocks.start, -1)
-            sums = _sums_of_magnitudes(v)
+            sums = sums_in_lanes(np.abs(v))
             scale = np.where(np.isfinite(sums), sums / np.float32(v.shape[1]), np.float32(np.nan))
             bad = np.isnan(scale)[:, None]
             positive = ~np.signbit(v)
@@ -189,11 +190,15 @@ def _unpacked(codes: Array, bits: int) -> Array:
     return np.asarray(nibbles - np.int8(_NIBBLE_ZERO))
 
 
-def _sums_of_magnitudes(v: Array) -> Array:
-    groups = np.zeros((v.shape[0], -(-v.shape[1] // 16), 16), np.float32)
-    groups.reshape(v.shape[0], -1)[:, : v.shape[1]] = np.abs(v)
-    lanes = np.add.accumulate(groups, axis=1)[:, -1]  # reduce may add in another order
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return np.asarray(lanes[:, 0])
+def sums_in_lanes(numbers: Array) -> Array:
+    """Sums along the last axis, in 16 lanes: each adds every 16th number, in order; then they are added in halves."""
+    count = numbers.shape[-1]
+    groups = np.zeros((*numbers.shape[:-1], max(1, -(-count // _LANES)), _LANES), numbers.dtype)
+    groups.reshape(*numbers.shape[:-1], -1)[..., :count] = numbers
+    with np.errstate(all="ignore"), DefaultFloats():
+        # Reduce may add in another order. A lane begins with zero, so that it is not -0.0.
+        lanes = np.add.accumulate(groups, axis=-2)[..., -1, :] + numbers.dtype.type(0)
+        while lanes.shape[-1] > 1:
+            half = lanes.shape[-1] // 2
+            lanes = lanes[..., :half] + lanes[..., half:]
+    return np.asarray(lanes[..., 0])

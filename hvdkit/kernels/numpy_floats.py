@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from types import TracebackType
 
 # The C library's "as a process starts", which is no address of anything (fenv.h of glibc and musl).
 _DEFAULT = ctypes.c_void_p(-1)
@@ -30,8 +29,6 @@ class DefaultFloats:
             _LIBRARY.fegetenv(self._before)
             _LIBRARY.fesetenv(_DEFAULT)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if _LIBRARY is not None and _HAS_ENVIRONMENT:
             _LIBRARY.fesetenv(self._before)

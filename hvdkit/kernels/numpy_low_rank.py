@@ -9,14 +9,11 @@ Errors for wrong arguments are the native code's; here only what came from anoth
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hvdkit.kernels.dtypes import Array
+from hvdkit.kernels.numpy_codecs import sums_in_lanes
 from hvdkit.kernels.numpy_floats import DefaultFloats
-
-_LANES = 16
 
 
 def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int) -> None:
@@ -27,8 +24,8 @@ def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int)
     """
     rank = max(1, left.size // rows)
     for k in range(rank):
-        products = _in_lanes(matrix.reshape(rows, cols) * right[k * cols : (k + 1) * cols])
-        left[k * rows : (k + 1) * rows] = _folded(products)
+        products = matrix.reshape(rows, cols) * right[k * cols : (k + 1) * cols]
+        left[k * rows : (k + 1) * rows] = sums_in_lanes(products)
 
 
 def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols: int) -> None:
@@ -81,24 +78,5 @@ def reconstruct_into(
                 out[place] = row * np.float32(scale)
 
 
-def _in_lanes(products: Array) -> Array:
-    """Sums along the last axis, in 16 lanes: each adds every 16th number, in order."""
-    lanes = np.zeros((*products.shape[:-1], _LANES), products.dtype)
-    with np.errstate(all="ignore"), DefaultFloats():
-        for begin in range(0, products.shape[-1], _LANES):
-            group = products[..., begin : begin + _LANES]
-            lanes[..., : group.shape[-1]] += group
-    return lanes
-
-
-def _folded(lanes: Array) -> Any:
-    half = _LANES
-    with np.errstate(all="ignore"), DefaultFloats():
-        while half > 1:
-            half //= 2
-            lanes = lanes[..., :half] + lanes[..., half : 2 * half]
-    return lanes[..., 0]
-
-
-def _dot(a: Array, b: Array) -> Any:
-    return _folded(_in_lanes(a.astype(np.float64) * b.astype(np.float64)))
+def _dot(a: Array, b: Array) -> Array:
+    return sums_in_lanes(a.astype(np.float64) * b.astype(np.float64))
