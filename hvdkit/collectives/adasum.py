@@ -43,9 +43,8 @@ def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: Scale, ta
     assert group.size & (group.size - 1) == 0
     scratch = SCRATCH.take(buffer.nbytes)
     other = scratch[: buffer.nbytes].view(buffer.dtype)
-    distance, level = 1, 0
-    while distance < group.size:
-        peer = group.rank ^ distance
+    for level in range(group.size.bit_length() - 1):
+        peer = group.rank ^ (1 << level)
         yield [group.irecv(other, peer, tag + level % 7), group.isend(buffer, peer, tag + level % 7)]
         lower, higher = (buffer, other) if group.rank < peer else (other, buffer)
         start = 0
@@ -53,6 +52,5 @@ def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: Scale, ta
             part = slice(start, start + length)
             buffer[part] = combine(lower[part], higher[part])
             start += length
-        distance, level = distance * 2, level + 1
     SCRATCH.give_back(scratch)
     scale_in_place(buffer, scale)

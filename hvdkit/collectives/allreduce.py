@@ -18,7 +18,7 @@ from hvdkit.collectives.by_name import (
     round_robin_allreduce,
     tree_allreduce,
 )
-from hvdkit.collectives.choice import LATENCY_SECONDS, REDUCE_SECONDS_PER_BYTE, SECONDS_PER_BYTE, Choice
+from hvdkit.collectives.choice import AUTO, REDUCE_SECONDS_PER_BYTE, Choice
 from hvdkit.collectives.chunks import decode_final, scale_in_place
 from hvdkit.collectives.direct import all_to_all_allreduce, two_phase_allreduce
 from hvdkit.collectives.group import Array, Group, Steps
@@ -40,22 +40,16 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 @lru_cache(maxsize=1024)  # the same few sizes come again and again
-def choose_allreduce(
-    nbytes: int,
-    size: int,
-    asked: str = "auto",
-    latency_seconds: float = LATENCY_SECONDS,
-    seconds_per_byte: float = SECONDS_PER_BYTE,
-) -> tuple[str, str]:
+def choose_allreduce(nbytes: int, size: int, choice: Choice = AUTO) -> tuple[str, str]:
     """The algorithm for one tensor of ``nbytes`` bytes on ``size`` ranks, and the reason.
 
     "auto" takes the cheaper one by the alpha-beta model (Hockney, 1994): ``latency_seconds`` for each exchange,
     ``seconds_per_byte`` for each byte that a rank sends, and what summing takes: everything on every rank or a share
-    each. All ranks must choose alike, so all arguments must be the same
-    on all of them: the two numbers are rank 0's, not each rank's own.
+    each. All ranks must choose alike, so all arguments must be the same on all of them.
 
     Raises ValueError for a name that is no algorithm's.
     """
+    asked, latency_seconds, seconds_per_byte = choice
     if asked in ALGORITHMS:
         return asked, "HVDKIT_ALLREDUCE"
     if asked != "auto":
@@ -78,8 +72,7 @@ def allreduce(
     """
     if group.size == 1:
         return _alone(buffer, scale, codec)
-    choice = choice or group.choice
-    name, _ = choose_allreduce(buffer.nbytes, group.size, choice.asked, choice.latency_seconds, choice.seconds_per_byte)
+    name, _ = choose_allreduce(buffer.nbytes, group.size, choice or group.choice)
     return ALGORITHMS[name](group, buffer, op, scale, codec, tag)
 
 

@@ -26,9 +26,7 @@ def broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
 def tree_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
     """Binomial tree: in round k, the 2**k ranks that have the data send it to the next 2**k."""
     place = (group.rank - root) % group.size
-    reach = 1
-    while reach < group.size:
-        reach *= 2
+    reach = 1 << (group.size - 1).bit_length()  # the least power of two that is no less than the size
     transfers = []
     while reach > 1:
         half = reach // 2

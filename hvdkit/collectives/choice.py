@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # A fast Ethernet of 10 Gbit/s, for where nobody has measured.
 LATENCY_SECONDS = 50e-6
@@ -11,8 +11,7 @@ SECONDS_PER_BYTE = 1 / 1.25e9
 REDUCE_SECONDS_PER_BYTE = 1e-10
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """All ranks of a group must hold the same one (the numbers that rank 0 measured), or they choose differently."""
 
     asked: str = "auto"  # or the name of an algorithm: the same one for every tensor

@@ -21,7 +21,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.chunks import scale_in_place
-from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
 from hvdkit.compression.lossy import as_float32
@@ -60,7 +60,7 @@ def _allreduce_lossy(
     started = perf_counter()
     codec.prepare(values, memory, group.size)
     memory.tally.encode_seconds += perf_counter() - started
-    memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size)
+    memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
     way, _ = codec.way(flat.size, group.size)
     yield from _WAYS[way](wire, values, scale, codec, tag, memory)
     memory.tally.bytes_after += wire.bytes_sent
@@ -68,11 +68,6 @@ def _allreduce_lossy(
     if values is not flat:
         kernels.convert_into(flat, values)
     memory.keep(TURN, memory.turn + 1)
-
-
-def _bytes_before(nbytes: int, ranks: int) -> int:
-    """What a rank would send without a codec."""
-    return 2 * nbytes * (ranks - 1) // ranks
 
 
 def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
@@ -125,7 +120,7 @@ def compressed_reduce_scatter(
     if group.size > 1:
         wire = Group(group.transport, group.members, group.choice)
         yield from _sum_own(_Wire(wire, codec, memory), values, bounds, tag, memory)
-        memory.tally.bytes_before += _bytes_before(flat.nbytes, group.size) / 2
+        memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size) / 2
         memory.tally.bytes_after += wire.bytes_sent
         group.bytes_sent += wire.bytes_sent
     own = values[slice(*bounds[group.rank])]

@@ -61,6 +61,11 @@ def as_bytes(array: Array) -> Bytes:
     return array.view(np.uint8)
 
 
+def two_phase_bytes(nbytes: int, ranks: int) -> int:
+    """What a rank sends of a tensor in two phases, or hands over within a node for the sum and the pass back."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
 def partition(count: int, parts: int, itemsize: int) -> list[tuple[int, int]]:
     """Cut ``count`` elements into ``parts`` runs (start, stop) that start on cache lines. Late runs may be empty."""
     line = max(1, CACHE_LINE // itemsize)

@@ -14,7 +14,7 @@ from typing import cast
 from hvdkit.collectives.allreduce import choose_allreduce
 from hvdkit.collectives.chunks import scale_in_place
 from hvdkit.collectives.compressed import allreduce_encoded
-from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
 from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
 from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.kernels import HALVES, ONE, ReduceOp, Scale
@@ -76,11 +76,6 @@ def whole_shares(begins: Sequence[int], count: int, layout: Layout, ranks: int) 
     return shares + [(count, count)] * (ranks - layout.carriers)
 
 
-def node_bytes(nbytes: int, ranks: int) -> int:
-    """What a rank reads and writes in the other ranks' memory for the node's sum and the pass back."""
-    return 2 * nbytes * (ranks - 1) // ranks
-
-
 def early_scale(flat: Array, op: ReduceOp, scale: Scale, codec: Codec) -> tuple[Scale, Scale]:
     """The scales of the sum of a node and of the sum of nodes.
 
@@ -128,7 +123,7 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | Non
         mode, told = choose_pass(nbytes)
         return told if mode == Mode.WHOLE else f"{told}; {layout.staging.why_handover(nbytes)}"
     share = nbytes // pieces // (1 if layout is None else layout.carriers)
-    name, reason = choose_allreduce(share, nodes, choice.asked, choice.latency_seconds, choice.seconds_per_byte)
+    name, reason = choose_allreduce(share, nodes, choice)
     told = f"{name}: {reason}" if layout is None else f"the sum of each node, then {name}: {reason} between nodes"
     if pieces > 1:
         told += f", {choose_pieces(nbytes, nodes, choice.asked)[1]}"
@@ -170,13 +165,12 @@ def layout_allreduce(
     if len(layout.nodes) == 1:
         assert staging is not None
         yield from node_allreduce(staging, turns[0], flat, op, scale, source)
-        group.bytes_sent += node_bytes(flat.nbytes, group.size)
+        group.bytes_sent += two_phase_bytes(flat.nbytes, group.size)
         return
     if source is not None:
         flat[...] = source
-    members = staging.members if staging is not None else [group.members[group.rank]]
-    me = members.index(group.members[group.rank])
-    shares = shares or node_shares(flat.size, flat.itemsize, layout, len(members))
+    me, ranks = (0, 1) if staging is None else (staging.me, len(staging.members))
+    shares = shares or node_shares(flat.size, flat.itemsize, layout, ranks)
     node_scale, wire_scale = early_scale(flat, op, scale, codec)
     if staging is not None:
         yield from staging.run(0, turns[0], Mode.REDUCE_SCATTER, flat, shares, op, node_scale)
@@ -190,4 +184,4 @@ def layout_allreduce(
         group.bytes_sent += across.bytes_sent
     if staging is not None:
         yield from staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, ONE)
-        group.bytes_sent += node_bytes(flat.nbytes, len(members))
+        group.bytes_sent += two_phase_bytes(flat.nbytes, ranks)

@@ -87,30 +87,33 @@ class Pass:
         return [self._members[place] for place in self._staged.awaited()]
 
 
+def staging_bytes(ranks: int) -> int:
+    """What the two areas of so many ranks take."""
+    from hvdkit.kernels._native import Area
+
+    return 2 * Area.bytes_needed(ranks, DEPTH, SLOT_BYTES)
+
+
 class Staging:
     """What the ranks ``members`` of a node (ranks of the transport, ascending) share for one group.
 
     There are two areas, since the second half of an operation may come after a trip to other nodes: were there only
-    one, a later operation's first half would have to wait for that.
+    one, a later operation's first half would have to wait for that. They lie in ``window`` from ``begin`` on; ``bells``
+    are the members'.
     """
 
     def __init__(
-        self,
-        members: Sequence[int],
-        rank: int,
-        areas: tuple[Any, Any],
-        begins: tuple[int, int],
-        spin_seconds: float,
-        window: Any,
+        self, members: Sequence[int], rank: int, window: Any, begin: int, bells: list[Any], spin_seconds: float
     ) -> None:
-        from hvdkit.kernels._native import Staged
+        from hvdkit.kernels._native import Area, Staged
 
         self.members = list(members)
         self.me = self.members.index(rank)
         self._rank = rank
         self._staged = Staged
-        self._lobbies = (Lobby(areas[0]), Lobby(areas[1]))
-        self._begins = begins  # of the areas in the window
+        count = len(self.members)
+        self._begins = (begin, begin + staging_bytes(count) // 2)  # of the areas in the window
+        self._lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, bells)) for at in self._begins]
         self.spin_seconds = spin_seconds
         self._window = window
 

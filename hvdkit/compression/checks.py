@@ -46,9 +46,9 @@ def check_number(codec: str, argument: str, value: Any) -> float:
     return float(value)
 
 
-def check_ratio(codec: str, ratio: Any, argument: str = "ratio") -> None:
+def check_ratio(codec: str, ratio: Any) -> None:
     """Raises TypeError unless it is a number, ValueError unless it is a part: above 0, at most 1."""
-    if not 0.0 < check_number(codec, argument, ratio) <= 1.0:
+    if not 0.0 < check_number(codec, "ratio", ratio) <= 1.0:
         raise ValueError(
-            f"Compression.{codec}: {argument} must be above 0 and at most 1 (0.01 sends one value of 100), got {ratio}"
+            f"Compression.{codec}: ratio must be above 0 and at most 1 (0.01 sends one value of 100), got {ratio}"
         )

@@ -406,8 +406,8 @@ def test_the_cheaper_of_two_is_chosen_and_both_costs_are_told():
 
 def test_the_choice_turns_where_the_bytes_saved_cost_as_much_as_an_exchange():
     # 3 n beta - 1.5 n beta = alpha at n = 1000, where summing takes next to nothing.
-    assert choose_allreduce(999, 4, "auto", 1500e-6, 1e-6)[0] == "all_to_all"
-    assert choose_allreduce(1001, 4, "auto", 1500e-6, 1e-6)[0] == "two_phase"
+    assert choose_allreduce(999, 4, Choice("auto", 1500e-6, 1e-6))[0] == "all_to_all"
+    assert choose_allreduce(1001, 4, Choice("auto", 1500e-6, 1e-6))[0] == "two_phase"
     # Two ranks send as much either way, but with the second exchange each sums only half.
     assert choose_allreduce(100_000, 2)[0] == "all_to_all"
     assert choose_allreduce(1_000_000, 2)[0] == "two_phase"
@@ -415,12 +415,12 @@ def test_the_choice_turns_where_the_bytes_saved_cost_as_much_as_an_exchange():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_that_is_asked_for_is_taken_whatever_it_costs(name):
-    assert choose_allreduce(1 << 30, 16, name) == (name, "HVDKIT_ALLREDUCE")
+    assert choose_allreduce(1 << 30, 16, Choice(name)) == (name, "HVDKIT_ALLREDUCE")
 
 
 def test_an_unknown_algorithm_is_an_error_that_names_the_known_ones():
     with pytest.raises(ValueError, match=r"expected one of auto, all_to_all, .*master_worker, got 'star'"):
-        choose_allreduce(4, 2, "star")
+        choose_allreduce(4, 2, Choice("star"))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

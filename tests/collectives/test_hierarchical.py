@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from hvdkit.collectives.choice import Choice
-from hvdkit.collectives.group import Group, Steps
-from hvdkit.collectives.hierarchical import Layout, layout_allreduce, node_bytes, sent_share, why_allreduce
-from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
+from hvdkit.collectives.group import Group, Steps, two_phase_bytes
+from hvdkit.collectives.hierarchical import Layout, layout_allreduce, sent_share, why_allreduce
+from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport, Wires
-from tests.transports.shared import LINE, bells_in, native, needs_memory_files, needs_native, new_window
+from tests.transports.shared import LINE, bells_in, needs_memory_files, needs_native, new_window
 
 pytestmark = [needs_native, needs_memory_files]
 
@@ -58,15 +58,10 @@ def layouts(nodes: list[list[int]]) -> dict[int, Layout]:
         if count == 1:
             found[node[0]] = Layout(nodes, None)
             continue
-        area_bytes = native.Area.bytes_needed(count, DEPTH, SLOT_BYTES)
-        window = new_window(count * LINE + 2 * area_bytes)
+        window = new_window(count * LINE + staging_bytes(count))
         bells = bells_in(window, count)
-        for place, rank in enumerate(node):
-            areas = [
-                native.Area(window, count * LINE + half * area_bytes, count, place, DEPTH, SLOT_BYTES, bells)
-                for half in (0, 1)
-            ]
-            found[rank] = Layout(nodes, Staging(node, rank, (areas[0], areas[1]), (0, 0), 0.0, window))
+        for rank in node:
+            found[rank] = Layout(nodes, Staging(node, rank, window, count * LINE, bells, 0.0))
     return found
 
 
@@ -146,7 +141,7 @@ def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
             counterparts = {other[place] for other in nodes if other is not node} if carries else set()
             assert set(to) == counterparts
             assert sum(to.values()) == expected * carries
-            of_node = node_bytes(inputs[0].nbytes, len(node)) if len(node) > 1 else 0
+            of_node = two_phase_bytes(inputs[0].nbytes, len(node)) if len(node) > 1 else 0
             assert counted == expected * carries + of_node
 
 

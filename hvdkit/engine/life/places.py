@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
-from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
+from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.steps.plan import Slot, small_offsets
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ def lane_place(lane_id: int) -> int:
     return 2 * lane_id + 2
 
 
-def staging_bytes(ranks: int) -> int:
-    """What the two areas of so many ranks take."""
-    from hvdkit.kernels._native import Area
-
-    return 2 * Area.bytes_needed(ranks, DEPTH, SLOT_BYTES)
-
-
 def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
     """How a process set lies on nodes, with the memory that its ranks on this node share; None if no two share any."""
     transport, rank = group.transport, group.members[group.rank]
@@ -41,16 +34,11 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     node = next(members for members in nodes if rank in members)
     if len(node) == 1:
         return Layout(nodes, None)
-    from hvdkit.kernels._native import Area
     from hvdkit.transports.node.transport import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    nbytes = staging_bytes(len(node))
-    window = transport.window(staging_place(process_set_id), nbytes)
-    bells = transport.bells_of(node)
-    begins = (0, nbytes // 2)
-    areas = [Area(window, begin, len(node), node.index(rank), DEPTH, SLOT_BYTES, bells) for begin in begins]
-    return Layout(nodes, Staging(node, rank, (areas[0], areas[1]), begins, spin_seconds, window))
+    window = transport.window(staging_place(process_set_id), staging_bytes(len(node)))
+    return Layout(nodes, Staging(node, rank, window, 0, transport.bells_of(node), spin_seconds))
 
 
 def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePass | None, str]:

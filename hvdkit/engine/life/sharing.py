@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
+from hvdkit.collectives.staging import staging_bytes
 from hvdkit.config import Settings
-from hvdkit.engine.life.places import staging_bytes, staging_place
+from hvdkit.engine.life.places import staging_place
 from hvdkit.engine.life.topology import Topology, nodes_that_share
 from hvdkit.transports.base import Exchange, Transport
 

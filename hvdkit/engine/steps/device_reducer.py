@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.group import Group, Steps, two_phase_bytes
 from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.compression.memory import TURN
 from hvdkit.engine.ops import effective
@@ -175,7 +175,7 @@ class DeviceReducer(Reducer):
         memory.turn = int(memory.recall(TURN) or memory.turn)
         way, _ = codec.way(memory.elements, size)
         sent = sent_bytes(codec, way, size, memory)
-        memory.tally.bytes_before += 2 * buffer.nbytes * (size - 1) // size
+        memory.tally.bytes_before += two_phase_bytes(buffer.nbytes, size)
         memory.tally.bytes_after += sent
         transfer = self._collectives.allreduce_encoded(
             buffer,

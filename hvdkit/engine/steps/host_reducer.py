@@ -12,8 +12,8 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.arena import ARENA
 from hvdkit.collectives.compressed import allreduce_encoded
-from hvdkit.collectives.group import Array, Group, Steps, partition
-from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, layout_allreduce, node_bytes
+from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
+from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, layout_allreduce
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode
 from hvdkit.compression import Codec, Memory
@@ -174,7 +174,7 @@ class HostReducer(Reducer):
             yield from self._reduce_across(node, work, in_chunks, shares, absent)
         yield list(node.done(number))
         node.over(number)
-        self._group.bytes_sent += node_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
+        self._group.bytes_sent += two_phase_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
 
     def _runs_in(self, piece: Piece, bucket: Bucket) -> list[Part]:
         if piece not in self._runs:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdkit.collectives.group import Array
-from hvdkit.collectives.staging import DEPTH, SLOT_BYTES, Staging
+from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.steps.plan import Slot, small_offsets
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE
@@ -97,7 +97,7 @@ class NodePass:
     def __init__(
         self, transport: NodeTransport, members: Sequence[int], place: int, slots: Sequence[Slot], spin_seconds: float
     ) -> None:
-        from hvdkit.kernels._native import Area, InPlace
+        from hvdkit.kernels._native import InPlace
 
         self.members = list(members)
         self._under_way: set[int] = set()  # operations that this rank is ready for and not through with
@@ -111,8 +111,7 @@ class NodePass:
         self._head_bytes = _pages(cells_bytes + InPlace.table_bytes(count, len(slots)))
         self._region_bytes = _pages(small_bytes)
         staging_begin = self._head_bytes + count * self._region_bytes
-        area_bytes = Area.bytes_needed(count, DEPTH, SLOT_BYTES)
-        self.window: Any = transport.window(place, staging_begin + 2 * area_bytes)
+        self.window: Any = transport.window(place, staging_begin + staging_bytes(count))
         self._cells = transport.cells(self.window, 0, 2 * count * CELLS)
         self._in_place = InPlace(
             self.window,
@@ -127,9 +126,7 @@ class NodePass:
             transport.arenas_of(self.members),
         )  # fmt: skip
         bells = transport.bells_of(self.members)
-        begins = staging_begin, staging_begin + area_bytes
-        areas = [Area(self.window, begin, count, self.me, DEPTH, SLOT_BYTES, bells) for begin in begins]
-        self.staging = Staging(self.members, transport.rank, (areas[0], areas[1]), begins, spin_seconds, self.window)
+        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, bells, spin_seconds)
         memory: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)[self._region(self.me) :]
         self.small: dict[int, Array] = {}
         for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True)):
