@@ -43,7 +43,7 @@ def scatter_allgather_broadcast(group: Group, buffer: Array, root: int, tag: int
     chunks = chunks_of(buffer, group.size)
     own = chunks[group.rank]
     if group.rank == root:
-        yield [group.isend(chunks[peer], peer, tag) for peer in group.peers() if chunks[peer].size]
+        yield [group.isend(chunks[peer], peer, tag) for peer in group.peers if chunks[peer].size]
     elif own.size:
         yield [group.irecv(own, root, tag)]
     yield from allgather(group, own, chunks, tag + 1)

@@ -237,11 +237,11 @@ def master_worker_allreduce(
     payload = codec.encode(buffer)
     if group.rank == MASTER:
         scratch, payloads = room_for_payloads(group, payload)
-        yield [group.irecv(payloads[worker], worker, tag) for worker in group.peers()]
+        yield [group.irecv(payloads[worker], worker, tag) for worker in group.peers]
         codec.decode_reduce(payloads, buffer, op, scale)
         SCRATCH.give_back(scratch)
         payload = codec.encode(buffer)
-        yield [group.isend(payload, worker, tag + 1) for worker in group.peers()]
+        yield [group.isend(payload, worker, tag + 1) for worker in group.peers]
     else:
         yield [group.isend(payload, MASTER, tag)]
         yield [group.irecv(payload, MASTER, tag + 1)]

@@ -21,7 +21,7 @@ def room_for_payloads(group: Group, own: Array) -> tuple[Bytes, list[Array]]:
     """Scratch memory, for the caller to give back, and a payload for each rank: ``own`` itself, the others' in it."""
     scratch = SCRATCH.take(own.nbytes * (group.size - 1))
     payloads = [own] * group.size
-    for index, peer in enumerate(group.peers()):
+    for index, peer in enumerate(group.peers):
         payloads[peer] = scratch[index * own.nbytes : (index + 1) * own.nbytes].view(own.dtype)
     return scratch, payloads
 

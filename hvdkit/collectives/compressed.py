@@ -80,9 +80,9 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
         of_sum = memory.part(*bounds[me])
         of_sum.salt += 1
         frame = wire.encode(own, of_sum)
-        sends = wire.send(frame, group.peers(), tag + 2)
+        sends = wire.send(frame, group.peers, tag + 2)
         sums[me] = frame
-    incoming = yield from wire.receive({peer: chunks[peer].size for peer in group.peers()}, sends, tag + 2)
+    incoming = yield from wire.receive({peer: chunks[peer].size for peer in group.peers}, sends, tag + 2)
     for peer, frame in {**sums, **incoming}.items():
         wire.decode(peer, frame, chunks[peer], scale, False)
     wire.give_back()
@@ -91,12 +91,12 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
 def _sum_own(wire: _Wire, values: Array, bounds: Sequence[tuple[int, int]], tag: int, memory: Memory) -> Steps[None]:
     """Send everyone their chunk, and add to this rank's own what the others send for it, in their order."""
     sends, group = [], wire.group
-    for peer in group.peers():
+    for peer in group.peers:
         begin, end = bounds[peer]
         if begin < end:
             sends += wire.send(wire.encode(values[begin:end], memory.part(begin, end)), [peer], tag)
     own = values[slice(*bounds[group.rank])]
-    incoming = yield from wire.receive(dict.fromkeys(group.peers(), own.size), sends, tag)
+    incoming = yield from wire.receive(dict.fromkeys(group.peers, own.size), sends, tag)
     for peer in sorted(incoming):
         wire.decode(peer, incoming[peer], own, ONE, True)
     wire.give_back()
@@ -131,8 +131,8 @@ def compressed_reduce_scatter(
 def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
     wire = _Wire(group, codec, memory)
     own = wire.encode(values, memory)
-    sends = wire.send(own, group.peers(), tag)
-    incoming = yield from wire.receive(dict.fromkeys(group.peers(), values.size), sends, tag)
+    sends = wire.send(own, group.peers, tag)
+    incoming = yield from wire.receive(dict.fromkeys(group.peers, values.size), sends, tag)
     incoming[group.rank] = own
     for peer in range(group.size):
         wire.decode(peer, incoming[peer], values, ONE, peer > 0)

@@ -24,8 +24,8 @@ def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale
         return
     own = codec.encode(buffer)
     scratch, payloads = room_for_payloads(group, own)
-    transfers = [group.irecv(payloads[peer], peer, tag) for peer in group.peers()]
-    transfers += [group.isend(own, peer, tag) for peer in group.peers()]
+    transfers = [group.irecv(payloads[peer], peer, tag) for peer in group.peers]
+    transfers += [group.isend(own, peer, tag) for peer in group.peers]
     yield transfers
     codec.decode_reduce(payloads, buffer, op, scale)
     SCRATCH.give_back(scratch)

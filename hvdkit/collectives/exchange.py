@@ -29,7 +29,7 @@ def alltoall(
     """
     if incoming[group.rank] is not outgoing[group.rank]:
         incoming[group.rank][...] = outgoing[group.rank]
-    for peers in rounds or [group.peers()]:
+    for peers in rounds or [group.peers]:
         transfers = []
         for peer in peers:
             transfers += group.sendrecv(outgoing[peer], peer, incoming[peer], peer, tag)

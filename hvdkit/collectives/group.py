@@ -32,12 +32,8 @@ class Group:
         self.size = len(self.members)
         self.bytes_sent = 0
         # Everyone else, each rank beginning with the one after itself so that no rank is sent to by all at once.
-        self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+        self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self.layout: Any = None  # how the members lie on nodes that share memory; see hierarchical.Layout
-
-    def peers(self) -> tuple[int, ...]:
-        """Everyone else, in an order in which not all send to the same one at once."""
-        return self._peers
 
     def isend(self, array: Array, peer: int, tag: int) -> Transfer:
         self.bytes_sent += array.nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 from hvdkit.collectives.group import Array, Steps, partition
 from hvdkit.kernels import ReduceOp, Scale
@@ -57,17 +57,23 @@ class Lobby:
         return self.passed == self._drawn and self.area.left_by_others()
 
 
+class Queue(Protocol):
+    """What operations go through one after the other."""
+
+    passed: int  # how many have
+
+
 class Turn:
     """A wait, like a transfer, until it is a ticket's turn. What holds it up is another operation of this rank."""
 
-    __slots__ = ("_lobby", "_ticket", "peer")
+    __slots__ = ("_queue", "_ticket", "peer")
 
-    def __init__(self, lobby: Lobby, ticket: int, peer: int) -> None:
-        self._lobby, self._ticket = lobby, ticket
+    def __init__(self, queue: Queue, ticket: int, peer: int) -> None:
+        self._queue, self._ticket = queue, ticket
         self.peer = peer
 
     def done(self) -> bool:
-        return self._lobby.passed == self._ticket
+        return self._queue.passed == self._ticket
 
 
 class Pass:

@@ -15,11 +15,11 @@ from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
 from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, layout_allreduce
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.collectives.staging import Mode
+from hvdkit.collectives.staging import Mode, Turn
 from hvdkit.compression import Codec, Memory
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
-from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, OrderWait, Where
+from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, Where
 from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
 from hvdkit.engine.steps.plan import Bucket, Reduction, Slot, small_offsets
 from hvdkit.engine.steps.reducer import Reducer
@@ -270,8 +270,8 @@ class HostReducer(Reducer):
         ``carried``: between nodes, each rank's share of the piece, this one's as a flat array, and where that begins.
         """
         order = self._orders[half]
-        if parts and not order.is_next(work.number):
-            yield [OrderWait(order, work.number, self._group.members[self._group.rank])]
+        if parts and order.passed != work.number:
+            yield [Turn(order, work.number, self._group.members[self._group.rank])]
         for part in parts:
             array, source = part.array(), part.source()
             if array is None:

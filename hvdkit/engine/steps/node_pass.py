@@ -63,32 +63,15 @@ class Order:
     """Operations go through here in the order of their numbers; most have nothing to do here, and say so at once."""
 
     def __init__(self, first: int) -> None:
-        self._next = first
+        self.passed = first  # all operations with lower numbers are through
         self._left: set[int] = set()
-
-    def is_next(self, number: int) -> bool:
-        """Whether all operations before this one are through."""
-        return self._next == number
 
     def leave(self, number: int) -> None:
         """This operation is through, or need not go through."""
         self._left.add(number)
-        while self._next in self._left:
-            self._left.remove(self._next)
-            self._next += 1
-
-
-class OrderWait:
-    """A wait, like a transfer, until it is an operation's turn. What holds it up is another one of this rank."""
-
-    __slots__ = ("_number", "_order", "peer")
-
-    def __init__(self, order: Order, number: int, peer: int) -> None:
-        self._order, self._number = order, number
-        self.peer = peer
-
-    def done(self) -> bool:
-        return self._order.is_next(self._number)
+        while self.passed in self._left:
+            self._left.remove(self.passed)
+            self.passed += 1
 
 
 class NodePass:
