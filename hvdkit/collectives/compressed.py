@@ -21,7 +21,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.chunks import scale_in_place
-from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
+from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
 from hvdkit.compression.lossy import as_float32
@@ -88,7 +88,7 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
     wire.give_back()
 
 
-def _sum_own(wire: _Wire, values: Array, bounds: Sequence[tuple[int, int]], tag: int, memory: Memory) -> Steps[None]:
+def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, memory: Memory) -> Steps[None]:
     """Send everyone their chunk, and add to this rank's own what the others send for it, in their order."""
     sends, group = [], wire.group
     for peer in group.peers:
@@ -103,13 +103,7 @@ def _sum_own(wire: _Wire, values: Array, bounds: Sequence[tuple[int, int]], tag:
 
 
 def compressed_reduce_scatter(
-    group: Group,
-    flat: Array,
-    bounds: Sequence[tuple[int, int]],
-    scale: Scale,
-    codec: PayloadCodec,
-    tag: int,
-    memory: Memory,
+    group: Group, flat: Array, bounds: Runs, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory
 ) -> Steps[Array]:
     """This rank's run of ``flat``, in float32: ``scale`` times the sum of all ranks' runs. Uses ``tag``, ``tag + 1``.
 

@@ -5,10 +5,8 @@ Sums have the bits that one process gives; half precision is summed in fp32 and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hvdkit.collectives.chunks import chunks_of, decode_final, room_for_payloads
-from hvdkit.collectives.exchange import alltoall, exchange_and_reduce
+from hvdkit.collectives.exchange import Rounds, alltoall, exchange_and_reduce
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
@@ -34,17 +32,11 @@ def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale
 
 
 def two_phase_allreduce(
-    group: Group,
-    buffer: Array,
-    op: ReduceOp,
-    scale: Scale,
-    codec: Cast,
-    tag: int,
-    rounds: Sequence[Sequence[int]] | None = None,
+    group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, rounds: Rounds = None
 ) -> Steps[None]:
     """Chunk p of everyone goes to rank p, which reduces it in rank order and hands it to all.
 
-    A direct reduce-scatter and a direct allgather: two exchanges, in ``rounds`` as of ``alltoall``, and each rank sends
+    A direct reduce-scatter and a direct allgather: two exchanges, in ``rounds`` if given, and each rank sends
     2 n (P - 1) / P bytes, the lower bound of Patarasuk and Yuan (2009, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations"). It is where a codec fits: what travels is encoded. Uses ``tag`` and ``tag + 1``.
     """

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdkit.collectives.chunks import room_for_payloads, scale_in_place
-from hvdkit.collectives.group import Array, Group, Steps
+from hvdkit.collectives.group import Array, Group, Runs, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import ReduceOp, Scale
+
+# Whom a rank exchanges parts with, one round after the other; None: with everyone at once.
+Rounds = Sequence[Sequence[int]] | None
 
 
 def allgather(group: Group, own: Array, segments: Sequence[Array], tag: int) -> Steps[None]:
@@ -17,16 +20,9 @@ def allgather(group: Group, own: Array, segments: Sequence[Array], tag: int) -> 
 
 
 def alltoall(
-    group: Group,
-    outgoing: Sequence[Array],
-    incoming: Sequence[Array],
-    tag: int,
-    rounds: Sequence[Sequence[int]] | None = None,
+    group: Group, outgoing: Sequence[Array], incoming: Sequence[Array], tag: int, rounds: Rounds = None
 ) -> Steps[None]:
-    """Fill ``incoming[p]`` with rank p's ``outgoing`` part for this rank. Empty parts send nothing.
-
-    ``rounds``: whom this rank exchanges parts with, one round after the other; with everyone at once, unless given.
-    """
+    """Fill ``incoming[p]`` with rank p's ``outgoing`` part for this rank. Empty parts send nothing."""
     if incoming[group.rank] is not outgoing[group.rank]:
         incoming[group.rank][...] = outgoing[group.rank]
     for peers in rounds or [group.peers]:
@@ -44,7 +40,7 @@ def exchange_and_reduce(
     scale: Scale,
     codec: Cast,
     tag: int,
-    rounds: Sequence[Sequence[int]] | None = None,
+    rounds: Rounds = None,
 ) -> Steps[Array]:
     """Send chunk p to rank p, reduce what came for this rank into ``own``; returns it encoded again."""
     scratch, payloads = room_for_payloads(group, encoded[group.rank])
@@ -54,9 +50,7 @@ def exchange_and_reduce(
     return codec.encode(own)
 
 
-def reduce_scatter(
-    group: Group, buffer: Array, bounds: Sequence[tuple[int, int]], op: ReduceOp, scale: Scale, tag: int
-) -> Steps[Array]:
+def reduce_scatter(group: Group, buffer: Array, bounds: Runs, op: ReduceOp, scale: Scale, tag: int) -> Steps[Array]:
     """Reduce ``buffer`` (flat) in rank order; returns this rank's run of it. Sends n (P - 1) / P bytes a rank."""
     chunks = [buffer[start:stop] for start, stop in bounds]
     own = chunks[group.rank]

@@ -15,6 +15,7 @@ Array = npt.NDArray[Any]
 T = TypeVar("T")
 # An algorithm yields the transfers it cannot go on without, and returns its result.
 Steps = Generator[list[Transfer], None, T]
+Runs = Sequence[tuple[int, int]]  # the elements (begin, end) of each rank
 
 
 class Group:

@@ -14,8 +14,8 @@ from typing import cast
 from hvdkit.collectives.allreduce import choose_allreduce
 from hvdkit.collectives.chunks import scale_in_place
 from hvdkit.collectives.compressed import allreduce_encoded
-from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
-from hvdkit.collectives.staging import Mode, Staging, choose_pass, node_allreduce
+from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
+from hvdkit.collectives.staging import Mode, Staging, choose_pass
 from hvdkit.compression import Codec, LossyCodec, Memory
 from hvdkit.kernels import HALVES, ONE, ReduceOp, Scale
 
@@ -44,7 +44,8 @@ class Layout:
         """
         if self.staging is None:
             return 0, 0
-        return self.staging.draw(0), self.staging.draw(1) if len(self.nodes) > 1 else 0
+        first, second = self.staging.lobbies
+        return first.draw(), second.draw() if len(self.nodes) > 1 else 0
 
 
 def counterparts(group: Group, layout: Layout) -> Group | None:
@@ -151,7 +152,7 @@ def layout_allreduce(
     turns: tuple[int, int],
     source: Array | None = None,
     memory: Memory | None = None,
-    shares: Sequence[tuple[int, int]] | None = None,
+    shares: Runs | None = None,
 ) -> Steps[None]:
     """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``; lossy codecs four tags.
 
@@ -164,7 +165,8 @@ def layout_allreduce(
     staging = layout.staging
     if len(layout.nodes) == 1:
         assert staging is not None
-        yield from node_allreduce(staging, turns[0], flat, op, scale, source)
+        whole = partition(flat.size, group.size, flat.itemsize)
+        yield from staging.run(0, turns[0], choose_pass(flat.nbytes)[0], flat, whole, op, scale, source)
         group.bytes_sent += two_phase_bytes(flat.nbytes, group.size)
         return
     if source is not None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
-from hvdkit.collectives.group import Array, Steps, partition
+from hvdkit.collectives.group import Array, Runs, Steps
 from hvdkit.kernels import ReduceOp, Scale
 
 # The slots of one rank: this many chunks may be under way. Two ranks' slots fit into a second-level cache of 2 MB.
@@ -48,7 +48,7 @@ class Lobby:
         self._drawn = 0
 
     def draw(self) -> int:
-        """The next ticket."""
+        """The next ticket. All members draw in the same order, so only what starts an operation may."""
         self._drawn += 1
         return self._drawn - 1
 
@@ -119,24 +119,20 @@ class Staging:
         self._staged = Staged
         count = len(self.members)
         self._begins = (begin, begin + staging_bytes(count) // 2)  # of the areas in the window
-        self._lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, bells)) for at in self._begins]
+        self.lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, bells)) for at in self._begins]
         self.spin_seconds = spin_seconds
         self._window = window
 
     def leave(self) -> None:
         """The group is no more: its memory goes back to the system, where nobody can be in it any more."""
-        for start, lobby in zip(self._begins, self._lobbies, strict=True):
+        for start, lobby in zip(self._begins, self.lobbies, strict=True):
             if lobby.is_left():
                 begin, nbytes = lobby.area.own_slots()
                 self._window.give_back(start + begin, nbytes)
 
     def why_handover(self, nbytes: int) -> str:
         """How chunks of a tensor of ``nbytes`` bytes are handed over for the node's sum and why, for people."""
-        return choose_handover(nbytes, self._lobbies[0].area.line_seconds())[1]
-
-    def draw(self, half: int) -> int:
-        """A turn in one of the areas. All members draw in the same order, so only what starts an operation may."""
-        return self._lobbies[half].draw()
+        return choose_handover(nbytes, self.lobbies[0].area.line_seconds())[1]
 
     def run(
         self,
@@ -144,13 +140,13 @@ class Staging:
         ticket: int,
         mode: Mode,
         flat: Array,
-        shares: Sequence[tuple[int, int]],
+        shares: Runs,
         op: ReduceOp,
         scale: Scale,
         source: Array | None = None,
     ) -> Steps[None]:
         """One pass over ``flat``, out of ``source`` if given; ``shares`` are each member's elements (begin, end)."""
-        lobby = self._lobbies[half]
+        lobby = self.lobbies[half]
         if lobby.passed != ticket:
             yield [Turn(lobby, ticket, self._rank)]
         measure = flat.nbytes >= MEASURED_BYTES
@@ -182,16 +178,3 @@ def choose_pass(nbytes: int) -> tuple[Mode, str]:
 
 _SMALL_PASS = (Mode.WHOLE, f"at most {WHOLE_BYTES} bytes: every rank of the node reduces all of it, in one exchange")
 _LARGE_PASS = (Mode.ALLREDUCE, f"more than {WHOLE_BYTES} bytes: each rank of the node reduces its share")
-
-
-def node_allreduce(
-    staging: Staging, ticket: int, flat: Array, op: ReduceOp, scale: Scale, source: Array | None = None
-) -> Steps[None]:
-    """Replace ``flat`` by ``scale * (rank 0's op rank 1's op ...)`` over the ranks of one node.
-
-    ``source`` (flat, of the same length) is what this rank contributes, if not what lies in ``flat``. ``ticket`` was
-    drawn in the first area.
-    """
-    shares = partition(flat.size, len(staging.members), flat.itemsize)
-    mode, _ = choose_pass(flat.nbytes)
-    return staging.run(0, ticket, mode, flat, shares, op, scale, source)

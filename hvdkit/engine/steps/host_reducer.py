@@ -288,7 +288,7 @@ class HostReducer(Reducer):
                 )
             if mode is Mode.ALLGATHER and of_flat is not None:
                 array[own] = of_flat
-            ticket = node.staging.draw(half)
+            ticket = node.staging.lobbies[half].draw()
             source = None if mode is Mode.ALLGATHER else source
             yield from node.staging.run(half, ticket, mode, array, runs, work.op, scale, source)
             if mode is Mode.REDUCE_SCATTER and of_flat is not None:
