@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hvdkit.environments import horovodrun, hvdkitrun, openmpi, pmi, srun, torchrun
+from hvdkit.environments import hvdkitrun, openmpi, pmi, srun, torchrun
 from hvdkit.environments.base import Detect, Rendezvous, World
 
 __all__ = ["Detect", "Rendezvous", "World", "detect", "register"]
 
 _launchers: list[Detect] = [
     hvdkitrun.detect,
-    horovodrun.detect,
+    hvdkitrun.detect_horovodrun,
     torchrun.detect_elastic,
     openmpi.detect,
     pmi.detect,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 def variables(
@@ -63,22 +61,3 @@ def variables(
         "HOROVOD_CROSS_RANK": "0",
         "HOROVOD_CROSS_SIZE": "1",
     }
-
-
-@contextmanager
-def told_to_horovod(told: dict[str, str | None]) -> Iterator[None]:
-    """``told`` in the environment, for as long as Horovod's engine takes to start; it has no arguments for these."""
-    before = {name: os.environ.get(name) for name in told}
-    _set(told)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

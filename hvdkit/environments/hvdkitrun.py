@@ -1,42 +1,48 @@
-"""Processes that ``hvdkitrun --gloo`` started: HVDKIT_RANK and its like.
+"""Processes that ``hvdkitrun --gloo``, or Horovod's own ``horovodrun --gloo``, started: HVDKIT_RANK, HOROVOD_RANK ...
 
-In its MPI mode ``hvdkitrun`` starts mpirun, and the place of a process is what Open MPI says.
+In their MPI mode both start mpirun, and the place of a process is what Open MPI says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hvdkit.environments.base import Rendezvous, World
-from hvdkit.environments.variables import Names, half_set, integer, job_identifier, port, read_place
+from hvdkit.environments.variables import Names, half_set, integer, port, read_world
 
-name = "hvdkitrun"
+HOROVODRUN = "horovodrun"
 
-_NAMES = Names(
-    rank="HVDKIT_RANK",
-    size="HVDKIT_SIZE",
-    local_rank="HVDKIT_LOCAL_RANK",
-    local_size="HVDKIT_LOCAL_SIZE",
-    cross_rank="HVDKIT_CROSS_RANK",
-    cross_size="HVDKIT_CROSS_SIZE",
-)
-_RENDEZVOUS = ("HVDKIT_RENDEZVOUS_ADDR", "HVDKIT_RENDEZVOUS_PORT")
+_PARTS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _HINT = "hvdkitrun sets them all; unset what a former job left behind"
+_HOROVODRUNS_HINT = (
+    "horovodrun --gloo sets them all; start with it or with hvdkitrun, or unset what a former job left behind"
+)
+_LISTENER = "HVDKIT_RENDEZVOUS_FD"
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
     """The World that hvdkitrun describes, None if it did not start this process."""
-    place = read_place(name, environ, _NAMES, _HINT)
-    if place is None:
+    world = _told(environ, "hvdkitrun", "HVDKIT", "HVDKIT_RENDEZVOUS", "tcp", _HINT)
+    if world is None or world.rendezvous is None or world.rank != 0 or _LISTENER not in environ:
+        return world
+    return replace(world, rendezvous=replace(world.rendezvous, kind="fd", listen_fd=integer(environ, _LISTENER)))
+
+
+def detect_horovodrun(environ: Mapping[str, str]) -> World | None:
+    """The World that horovodrun describes, None if it did not start this process."""
+    # It serves keys and values over HTTP where ranks meet; that is no TCPStore.
+    return _told(environ, HOROVODRUN, "HOROVOD", "HOROVOD_GLOO_RENDEZVOUS", "http", _HOROVODRUNS_HINT)
+
+
+def _told(environ: Mapping[str, str], launcher: str, prefix: str, meeting: str, kind: str, hint: str) -> World | None:
+    names = Names(*(f"{prefix}_{part}" for part in _PARTS))
+    address, port_name = f"{meeting}_ADDR", f"{meeting}_PORT"
+    world = read_world(launcher, environ, names, hint)
+    if world is None:
         return None
-    rendezvous = None
-    if all(variable in environ for variable in _RENDEZVOUS):
-        address, port_number = environ[_RENDEZVOUS[0]], port(environ, _RENDEZVOUS[1])
-        if place.rank == 0 and "HVDKIT_RENDEZVOUS_FD" in environ:
-            listen_fd = integer(environ, "HVDKIT_RENDEZVOUS_FD")
-            rendezvous = Rendezvous("fd", address, port_number, listen_fd)
-        else:
-            rendezvous = Rendezvous("tcp", address, port_number)
-    elif place.size > 1:
-        raise half_set(name, environ, (_NAMES.rank, _NAMES.size, *_RENDEZVOUS), _HINT)
-    return World(launcher=name, **vars(place), rendezvous=rendezvous, job=job_identifier(environ))
+    if address in environ and port_name in environ:
+        return replace(world, rendezvous=Rendezvous(kind, environ[address], port(environ, port_name)))
+    if world.size > 1:
+        raise half_set(launcher, environ, (names.rank, names.size, address, port_name), hint)
+    return world

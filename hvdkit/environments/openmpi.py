@@ -6,9 +6,7 @@ import os
 from collections.abc import Mapping
 
 from hvdkit.environments.base import World
-from hvdkit.environments.variables import Names, check_by_hand_agrees, job_identifier, master_rendezvous, read_place
-
-name = "openmpi"
+from hvdkit.environments.variables import Names, in_mpi_job, read_world
 
 _NAMES = Names(
     rank="OMPI_COMM_WORLD_RANK",
@@ -21,12 +19,8 @@ _HINT = "mpirun sets them all; unset what a former job left behind"
 
 def detect(environ: Mapping[str, str]) -> World | None:
     """The World that Open MPI describes, None if it did not start this process."""
-    place = read_place(name, environ, _NAMES, _HINT)
-    if place is None:
-        return None
-    check_by_hand_agrees(name, environ, (_NAMES.rank, _NAMES.size), place)
-    rendezvous = master_rendezvous(environ)
-    return World(launcher=name, **vars(place), rendezvous=rendezvous, mpi=True, job=job_identifier(environ))
+    world = read_world("openmpi", environ, _NAMES, _HINT)
+    return None if world is None else in_mpi_job(world, environ, (_NAMES.rank, _NAMES.size))
 
 
 # Between hosts Open MPI has one TCP connection for each pair of ranks, in which what announces a message waits behind

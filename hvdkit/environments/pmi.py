@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvdkit.environments.base import World
-from hvdkit.environments.variables import Names, check_by_hand_agrees, job_identifier, master_rendezvous, read_place
-
-name = "pmi"
+from hvdkit.environments.variables import Names, in_mpi_job, read_world
 
 _NAMES = Names(rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS")
 _HINT = "mpiexec sets them all; unset what a former job left behind"
@@ -15,12 +13,10 @@ _HINT = "mpiexec sets them all; unset what a former job left behind"
 
 def detect(environ: Mapping[str, str]) -> World | None:
     """The World that PMI describes, None if no PMI launcher started this process, or srun did, which says more."""
-    place = read_place(name, environ, _NAMES, _HINT)
-    if place is None or _started_by_srun(environ):
+    world = read_world("pmi", environ, _NAMES, _HINT)
+    if world is None or _started_by_srun(environ):
         return None
-    check_by_hand_agrees(name, environ, (_NAMES.rank, _NAMES.size), place)
-    rendezvous = master_rendezvous(environ)
-    return World(launcher=name, **vars(place), rendezvous=rendezvous, mpi=True, job=job_identifier(environ))
+    return in_mpi_job(world, environ, (_NAMES.rank, _NAMES.size))
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:

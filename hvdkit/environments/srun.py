@@ -6,20 +6,12 @@ A batch script carries most of these variables too, but it is not a task of a st
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.hostlist import expand_counts, expand_hosts
 from hvdkit.environments.network import LOOPBACK
-from hvdkit.environments.variables import (
-    Names,
-    check_by_hand_agrees,
-    integer,
-    job_identifier,
-    master_rendezvous,
-    read_place,
-)
-
-name = "srun"
+from hvdkit.environments.variables import Names, in_mpi_job, integer, master_rendezvous, read_world
 
 _HINT = "start the command with srun inside the allocation, or with hvdkitrun, or unset the SLURM_ variables"
 _INTERACTIVE_JOB_NAMES = ("bash", "interactive")
@@ -39,17 +31,13 @@ def detect(environ: Mapping[str, str]) -> World | None:
         cross_rank="SLURM_NODEID",
         cross_size="SLURM_STEP_NUM_NODES",
     )
-    place = read_place(name, environ, names, _HINT)
-    if place is None:
+    world = read_world("srun", environ, names, _HINT)
+    if world is None:
         return None
-    mpi = _has_pmi(environ)
-    if mpi:
-        check_by_hand_agrees(name, environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), place)
-    rendezvous = master_rendezvous(environ)
-    if rendezvous is None and not mpi:
-        rendezvous = _first_host(environ)
-    fields = {**vars(place), "local_size": _tasks_on_this_node(environ)}
-    return World(launcher=name, **fields, rendezvous=rendezvous, mpi=mpi, job=job_identifier(environ))
+    world = replace(world, local_size=_tasks_on_this_node(environ))
+    if _has_pmi(environ):
+        return in_mpi_job(world, environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    return replace(world, rendezvous=master_rendezvous(environ) or _first_host(environ))
 
 
 def detect_with_pmi(environ: Mapping[str, str]) -> World | None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hvdkit.environments.base import World
-from hvdkit.environments.variables import BY_HAND, Names, half_set, job_identifier, master_rendezvous, read_place
+from hvdkit.environments.variables import BY_HAND, Names, half_set, master_rendezvous, read_world
 
-name = "torchrun"
+_NAME = "torchrun"
 
 _NAMES = Names(
     rank=BY_HAND[0],
@@ -23,16 +23,15 @@ _HINT = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process, or 
 
 def detect(environ: Mapping[str, str]) -> World | None:
     """The World that RANK and WORLD_SIZE describe, None if they are not set."""
-    place = read_place(name, environ, _NAMES, _HINT)
-    if place is None:
+    world = read_world(_NAME, environ, _NAMES, _HINT)
+    if world is None:
         return None
     rendezvous = master_rendezvous(environ)
-    if rendezvous is None and place.size > 1:
-        raise half_set(name, environ, (_NAMES.rank, _NAMES.size, "MASTER_ADDR", "MASTER_PORT"), _HINT)
+    if rendezvous is None and world.size > 1:
+        raise half_set(_NAME, environ, (_NAMES.rank, _NAMES.size, "MASTER_ADDR", "MASTER_PORT"), _HINT)
     if rendezvous is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rendezvous = replace(rendezvous, kind="agent")
-    launcher = name if _is_elastic(environ) else "by hand"
-    return World(launcher=launcher, **vars(place), rendezvous=rendezvous, job=job_identifier(environ))
+    return replace(world, launcher=_NAME if _is_elastic(environ) else "by hand", rendezvous=rendezvous)
 
 
 def detect_elastic(environ: Mapping[str, str]) -> World | None:

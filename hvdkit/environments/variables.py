@@ -6,10 +6,12 @@ each other without end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from hvdkit.environments.base import Rendezvous
+from hvdkit.environments.base import Rendezvous, World
 from hvdkit.errors import EnvironmentConflictError
 
 
@@ -23,18 +25,6 @@ class Names:
     local_size: str | None = None
     cross_rank: str | None = None
     cross_size: str | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """The numbers read under ``Names``, checked against each other."""
-
-    rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
-    cross_rank: int | None
-    cross_size: int | None
 
 
 def show(environ: Mapping[str, str], names: Iterable[str]) -> str:
@@ -76,8 +66,8 @@ def _pair(environ: Mapping[str, str], index_name: str | None, count_name: str | 
     return index, count
 
 
-def read_place(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> Place | None:
-    """The place in the job, or None if this launcher set neither rank nor size.
+def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> World | None:
+    """The place in the job, checked, or None if this launcher set neither rank nor size.
 
     A size of 1 without a rank is what a leftover in a container image or a shell looks like, and means nothing.
     """
@@ -97,21 +87,26 @@ def read_place(launcher: str, environ: Mapping[str, str], names: Names, hint: st
             "HINT: check whether the two variables come from different launchers"
         )
     cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
-    return Place(rank, size, local_rank, local_size, cross_rank, cross_size)
+    job = job_identifier(environ)
+    return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=job)
 
 
 BY_HAND = ("RANK", "WORLD_SIZE")
 
 
-def check_by_hand_agrees(launcher: str, environ: Mapping[str, str], said: tuple[str, str], place: Place) -> None:
-    """RANK and WORLD_SIZE under MPI are harmless while MPI's launcher says the same, in the variables ``said``."""
-    for name, value in zip(BY_HAND, (place.rank, place.size), strict=True):
+def in_mpi_job(world: World, environ: Mapping[str, str], said: tuple[str, str]) -> World:
+    """The same in an MPI job, whose ranks may also meet where MASTER_ADDR and MASTER_PORT point.
+
+    RANK and WORLD_SIZE are harmless there while MPI's launcher says the same, in the variables ``said``.
+    """
+    for name, value in zip(BY_HAND, (world.rank, world.size), strict=True):
         if name in environ and integer(environ, name) != value:
             raise EnvironmentConflictError(
-                f"two launchers contradict each other: {launcher} says {show(environ, said)}, "
+                f"two launchers contradict each other: {world.launcher} says {show(environ, said)}, "
                 f"but torchrun's variables say {show(environ, BY_HAND)}\n"
                 "HINT: unset RANK and WORLD_SIZE where mpirun or srun starts the processes, or start without MPI"
             )
+    return replace(world, rendezvous=master_rendezvous(environ), mpi=True)
 
 
 def port(environ: Mapping[str, str], name: str) -> int:
@@ -137,3 +132,22 @@ def job_identifier(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
         return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     return "0"
+
+
+@contextmanager
+def for_a_while(values: Mapping[str, str | None]) -> Iterator[None]:
+    """These values in this process's environment, None for not set: for a library that has no arguments for them."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

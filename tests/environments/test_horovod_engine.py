@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from hvdkit.environments.horovod_engine import told_to_horovod, variables
+from hvdkit.environments.horovod_engine import variables
+from hvdkit.environments.variables import for_a_while
 
 
 def test_gloos_ranks_are_told_their_place_and_where_they_meet(monkeypatch):
@@ -37,7 +38,7 @@ def test_the_environment_is_the_scripts_again_when_the_engine_has_started(monkey
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1000")
     monkeypatch.delenv("HOROVOD_RANK", raising=False)
     before = dict(os.environ)
-    with told_to_horovod(variables("gloo", 0, 2, ("127.0.0.1", 1), 60.0)):
+    with for_a_while(variables("gloo", 0, 2, ("127.0.0.1", 1), 60.0)):
         assert "HOROVOD_TIMELINE" not in os.environ
         assert (os.environ["HOROVOD_FUSION_THRESHOLD"], os.environ["HOROVOD_RANK"]) == ("0", "0")
     assert dict(os.environ) == before

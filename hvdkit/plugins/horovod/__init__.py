@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hvdkit.environments import horovodrun
+from hvdkit.environments.hvdkitrun import HOROVODRUN
 from hvdkit.transports import AUTO, Candidate, Job, choose, register
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Horovods(Candidate):
 
     def suits(self, job: Job) -> str:
         """Horovod's own launcher decides for it, where tensors are PyTorch's."""
-        return f"started by {job.world.launcher}" if job.for_torch and job.world.launcher == horovodrun.name else ""
+        return f"started by {job.world.launcher}" if job.for_torch and job.world.launcher == HOROVODRUN else ""
 
     def open(self, job: Job) -> Transport:
         """Connect the ranks by what would carry them without."""

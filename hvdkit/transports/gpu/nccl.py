@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hvdkit.environments.nccl import watchdog_options
+from hvdkit.environments.variables import for_a_while
 from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.gpu.device import CudaStream, TorchDeviceCollectives
 from hvdkit.transports.security.admission import unsealed
@@ -24,6 +24,8 @@ logger = logging.getLogger("hvdkit")
 
 # NCCL's watchdog gives up what takes longer. Deadlines are the engine's, which notices lost ranks over the transport.
 NEVER = timedelta(days=3650)
+# It may end a communicator, never the process: deadlines and errors are the engine's. Torch has no argument for it.
+WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 
 _told: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
 
@@ -74,7 +76,7 @@ def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: flo
 
     def connect() -> TorchDeviceCollectives:
         torch.cuda.set_device(device)
-        with watchdog_options():
+        with for_a_while(WATCHDOG):
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             nccl: Any = dist.ProcessGroupNCCL  # its collectives are missing from the stubs
