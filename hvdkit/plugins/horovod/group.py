@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class Launches:
             failure = ""
             try:
                 with torch.no_grad():
-                    work(_wait)
+                    work(_is_through)
             except Exception as error:  # whatever it is, the engine must learn of it
                 told = (str(error).splitlines() or [repr(error)])[0]
                 failure = f"Horovod's engine gave {name} up: {told}"
@@ -94,19 +93,15 @@ class Launches:
         return f"{self._here.name}.{self._here.operations}".encode()
 
 
-class Blocking:
-    """An operation that is run by waiting for it."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.wait = run
-
-
-def _wait(operation: Blocking) -> None:
-    operation.wait()
+def _is_through(_: None) -> None:
+    """What to do for an operation to end: it has, when a method of HorovodGroup comes back."""
 
 
 class HorovodGroup:
-    """All ranks of Horovod's engine, with the methods of a process group that TorchDeviceCollectives calls."""
+    """All ranks of Horovod's engine, with the methods of a process group that TorchDeviceCollectives calls.
+
+    Each blocks until its operation is through: it runs on a thread of the launch's own.
+    """
 
     def __init__(self, native: NativeHorovod, launches: Launches, rank: int, size: int) -> None:
         self._native = native
@@ -120,22 +115,8 @@ class HorovodGroup:
     def size(self) -> int:
         return self._size
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Blocking:
-        return Blocking(partial(self._allreduce, tensors[0], options.reduceOp))
-
-    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Blocking:
-        return Blocking(partial(self._broadcast, tensors[0], options.rootRank))
-
-    def alltoall_base(self, output: Tensor, own: Tensor, *_splits: Sequence[int]) -> Blocking:
-        return Blocking(partial(self._alltoall, _as_integers(output), _as_integers(own)))
-
-    def _allgather_base(self, output: Tensor, own: Tensor) -> Blocking:
-        return Blocking(partial(self._allgather, _as_integers(output), _as_integers(own)))
-
-    # -- on the thread that waits -------------------------------------------------------------------------------------
-
-    def _allreduce(self, flat: Tensor, op: Any) -> None:
-        number = next(number for ours, number in _OPS if op == ours)
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> None:
+        flat, number = tensors[0], next(number for ours, number in _OPS if options.reduceOp == ours)
         # Horovod sums no 8 bits. What overflows them comes out the same, since only the upper bits are cut off.
         wide = flat.to(torch.int32) if flat.element_size() == 1 else flat
         for part in torch.split(wide, LARGEST):
@@ -143,12 +124,13 @@ class HorovodGroup:
         if wide is not flat:
             flat.copy_(wide)
 
-    def _broadcast(self, flat: Tensor, root: int) -> None:
-        for part in torch.split(flat, LARGEST):
-            self._run("broadcast", part, part, root, self._launches.name(), EVERYONE)
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> None:
+        for part in torch.split(tensors[0], LARGEST):
+            self._run("broadcast", part, part, options.rootRank, self._launches.name(), EVERYONE)
 
-    def _alltoall(self, output: Tensor, own: Tensor) -> None:
+    def alltoall_base(self, output: Tensor, own: Tensor, *_splits: Sequence[int]) -> None:
         """Part p of ``own`` goes to rank p; part p of ``output`` comes from there."""
+        output, own = _as_integers(output), _as_integers(own)
         count = own.numel() // self._size
         for begin, end in self._pieces(count):
             piece = own.view(self._size, count)[:, begin:end].contiguous().view(-1)
@@ -157,7 +139,8 @@ class HorovodGroup:
             self._run("alltoall", piece, splits, came, torch.empty_like(splits), self._launches.name(), EVERYONE)
             self._put(output, came, begin, end)
 
-    def _allgather(self, output: Tensor, own: Tensor) -> None:
+    def _allgather_base(self, output: Tensor, own: Tensor) -> None:
+        output, own = _as_integers(output), _as_integers(own)
         for begin, end in self._pieces(own.numel()):
             came = output if end - begin == own.numel() else output.new_empty((end - begin) * self._size)
             self._run("allgather", own[begin:end], came, self._launches.name(), EVERYONE)

@@ -28,7 +28,7 @@ MOST_TOLD = 5  # addresses of whoever was refused
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: Meeting
     timeout = SILENCE_SECONDS
 
     def do_GET(self) -> None:
@@ -70,13 +70,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: standard error is the script's."""
 
 
-class _Server(ThreadingHTTPServer):
+class Meeting(ThreadingHTTPServer):
+    """The server, from now until ``close``; ``place`` is its host and port as the other ranks see them."""
+
     daemon_threads = True
     request_queue_size = 1024  # all ranks come at once
 
-    def __init__(self, address: str, ranks: int) -> None:
+    def __init__(self, world: World) -> None:
+        address, ranks = addresses_for(world)[0], world.size
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Handler)
+        self.place = address, int(self.server_address[1])
         self.values: dict[str, bytes] = {}
         self._refused: set[str] = set()
         self._members: frozenset[str] = frozenset()
@@ -85,8 +89,13 @@ class _Server(ThreadingHTTPServer):
         self._most_bytes = LARGEST_VALUE + BYTES_OF_A_PAIR * ranks * ranks
         self._kept = 0  # bytes
         self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(POLL_SECONDS,), name="hvdkit-meeting", daemon=True
+        )
+        self._thread.start()
 
     def admit(self, addresses: Iterable[str]) -> None:
+        """Let clients at these addresses in. Until it is known who takes part, they wait."""
         self._members = frozenset(addresses)
         self._admits.set()
 
@@ -123,25 +132,8 @@ class _Server(ThreadingHTTPServer):
             self._kept += len(value)
             return True
 
-
-class Meeting:
-    """The server, from now until ``close``; ``place`` is its host and port as the other ranks see them."""
-
-    def __init__(self, world: World) -> None:
-        address = addresses_for(world)[0]
-        self._server = _Server(address, world.size)
-        self.place = address, int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(POLL_SECONDS,), name="hvdkit-meeting", daemon=True
-        )
-        self._thread.start()
-
-    def admit(self, addresses: Iterable[str]) -> None:
-        """Let clients at these addresses in. Until it is known who takes part, they wait."""
-        self._server.admit(addresses)
-
     def close(self) -> None:
         """Serve no longer."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
