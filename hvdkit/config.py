@@ -34,59 +34,41 @@ def _boolean(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
-def _number(text: str, lowest: float, expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if not lowest <= value < float("inf"):
-        raise ValueError(expected)
-    return value
+def _zero_or_more(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise ValueError(expected) from None
+        if not 0 <= value < float("inf"):
+            raise ValueError(expected)
+        return value
+
+    return parse
 
 
-def _whole_number(text: str, lowest: int, expected: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if value < lowest:
-        raise ValueError(expected)
-    return value
+_seconds = _zero_or_more(float, "expected seconds, zero or more")
+_milliseconds = _zero_or_more(float, "expected milliseconds, zero or more")
+_not_negative = _zero_or_more(int, "expected a whole number, zero or more")
+_bytes = _zero_or_more(int, "expected bytes, a whole number, zero or more, or auto")
 
 
-def _seconds(text: str) -> float:
-    return _number(text, 0, "expected seconds, zero or more")
-
-
-def _positive_seconds(text: str) -> float:
+def _positive_seconds(text: str) -> Any:
     value = _seconds(text)
     if value == 0:
         raise ValueError("expected more than zero seconds")
     return value
 
 
-def _positive_seconds_or_auto(text: str) -> float | None:
-    return None if text.strip().lower() == "auto" else _positive_seconds(text)
-
-
-def _milliseconds(text: str) -> float:
-    return _number(text, 0, "expected milliseconds, zero or more")
-
-
-def _not_negative(text: str) -> int:
-    return _whole_number(text, 0, "expected a whole number, zero or more")
+def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """None for ``auto``."""
+    return lambda text: None if text.strip().lower() == "auto" else parse(text)
 
 
 def _threads(text: str) -> int:
     """The first of OpenMP's numbers, which are for levels of nested loops; what is none is OpenMP's to complain of."""
     first = text.split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else 1
-
-
-def _bytes_or_auto(text: str) -> int | None:
-    if text.strip().lower() == "auto":
-        return None
-    return _whole_number(text, 0, "expected bytes, a whole number, zero or more, or auto")
 
 
 def _one_of(choices: Collection[str]) -> Callable[[str], str]:
@@ -129,7 +111,7 @@ class Settings:
     )
     unresponsive_timeout_seconds: float | None = _setting(
         None,
-        _positive_seconds_or_auto,
+        _or_auto(_positive_seconds),
         "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS",
         "s, auto",
         "how long a rank whose process lives may not answer, since a library keeps Python's lock (GIL) or its threads "
@@ -152,7 +134,7 @@ class Settings:
     )
     fusion_threshold: int | None = _setting(
         None,
-        _bytes_or_auto,
+        _or_auto(_bytes),
         "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
         "bytes, auto",
         "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone; "
@@ -182,7 +164,7 @@ class Settings:
     )
     max_bytes_in_flight: int | None = _setting(
         None,
-        _bytes_or_auto,
+        _or_auto(_bytes),
         "HVDKIT_MAX_BYTES_IN_FLIGHT",
         "bytes, auto",
         "how much of a plan is on the wire at once, which takes as much scratch memory; 0 is one bucket at a time; "

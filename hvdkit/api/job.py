@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -17,6 +15,7 @@ from hvdkit.engine.life import runtime
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics, compression_statistics
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.transports.candidates import is_installed, succeeds
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -24,8 +23,6 @@ Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
-
-ANSWER_SECONDS = 60.0  # of a process that only loads MPI
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
@@ -145,17 +142,11 @@ def mpi_enabled() -> bool:
 @functools.lru_cache(maxsize=1)
 def mpi_built() -> bool:
     """Whether mpi4py is installed and finds an MPI library. Asks a short-lived process, so MPI is not started here."""
-    if importlib.util.find_spec("mpi4py") is None:
+    if not is_installed("mpi4py"):
         return False
     if "mpi4py.MPI" in sys.modules:
         return True
-    program = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI"
-    command = [sys.executable, "-c", program]
-    try:
-        answer = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS)  # noqa: S603 (our own words)
-    except subprocess.TimeoutExpired:
-        return False
-    return answer.returncode == 0
+    return succeeds("import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI")
 
 
 def gloo_enabled() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import psutil
 
@@ -92,19 +92,16 @@ def own_address(towards: str | None = None) -> str:
     What this host's name stands for, else the address on the route to the host ``towards``, or on the one out of here;
     the loopback where there is no network.
     """
-    for candidates in (_by_name, lambda: [address_towards(towards)] if towards else [], _way_out):
+    ways: list[Callable[[], list[str]]] = [
+        lambda: addresses_of(socket.gethostname()),
+        lambda: [address_towards(towards or _SOMEWHERE_ELSE)],
+        lambda: [address_towards(_SOMEWHERE_ELSE)],
+    ]
+    for way in ways:
         try:
-            found = [address for address in candidates() if not is_loopback(address) and is_own(address)]
+            found = [address for address in way() if not is_loopback(address) and is_own(address)]
         except OSError:
             continue
         if found:
             return found[0]
     return LOOPBACK
-
-
-def _by_name() -> list[str]:
-    return addresses_of(socket.gethostname())
-
-
-def _way_out() -> list[str]:
-    return [address_towards(_SOMEWHERE_ELSE)]

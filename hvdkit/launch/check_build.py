@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import platform
-import subprocess
-import sys
 from collections.abc import Iterable
 
 import hvdkit
 from hvdkit.launch.starters.mpi import find_mpirun
+from hvdkit.transports.candidates import is_installed, succeeds
 
+_HAS_NCCL = "import sys, torch; sys.exit(not (torch.distributed.is_nccl_available() and torch.cuda.is_available()))"
 _PACKAGES = {"PyTorch": "torch", "TensorFlow": "tensorflow", "mpi4py": "mpi4py", "NumPy": "numpy"}
-
-ANSWER_SECONDS = 60.0  # of a process that only loads PyTorch
-
-
-def is_installed(module: str) -> bool:
-    """Whether the module can be found; it is not imported, which for a framework takes seconds."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it is missing
-        return False
 
 
 def version_of(module: str) -> str:
@@ -36,16 +25,6 @@ def version_of(module: str) -> str:
         except importlib.metadata.PackageNotFoundError:  # a folder of that name, of no distribution
             break
     return "unknown version"
-
-
-def has_nccl() -> bool:
-    """Whether PyTorch has NCCL, and a GPU for it. Asks a short-lived process."""
-    program = "import sys, torch; sys.exit(not (torch.distributed.is_nccl_available() and torch.cuda.is_available()))"
-    command = [sys.executable, "-c", program]
-    try:
-        return subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS).returncode == 0  # noqa: S603
-    except subprocess.TimeoutExpired:
-        return False
 
 
 def kernels_backend() -> str:
@@ -69,8 +48,8 @@ def report() -> str:
             *_rows(
                 "Available Frameworks",
                 [
-                    (torch and is_installed("hvdkit.torch"), "PyTorch"),
-                    (is_installed("tensorflow") and is_installed("hvdkit.tensorflow"), "TensorFlow"),
+                    (torch, "PyTorch"),
+                    (is_installed("tensorflow"), "TensorFlow"),
                 ],
             ),
             *_rows(
@@ -79,7 +58,7 @@ def report() -> str:
             ),
             *_rows(
                 "Available Tensor Operations",
-                [(is_installed("mpi4py"), "MPI"), (torch, "Gloo"), (torch and has_nccl(), "NCCL")],
+                [(is_installed("mpi4py"), "MPI"), (torch, "Gloo"), (torch and succeeds(_HAS_NCCL), "NCCL")],
             ),
             *_rows("Kernels", [(native, "native (C++)"), (not native, "numpy")]),
         ]

@@ -7,7 +7,6 @@ input closes; so stopping is closing, and it also happens if this process is kil
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -17,11 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from hvdkit.launch import worker
 from hvdkit.launch.errors import LaunchError
 from hvdkit.launch.output import STREAMS
 
@@ -31,10 +30,8 @@ _LEASH_SECONDS = GRACE_SECONDS + 1.0
 # How long what has said that it ends may take: mpirun waits for ever for a host that was cut off.
 ENDING_SECONDS = 10.0
 _DRAIN_SECONDS = 1.0  # for output still on its way when all children have ended
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_CHILD_SUBREAPER = 36
 
-WORKER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("worker.py")))
+WORKER = (sys.executable, "-I", "-S", worker.__file__)
 
 
 @dataclass
@@ -86,7 +83,7 @@ class Outcome:
 
 def supervise(children: list[Child]) -> Outcome:
     """Start the children and stay until all have ended."""
-    _adopt_orphans()
+    worker.adopt_orphans()
     strangers = {process.pid for process in psutil.Process().children(recursive=True)}
     with _wake_on_signals() as wake:
         run = _Run(children, wake)
@@ -176,7 +173,7 @@ class _Run:
 
     def note_signals(self, numbers: bytes) -> None:
         for number in numbers:
-            if number not in _STOP_SIGNALS:
+            if number not in worker.STOP_SIGNALS:
                 continue  # SIGCHLD: a poll will show who
             if self.stopped_at is None:
                 self.outcome = Outcome(signal=number)
@@ -219,7 +216,7 @@ def _wake_on_signals() -> Iterator[int]:
     """A descriptor on which the numbers of signals arrive as bytes, so that none falls between two system calls."""
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
-    numbers = (signal.SIGCHLD, *_STOP_SIGNALS)
+    numbers = (signal.SIGCHLD, *worker.STOP_SIGNALS)
     before = {number: signal.getsignal(number) for number in numbers}
     previous = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     for number in numbers:
@@ -234,12 +231,6 @@ def _wake_on_signals() -> Iterator[int]:
         signal.set_wakeup_fd(previous)
         os.close(receiving)
         os.close(sending)
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of what the children leave behind, so that it can be found. Linux only; elsewhere it stays."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _sweep(strangers: set[int]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +16,22 @@ if TYPE_CHECKING:
     from hvdkit.transports.base import Transport
 
 AUTO = "auto"
+ANSWER_SECONDS = 60.0  # of a process that only loads MPI or PyTorch
 
 
 def is_installed(module: str) -> bool:
     """Whether a module can be found; it is not imported."""
     return importlib.util.find_spec(module) is not None
+
+
+def succeeds(program: str) -> bool:
+    """Whether a few words of Python do, in a process of their own: what they import is not imported here."""
+    command = [sys.executable, "-c", program]
+    try:
+        answer = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS)  # noqa: S603 (our own words)
+    except subprocess.TimeoutExpired:
+        return False
+    return answer.returncode == 0
 
 
 @dataclass(frozen=True)

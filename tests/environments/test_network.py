@@ -56,7 +56,7 @@ def test_only_addresses_of_this_host_are_its_own():
 
 
 def test_a_host_whose_name_leads_nowhere_is_found_by_the_way_to_others(monkeypatch):
-    monkeypatch.setattr(network, "_by_name", lambda: ["127.0.1.1", "198.51.100.7"])
+    monkeypatch.setattr(network, "addresses_of", lambda host: ["127.0.1.1", "198.51.100.7"])
     monkeypatch.setattr(network, "address_towards", {"other": "10.0.0.1"}.__getitem__)
     monkeypatch.setattr(network, "is_own", lambda address: address == "10.0.0.1")
     assert network.own_address("other") == "10.0.0.1"
@@ -66,7 +66,6 @@ def test_a_host_without_a_network_has_its_loopback(monkeypatch):
     def nowhere(*arguments: object) -> list[str]:
         raise OSError("no route")
 
-    monkeypatch.setattr(network, "_by_name", nowhere)
-    monkeypatch.setattr(network, "_way_out", nowhere)
+    monkeypatch.setattr(network, "addresses_of", nowhere)
     monkeypatch.setattr(network, "address_towards", nowhere)
     assert network.own_address("other") == network.LOOPBACK

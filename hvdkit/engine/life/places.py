@@ -37,7 +37,7 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     from hvdkit.transports.node.transport import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    window = transport.window(staging_place(process_set_id), staging_bytes(len(node)))
+    window = transport.memory.window(staging_place(process_set_id), staging_bytes(len(node)))
     return Layout(nodes, Staging(node, rank, window, 0, transport.bells_of(node), spin_seconds))
 
 

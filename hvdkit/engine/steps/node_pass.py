@@ -80,7 +80,7 @@ class NodePass:
     def __init__(
         self, transport: NodeTransport, members: Sequence[int], place: int, slots: Sequence[Slot], spin_seconds: float
     ) -> None:
-        from hvdkit.kernels._native import InPlace
+        from hvdkit.kernels._native import Cells, InPlace
 
         self.members = list(members)
         self._under_way: set[int] = set()  # operations that this rank is ready for and not through with
@@ -94,8 +94,8 @@ class NodePass:
         self._head_bytes = _pages(cells_bytes + InPlace.table_bytes(count, len(slots)))
         self._region_bytes = _pages(small_bytes)
         staging_begin = self._head_bytes + count * self._region_bytes
-        self.window: Any = transport.window(place, staging_begin + staging_bytes(count))
-        self._cells = transport.cells(self.window, 0, 2 * count * CELLS)
+        self.window: Any = transport.memory.window(place, staging_begin + staging_bytes(count))
+        self._cells = Cells(self.window, 0, 2 * count * CELLS)
         self._in_place = InPlace(
             self.window,
             cells_bytes,
@@ -125,10 +125,11 @@ class NodePass:
 
         What they have in common goes with this rank's.
         """
-        self._transport.populate(self.window, self._place, 0, self._head_bytes)
+        self._transport.memory.populate(self.window, self._place, 0, self._head_bytes)
         for step in range(len(self.members) if self._region_bytes else 0):
             rank = (self.me + step) % len(self.members)
-            self._transport.populate(self.window, self._place, self._region(rank), self._region_bytes)
+            begin = self._region(rank)
+            self._transport.memory.populate(self.window, self._place, begin, self._region_bytes)
 
     def offer(self, slot: int, where: Where, offset: int = 0) -> None:
         """This rank's gradient of a large slot lies there, at an offset of its arena."""

@@ -45,9 +45,7 @@ def meeting_point(slots: list[Slot], remote: set[str], interfaces: list[str], ss
     others = [slot.host for slot in slots if slot.host in remote]
     address = own_address(others[0], interfaces, ssh_port) if others else LOOPBACK
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.bind((address, 0))
-        listener.listen(len(slots))
+    with socket.create_server((address, 0), family=family, backlog=len(slots)) as listener:
         yield MeetingPoint(address, listener.getsockname()[1], listener)
 
 

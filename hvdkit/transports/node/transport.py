@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic
 
-from hvdkit.kernels._native import Bell, Cells, Message, Post, Window
+from hvdkit.kernels._native import Bell, Message, Post, Window
 from hvdkit.transports.base import CACHE_LINE, Bytes, Layer, Transfer, Transport
 from hvdkit.transports.node.memory import NodeMemory
 
@@ -47,7 +47,7 @@ class NodeTransport(Layer):
         # Where this node's ranks map each other's gradients, by place in the node; None where not all of them do.
         self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
         self.members = next(node for node in self.nodes if inner.rank in node)
-        self.memory = memory
+        self.memory = memory  # place 0 of it is taken
         self.polling = inner.polling and len(self.members) < inner.size
         self._places = {rank: place for place, rank in enumerate(self.members)}
         count = len(self.members)
@@ -107,18 +107,6 @@ class NodeTransport(Layer):
     def bells_of(self, members: Sequence[int]) -> list[Bell]:
         """The bells of ranks of this node."""
         return [self.bells[self._places[rank]] for rank in members]
-
-    def window(self, place: int, nbytes: int) -> Window:
-        """Memory that all ranks of this node which ask for the same place share. Place 0 is taken."""
-        return self.memory.window(place, nbytes)
-
-    def populate(self, window: Window, place: int, begin: int, nbytes: int) -> None:
-        """Take memory for a part of the window of ``place`` now. Raises OSError where there is not enough."""
-        self.memory.populate(window, place, begin, nbytes)
-
-    def cells(self, window: Window, offset: int, count: int) -> Cells:
-        """Counters in a window, each on a cache line of its own."""
-        return Cells(window, offset, count)
 
     def close(self, graceful: bool) -> None:
         super().close(graceful)
