@@ -133,13 +133,12 @@ def build_parser() -> argparse.ArgumentParser:
 def settings_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """The variables that the settings' flags stand for, under the names and in the units of Horovod."""
     fusion_mb, start_timeout = arguments.fusion_threshold_mb, arguments.start_timeout
-    capacity = arguments.cache_capacity
     mark, check = arguments.mark_cycles, arguments.stall_check
     values = {
         "HOROVOD_START_TIMEOUT": None if start_timeout is None else f"{start_timeout:g}",
         "HOROVOD_FUSION_THRESHOLD": None if fusion_mb is None else fusion_mb * 1024 * 1024,
         "HOROVOD_CYCLE_TIME": arguments.cycle_time_ms,
-        "HOROVOD_CACHE_CAPACITY": capacity,
+        "HOROVOD_CACHE_CAPACITY": arguments.cache_capacity,
         "HOROVOD_TIMELINE": arguments.timeline_filename,
         "HOROVOD_TIMELINE_MARK_CYCLES": None if mark is None else int(mark),
         "HOROVOD_STALL_CHECK_DISABLE": None if check is None else int(not check),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 from typing import Any
 
@@ -118,14 +118,13 @@ class MpiTransport(Transport):
             )
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        return MpiTransfer(
-            buffer, [self._data.Isend([part, self._mpi.BYTE], peer, tag) for part in _parts(buffer)], peer
-        )
+        return self._posted(self._data.Isend, buffer, peer, tag)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        return MpiTransfer(
-            buffer, [self._data.Irecv([part, self._mpi.BYTE], peer, tag) for part in _parts(buffer)], peer
-        )
+        return self._posted(self._data.Irecv, buffer, peer, tag)
+
+    def _posted(self, call: Callable[..., Any], buffer: Bytes, peer: int, tag: int) -> Transfer:
+        return MpiTransfer(buffer, [call([part, self._mpi.BYTE], peer, tag) for part in _parts(buffer)], peer)
 
     def send_control(self, peer: int, payload: bytes) -> None:
         request = self._control.Isend([payload, self._mpi.BYTE], peer, CONTROL_TAG)

@@ -19,7 +19,7 @@ from hvdkit.launch.hosts import Slot
 from hvdkit.launch.job_environment import for_other_hosts, slot_environment
 from hvdkit.launch.output import Output
 from hvdkit.launch.starters.ssh import Ssh
-from hvdkit.launch.supervise import Child
+from hvdkit.launch.supervise import WORKER, Child
 
 _PORTS = (20000, 32767)  # below the ports that Linux hands out itself
 _SECRET_BYTES = 32
@@ -111,7 +111,7 @@ def children(
                 command=command,
                 environment={**(for_other_hosts(environment) if away else environment), **own},
                 receive=partial(output.write, slot.rank),
-                remote=ssh.worker(slot.host) if away else [],
+                remote=ssh.argv(slot.host, WORKER) if away else [],  # hvdkit must lie at the same path there
                 pass_fds=() if listener is None else (listener.fileno(),),
                 secret=secret,
             )

@@ -13,7 +13,6 @@ from functools import partial
 
 from hvdkit.environments.network import addresses_of, is_own
 from hvdkit.launch.errors import LaunchError
-from hvdkit.launch.supervise import WORKER
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,6 @@ class Ssh:
         )
         options = [word for setting in settings for word in ("-o", setting)]
         return ["ssh", *options, *self.login_options(), host, shlex.join(command)]
-
-    def worker(self, host: str) -> list[str]:
-        """The command that runs a worker on ``host``; hvdkit must lie at the same path there."""
-        return self.argv(host, WORKER)
 
 
 def is_local(host: str) -> bool:

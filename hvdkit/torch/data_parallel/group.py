@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ from hvdkit.engine.life.session import Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
+from hvdkit.transports.security.attempt import absent_after
 from hvdkit.transports.solo import SoloTransport
 from hvdkit.transports.torch_distributed import GlooTransport
 
 logger = logging.getLogger("hvdkit")
 
-POLL_SECONDS = 0.002
 # What a job that is under way when the process ends gets to finish in, and what then becomes of it.
 FINISH_SECONDS, FAIL_SECONDS = 0.2, 2.0
 LEAVING = "its process or its ddp_hook has come to its end"
@@ -72,17 +72,13 @@ class GroupTransport(GlooTransport):
 
 def _meet(store: Any, ranks: list[int], me: int, timeout: timedelta) -> None:
     keys = [f"here/{place}" for place in range(len(ranks))]
-    deadline = monotonic() + timeout.total_seconds()
     store.set(keys[me], b"1")
-    # Asked again and again: a waiting call would keep the store from the other threads of this process.
-    while not store.check(keys):
-        if monotonic() > deadline:
-            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-            raise PeerLostError(
-                f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {missing} to use a ddp_hook.\n"
-                "HINT: all ranks of the model's process group must use one, in the same order if it is several."
-            )
-        sleep(POLL_SECONDS)
+    if absent := absent_after(store, keys, timeout.total_seconds()):
+        raise PeerLostError(
+            f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {[ranks[place] for place in absent]} to "
+            "use a ddp_hook.\n"
+            "HINT: all ranks of the model's process group must use one, in the same order if it is several."
+        )
 
 
 def timeout_of(process_group: Any) -> timedelta:

@@ -183,10 +183,11 @@ class TorchDeviceCollectives(DeviceCollectives):
                 there = [flat for flat in flats if flat.numel()]
                 apart = len({flat.data_ptr() for flat in there}) == len(there)  # one may be there twice
                 if len(there) > 1 and apart and dtype not in _HALVES and codec == "none" and self._coalesces:
-                    self._reduce_coalesced(there, op, before, scale, wait)
+                    self._reduce(there, op, before, scale, codec, wait)
                     continue
                 fused = flats[0] if len(flats) == 1 else torch.cat(flats)
-                self._reduce(fused, op, before, scale, codec, wait)
+                if fused.numel():
+                    self._reduce([fused], op, before, scale, codec, wait)
                 if len(flats) > 1:
                     for flat, part in zip(
                         flats, torch.split_with_sizes(fused, [flat.numel() for flat in flats]), strict=True
@@ -271,28 +272,18 @@ class TorchDeviceCollectives(DeviceCollectives):
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _reduce(self, flat: Tensor, op: ReduceOp, prescale: float, scale: Scale, codec: str, wait: Wait) -> None:
-        if not flat.numel():
-            return
-        rescale_(flat, Scale(prescale))
+    def _reduce(self, flats: list[Tensor], op: ReduceOp, prescale: float, scale: Scale, codec: str, wait: Wait) -> None:
+        """Each where it lies; several, which are no halves, as one operation of the process group."""
+        for flat in flats:
+            rescale_(flat, Scale(prescale))
+        flat, several = flats[0], len(flats) > 1
         wire = torch.float16 if codec == "fp16" and flat.dtype in (torch.float32, torch.float64) else flat.dtype
         if wire in _HALVES:
             self._reduce_halves(flat, wire, op, scale, wait)
             return
-        options: Any = dist.AllreduceOptions()
+        options: Any = dist.AllreduceCoalescedOptions() if several else dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        wait(self._group.allreduce([flat], options))
-        rescale_(flat, scale)
-
-    def _reduce_coalesced(self, flats: list[Tensor], op: ReduceOp, prescale: float, scale: Scale, wait: Wait) -> None:
-        """Each where it lies, as one operation of the process group."""
-        if not flats:
-            return
-        for flat in flats:
-            rescale_(flat, Scale(prescale))
-        options: Any = dist.AllreduceCoalescedOptions()
-        options.reduceOp = _OPS[op]
-        wait(self._group.allreduce_coalesced(flats, options))
+        wait((self._group.allreduce_coalesced if several else self._group.allreduce)(flats, options))
         for flat in flats:
             rescale_(flat, scale)
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from hvdkit.environments.variables import for_a_while
 from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.gpu.device import CudaStream, TorchDeviceCollectives
 from hvdkit.transports.security.admission import unsealed
+from hvdkit.transports.security.attempt import absent_after
 from hvdkit.transports.waiters import Call
 
 T = TypeVar("T")
@@ -92,18 +92,13 @@ def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: flo
 def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float) -> list[str]:
     """Every rank's word."""
     keys = [f"word/{other}" for other in range(size)]
-    deadline = monotonic() + timeout_seconds
     try:
         store.set(keys[rank], mine)
-        # Asked again and again: a waiting call would keep the store from the other threads of this process.
-        while not store.check(keys):
-            if monotonic() > deadline:
-                missing = [other for other in range(size) if not store.check([keys[other]])]
-                raise PeerLostError(
-                    f"waited {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) for the GPUs of ranks {missing} of "
-                    f"the {size} that take part.\nHINT: see what those ranks printed."
-                )
-            sleep(0.002)
+        if absent := absent_after(store, keys, timeout_seconds):
+            raise PeerLostError(
+                f"waited {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) for the GPUs of ranks {absent} of "
+                f"the {size} that take part.\nHINT: see what those ranks printed."
+            )
         return [store.get(key).decode() for key in keys]
     except AuthenticationError as error:
         raise PeerLostError(str(error)) from error

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from time import monotonic
 
@@ -124,12 +125,13 @@ class Invitation:
                     if descriptor >= 0:
                         arenas[index] = descriptor
             if len(arenas) >= MOST_DESCRIPTORS:
-                _close_all(arenas)
+                _close_all(arenas.values())
+                arenas = {}
             offer = struct.pack(f"<{len(arenas)}I", *arenas)
             for connection, _ in arrived:
                 socket.send_fds(connection, [b"!" + offer], [self._descriptor, *arenas.values()])
         except OSError:
-            _close_all(arenas)
+            _close_all(arenas.values())
             self.withdraw()
             raise
         finally:
@@ -153,8 +155,7 @@ class Invitation:
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             return _INDEX.unpack(shown[len(self.secret) :])[0], descriptors[0] if descriptors else -1
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close_all(descriptors)
         return None, -1
 
     def withdraw(self) -> None:
@@ -181,18 +182,16 @@ def fetch(address: str, secret: str, seconds: float, index: int, arena: int = -1
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     if len(offer) != 1 + 4 * (len(descriptors) - 1):
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close_all(descriptors)
         raise ConnectionError("no memory came over the connection")
     return descriptors[0], dict(
         zip(struct.unpack(f"<{len(descriptors) - 1}I", offer[1:]), descriptors[1:], strict=True)
     )
 
 
-def _close_all(arenas: dict[int, int]) -> None:
-    for descriptor in arenas.values():
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
         os.close(descriptor)
-    arenas.clear()
 
 
 def map_arenas(arenas: dict[int, int]) -> dict[int, Window]:
@@ -203,7 +202,7 @@ def map_arenas(arenas: dict[int, int]) -> dict[int, Window]:
             window = Window(descriptor, 0, os.fstat(descriptor).st_size)
             window.keep_from_forks()  # whoever a fork is, it is none of the job's ranks
             windows[owner] = window
-    _close_all(arenas)
+    _close_all(arenas.values())
     return windows
 
 

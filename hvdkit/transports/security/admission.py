@@ -49,12 +49,7 @@ class SealedStore(Store):
         self.bare.set(key, self._credentials.seal(f"{self._place}/{key}", plain))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        try:
-            return self._credentials.unseal(f"{self._place}/{key}", self.bare.get(key))
-        except NotAuthenticError:
-            raise AuthenticationError(
-                f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
-            ) from None
+        return believed(self._credentials, f"{self._place}/{key}", self.bare.get(key), key)
 
     def check(self, keys: list[str]) -> bool:
         return bool(self.bare.check(keys))
@@ -64,6 +59,16 @@ class SealedStore(Store):
             self.bare.wait(keys)
         else:
             self.bare.wait(keys, timeout)
+
+
+def believed(credentials: Credentials, place: str, word: bytes, key: str) -> bytes:
+    """What a rank has sealed for a place, and put at a key of the store. Raises AuthenticationError."""
+    try:
+        return credentials.unseal(place, word)
+    except NotAuthenticError:
+        raise AuthenticationError(
+            f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
+        ) from None
 
 
 def unsealed(store: Any) -> Any:
@@ -109,12 +114,7 @@ class Judge:
 
     def hear(self, place: str, word: bytes) -> bytes:
         """The value that was put at a place. Raises AuthenticationError."""
-        try:
-            return word if self._credentials is None else self._credentials.unseal(place, word)
-        except NotAuthenticError:
-            raise AuthenticationError(
-                f"what is at {place!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
-            ) from None
+        return word if self._credentials is None else believed(self._credentials, place, word, place)
 
     def nonce_of(self, rank: int, place: str, word: bytes) -> bytes:
         """The nonce that a rank said at a place. Raises AuthenticationError that names the rank."""

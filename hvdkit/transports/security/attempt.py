@@ -125,6 +125,17 @@ class Attempt:
         )
 
 
+def absent_after(store: Any, keys: Sequence[str], seconds: float) -> list[int]:
+    """Wait for all keys; the ranks, by place, whose keys are not there after ``seconds``."""
+    deadline = monotonic() + seconds
+    # Asked again and again: a waiting call would keep the store from the other threads of this process.
+    while not store.check(keys):
+        if monotonic() > deadline:
+            return missing(store, keys)
+        sleep(SHORTEST_PAUSE)
+    return []
+
+
 def missing(store: Any, everyone: Sequence[str]) -> list[int]:
     """The ranks that did not come, as many of them as the store tells in a moment: all ranks ask it at once."""
     absent: list[int] = []
