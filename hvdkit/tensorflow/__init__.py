@@ -2,39 +2,11 @@
 
 from typing import Any
 
-from hvdkit.api import absent
+from hvdkit.api import absent, common
 from hvdkit.api.checks import handle_average_backwards_compatibility
 from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
-from hvdkit.api.job import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    ccl_built,
-    communication_stats,
-    compression_stats,
-    cross_rank,
-    cross_size,
-    ddl_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from hvdkit.compression import CustomCodec
-from hvdkit.engine.life.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
+from hvdkit.api.common import *  # noqa: F403
+from hvdkit.api.job import Adasum, Max, Min, Product
 from hvdkit.tensorflow.basics import cuda_built, gloo_built, gpu_available, init, nccl_built, rocm_built
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.functions import (
@@ -80,24 +52,16 @@ def __getattr__(name: str) -> Any:
 exceptions.install()
 
 __all__ = [
+    *common.__all__,
     "Adasum",
-    "Average",
     "Compression",
-    "CustomCodec",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "HorovodInternalError",
     "Max",
     "Min",
     "PartialDistributedGradientTape",
-    "PayloadError",
-    "PeerLostError",
-    "ProcessSet",
     "Product",
-    "StallError",
-    "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -109,43 +73,22 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
     "check_num_rank_power_of_2",
-    "communication_stats",
-    "compression_stats",
-    "cross_rank",
-    "cross_size",
     "cuda_built",
-    "ddl_built",
-    "global_process_set",
     "gloo_built",
-    "gloo_enabled",
     "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
     "handle_average_backwards_compatibility",
     "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
     "nccl_built",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
     "rocm_built",
-    "shutdown",
-    "size",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
