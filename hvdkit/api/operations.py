@@ -35,6 +35,7 @@ class Asked(NamedTuple):
     process_set: ProcessSet
     waits: bool = False  # the caller waits at once, and drives the engine itself
     single: bool = False  # the result is that of one tensor, not a tuple
+    ignore_name_scope: bool = False  # of TensorFlow's graph, where it makes the name
 
     def call(self, device: str) -> Call:
         """For the engine. Raises TypeError or ValueError for a name or a process set that there cannot be."""

@@ -36,7 +36,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops.arrays import as_array, as_tensor, copy_of, empty_like
 from hvdkit.tensorflow.ops.bridge import call, check_functions, in_order
 from hvdkit.tensorflow.ops.device import Device, device_of_job
-from hvdkit.tensorflow.ops.exceptions import RUNNING, mark
+from hvdkit.tensorflow.ops.exceptions import RUNNING, in_graph
 from hvdkit.tensorflow.ops.unconverted import as_written
 from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
 
@@ -211,14 +211,11 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
         handed_over.append(in_order(hand_over, first=number == 0, last=False))
     looked = look_in_graph(plan.verification, variables, handed_over[0])
 
-    @as_written
+    @in_graph
     def end() -> list[Any]:
-        try:
-            # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
-            with runtime.engine().watch.standing_for(RUNNING):
-                return plan.finish()
-        except Exception as error:
-            raise mark(error) from None
+        # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
+        with runtime.engine().watch.standing_for(RUNNING):
+            return plan.finish()
 
     # The wait has its place in the order too: then steps that share a lane cannot overtake each other.
     dtypes = [gradient.dtype for gradient in gradients]
@@ -230,13 +227,10 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
 
 
 def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, gradients: Sequence[Any]) -> Any:
-    @as_written
+    @in_graph
     def begin(*arrays: Any) -> Any:
-        try:
-            wanted = plan.begin() if is_first else 0
-            plan.hand_over(part, arrays)
-        except Exception as error:
-            raise mark(error) from None
+        wanted = plan.begin() if is_first else 0
+        plan.hand_over(part, arrays)
         return np.int64(wanted)
 
     return call(plan.device(), begin, [gradients[place] for place in part], tf.int64, "hvdkit_begin")

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.api.gradients.planning import form_groups, plain_name
 from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_of
+from hvdkit.api.operations import Asked
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops.requests import ReduceRequest
@@ -21,8 +22,8 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
 from hvdkit.tensorflow.ops.allreduce import grouped_allreduce
 from hvdkit.tensorflow.ops.bridge import backward, check_functions, in_order
-from hvdkit.tensorflow.ops.exceptions import mark, raised_as_tensorflows
-from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
+from hvdkit.tensorflow.ops.reduction import reduce
 from hvdkit.tensorflow.ops.sparse import quotient
 from hvdkit.tensorflow.ops.unconverted import as_written
 from hvdkit.tensorflow.verification import Verified, verified
@@ -83,15 +84,14 @@ def takes_part(settings: GradientSettings) -> bool:
     if not tf.executing_eagerly():
         check_functions()
 
-        @as_written
+        @in_graph
         def check() -> Any:
             now = _ranks(settings.process_set) if runtime.is_initialized() else traced
             if now != traced:
-                error = RuntimeError(
+                raise RuntimeError(
                     f"{settings.title}: this graph was traced for the ranks {traced[1]}, now they are {now[1]}.\n"
                     "HINT: make the tf.function again after hvd.init(), or compile the model again."
                 )
-                raise mark(error)
             return np.int64(0)
 
         in_order(lambda: tf.numpy_function(check, [], tf.int64, name="hvdkit_check"))
@@ -154,8 +154,9 @@ def _planned(
         outputs = reduce_planned(plan, inputs, variables)
 
         def gradient(*upstream: Any) -> list[Any]:
-            reduction = Reduction(ReduceRequest(settings.op, *settings.scales), settings.process_set, False, None)
-            return backward(outputs, upstream, lambda known: reduce("GroupedAllreduce", known, reduction))
+            asked = Asked("grouped_allreduce", None, settings.process_set, waits=True)
+            request = ReduceRequest(settings.op, *settings.scales)
+            return backward(outputs, upstream, lambda known: reduce(asked, known, request))
 
         return outputs, gradient
 

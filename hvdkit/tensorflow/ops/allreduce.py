@@ -11,40 +11,30 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import around
+from hvdkit.api.operations import Asked
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.ops import tensor_checks
-from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.reduction import reduce
 from hvdkit.tensorflow.ops.sparse import allreduce_slices
 from hvdkit.tensorflow.ops.unconverted import as_written
 
-# What operations are called in graphs.
-_KINDS = {"allreduce": "Allreduce", "grouped_allreduce": "GroupedAllreduce"}
-
 
 def _reduced(
-    function: str,
-    tensors: Sequence[Any],
-    compression: Any,
-    op: ReduceOp,
-    factors: tuple[Any, Any],
-    name: str | None,
-    process_set: ProcessSet,
-    ignore_name_scope: bool,
-    device: str,
+    asked: Asked, tensors: Sequence[Any], compression: Any, op: ReduceOp, factors: tuple[Any, Any], device: str
 ) -> list[Any]:
     """The reductions of dense tensors, of dtypes that can be reduced, after all other checks."""
-    codec, compressor = split_compression(function, compression, op, tensors)
-    tensor_checks.check_asked(function, name, process_set)
+    codec, compressor = split_compression(asked.function, compression, op, tensors)
+    tensor_checks.check_asked(asked)
     if op == ReduceOp.ADASUM:
-        checks.check_adasum(function, [tensor.dtype.name for tensor in tensors], process_set, runtime.topology().size)
-    request = ReduceRequest(op, *checks.check_factors(function, *factors), codec)
-    reduction = Reduction(request, process_set, ignore_name_scope, name)
+        dtypes = [tensor.dtype.name for tensor in tensors]
+        checks.check_adasum(asked.function, dtypes, asked.process_set, runtime.topology().size)
+    request = ReduceRequest(op, *checks.check_factors(asked.function, *factors), codec)
     with tf.device(device) if device else nullcontext():
-        results = around(compressor, tensors, lambda sent: reduce(_KINDS[function], sent, reduction))
+        results = around(compressor, tensors, lambda sent: reduce(asked, sent, request))
     guard.mark(results)
     return results
 
@@ -78,16 +68,14 @@ def allreduce(
     NotImplementedError for Adasum on a number of ranks that is no power of two or on IndexedSlices, and
     HorovodInternalError on every rank where ranks disagree.
     """
-    function = "allreduce"
-    reduce_op = checks.op_or_average(function, op, average)
+    asked = Asked("allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    reduce_op = checks.op_or_average(asked.function, op, average)
     factors = (prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices):
         with tf.device(device_sparse):
-            return allreduce_slices(function, [tensor], reduce_op, factors, name, process_set, ignore_name_scope)[0]
-    dense = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return _reduced(
-        function, [dense], compression, reduce_op, factors, name, process_set, ignore_name_scope, device_dense
-    )[0]
+            return allreduce_slices(asked, [tensor], reduce_op, factors)[0]
+    dense = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    return _reduced(asked, [dense], compression, reduce_op, factors, device_dense)[0]
 
 
 @as_written
@@ -109,8 +97,8 @@ def grouped_allreduce(
     Arguments, gradients and errors are those of allreduce(). IndexedSlices among them are one operation of their own.
     Returns a list of tensors; an empty one for an empty list.
     """
-    function = "grouped_allreduce"
-    reduce_op = checks.op_or_average(function, op, average)
+    asked = Asked("grouped_allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    reduce_op = checks.op_or_average(asked.function, op, average)
     if len(tensors) == 0:
         return []
     slices = [place for place, one in enumerate(tensors) if isinstance(one, tf.IndexedSlices)]
@@ -119,16 +107,12 @@ def grouped_allreduce(
     factors = (prescale_factor, postscale_factor)
     if slices:
         with tf.device(device_sparse):
-            gathered = allreduce_slices(
-                function, [tensors[place] for place in slices], reduce_op, factors, name, process_set, ignore_name_scope
-            )
+            gathered = allreduce_slices(asked, [tensors[place] for place in slices], reduce_op, factors)
         for place, result in zip(slices, gathered, strict=True):
             results[place] = result
     if dense:
-        ours = tensor_checks.check_tensors(function, [tensors[i] for i in dense], tensor_checks.REDUCIBLE_DTYPES)
-        reduced = _reduced(
-            function, ours, compression, reduce_op, factors, name, process_set, ignore_name_scope, device_dense
-        )
+        ours = tensor_checks.check_tensors(asked.function, [tensors[i] for i in dense], tensor_checks.REDUCIBLE_DTYPES)
+        reduced = _reduced(asked, ours, compression, reduce_op, factors, device_dense)
         for place, result in zip(dense, reduced, strict=True):
             results[place] = result
     return results

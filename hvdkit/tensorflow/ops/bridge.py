@@ -37,7 +37,7 @@ from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.ops.device import Device
-from hvdkit.tensorflow.ops.exceptions import as_tensorflows, mark
+from hvdkit.tensorflow.ops.exceptions import as_tensorflows, in_graph
 from hvdkit.tensorflow.ops.framework import device_for
 from hvdkit.tensorflow.ops.unconverted import as_written
 
@@ -47,24 +47,22 @@ _last_begins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by graph
 
 
 def run(
-    kind: str,
     asked: Asked,
     tensors: Sequence[Any],
     start: Callable[[Asked, Sequence[Any]], int],
     outputs: Sequence[Output],
-    ignore_name_scope: bool = False,
     stays_on_device: Callable[[], bool] = lambda: False,
     named_after: Sequence[Any] | None = None,
 ) -> list[Any]:
     """The results of an operation on tensors. ``outputs`` are what is known of them while a graph is built.
 
-    ``kind`` is what Horovod calls it in graphs. ``asked`` is that of a caller who waits; ``start`` hands eager tensors,
-    or a graph's arrays, to the engine and returns the operation's number.
+    ``asked`` is that of a caller who waits; ``start`` hands eager tensors, or a graph's arrays, to the engine and
+    returns the operation's number.
     ``stays_on_device``: whether it can be done without host memory, if the job has a device.
     ``named_after``: the tensors of which a graph makes a name, where some of ``tensors`` are not there on all ranks.
     """
     if not tf.executing_eagerly():
-        name = _name_in_graph(kind, asked.name, tensors if named_after is None else named_after, ignore_name_scope)
+        name = _name_in_graph(asked, tensors if named_after is None else named_after)
         return _run_in_graph(asked._replace(name=name, waits=False), tensors, start, outputs, stays_on_device())
     try:
         return _results_of(start(asked, tensors), asked)
@@ -81,13 +79,15 @@ def _results_of(number: int, asked: Asked) -> list[Any]:
     return list(results)
 
 
-def _name_in_graph(kind: str, name: str | None, tensors: Sequence[Any], ignore_name_scope: bool) -> str:
+def _name_in_graph(asked: Asked, tensors: Sequence[Any]) -> str:
     """As Horovod names operations: made of the tensors' names if it has none, and told apart from others' there."""
     graph = tf.compat.v1.get_default_graph()
+    name = asked.name
     if name is None:
+        kind = "".join(word.capitalize() for word in asked.function.split("_"))
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else [tensors[0]]
         name = re.sub("[^a-zA-Z0-9_]", "_", "_".join([f"Horovod{kind}", *map(_name_of, ends)]))
-    if ignore_name_scope:
+    if asked.ignore_name_scope:
         with graph.name_scope(None):
             return str(graph.unique_name(name))
     return str(graph.unique_name(name))
@@ -107,21 +107,8 @@ def _run_in_graph(
     stays_on_device: bool,
 ) -> list[Any]:
     check_functions()
-
-    @as_written
-    def begin(*inputs: Any) -> Any:
-        try:
-            return np.int64(start(asked, inputs))
-        except Exception as error:
-            raise mark(error) from None
-
-    @as_written
-    def end(number: Any) -> list[Any]:
-        try:
-            return _results_of(int(number), asked)
-        except Exception as error:
-            raise mark(error) from None
-
+    begin = in_graph(lambda *inputs: np.int64(start(asked, inputs)))
+    end = in_graph(lambda number: _results_of(int(number), asked))
     device = device_for(tensors) if stays_on_device else None
     number = in_order(lambda: call(device, begin, tensors, tf.int64, "hvdkit_begin"))
     results = call(device, end, [number], [dtype for dtype, _ in outputs], "hvdkit_end")

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.operations import Asked, gradient_name
+from hvdkit.api.operations import Asked
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
@@ -16,31 +16,22 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import tensor_checks
 from hvdkit.tensorflow.ops.bridge import differentiable, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS
-from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.reduction import reduce
 from hvdkit.tensorflow.ops.unconverted import as_written
 
 # Of variables that are broadcast together.
 CHUNK_BYTES = 256 << 20
 
 
-def _broadcast(
-    function: str,
-    tensors: Sequence[Any],
-    root_rank: int,
-    name: str | None,
-    ignore_name_scope: bool,
-    process_set: ProcessSet,
-) -> list[Any]:
+def _broadcast(asked: Asked, tensors: Sequence[Any], root_rank: int) -> list[Any]:
     """Not differentiable. Several tensors travel together."""
-    tensor_checks.check_asked(function, name, process_set)
-    root = checks.check_root(function, root_rank, process_set, runtime.topology().size)
+    tensor_checks.check_asked(asked)
+    root = checks.check_root(asked.function, root_rank, asked.process_set, runtime.topology().size)
     return run(
-        "Broadcast",
-        Asked(function, name, process_set, waits=True),
+        asked,
         tensors,
         lambda asked, some: OPERATIONS.broadcast(asked, some, root),
         [(tensor.dtype, tensor.shape) for tensor in tensors],
-        ignore_name_scope,
         stays_on_device=lambda: True,
     )
 
@@ -61,17 +52,15 @@ def broadcast(
     Returns a tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
     HorovodInternalError on every rank where ranks disagree.
     """
-    found = tensor_checks.check_tensor("broadcast", tensor, tensor_checks.MOVABLE_DTYPES)
-
-    def from_root(tensors: Sequence[Any]) -> list[Any]:
-        return _broadcast("broadcast", tensors, root_rank, name, ignore_name_scope, process_set)
+    asked = Asked("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
 
     def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        of_all = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
-        (average,) = reduce("Allreduce", gradients, of_all)
+        of_all = asked.of_gradient()._replace(function="allreduce")
+        (average,) = reduce(of_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
         return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
 
-    return differentiable([found], from_root, at_root)[0]
+    return differentiable([found], lambda tensors: _broadcast(asked, tensors, root_rank), at_root)[0]
 
 
 def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
@@ -107,7 +96,7 @@ def broadcast_(
     outputs: list[Any] = []
     for number, some in enumerate(_chunks(values)):
         some_name = name if number == 0 or name is None else f"{name}.{number}"
-        outputs += _broadcast(function, some, root_rank, some_name, False, process_set)
+        outputs += _broadcast(Asked(function, some_name, process_set, waits=True), some, root_rank)
     for variable, output in zip(variables, outputs, strict=True):
         variable.assign(output)
     return outputs

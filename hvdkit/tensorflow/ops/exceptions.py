@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, MismatchError, NotInitializedError
+from hvdkit.tensorflow.ops.unconverted import as_written
 
 # More than could be on their way to users at a time; of older ones only the text is left.
 KEPT = 64
@@ -106,6 +107,19 @@ def mark(error: Exception) -> GraphError:
     for old in list(_kept)[:-KEPT]:
         _kept.pop(old, None)
     return GraphError(f"{type(error).__name__}: {error} (hvdkit exception {number})")
+
+
+def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, to be called by an operation of a graph: whoever runs the graph gets what it raises."""
+
+    @as_written
+    def call(*inputs: Any) -> Any:
+        try:
+            return function(*inputs)
+        except Exception as error:
+            raise mark(error) from None
+
+    return call
 
 
 def original(message: str) -> BaseException | None:

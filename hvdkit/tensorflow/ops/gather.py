@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api.operations import Asked, gradient_name
+from hvdkit.api.operations import Asked
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -16,7 +16,7 @@ from hvdkit.tensorflow.ops.arrays import as_array
 from hvdkit.tensorflow.ops.bridge import differentiable, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS
 from hvdkit.tensorflow.ops.ranks import process_set_rank
-from hvdkit.tensorflow.ops.reduction import Reduction, reduce
+from hvdkit.tensorflow.ops.reduction import reduce
 from hvdkit.tensorflow.ops.unconverted import as_written
 
 
@@ -25,32 +25,27 @@ def any_rows(tensor: Any) -> Any:
     return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank is not None else tensor.shape
 
 
-def _gather(
-    kind: str, tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet
-) -> list[Any]:
+def _gather(asked: Asked, tensors: Sequence[Any]) -> list[Any]:
     """Differentiable: the gradient is this rank's rows of the gradients' average, as Horovod's."""
-    function = kind.lower()
-    tensor_checks.check_has_rows(function, tensors)
-    tensor_checks.check_asked(function, name, process_set)
+    tensor_checks.check_has_rows(asked.function, tensors)
+    tensor_checks.check_asked(asked)
 
     def gather(inputs: Sequence[Any]) -> list[Any]:
         return run(
-            kind,
-            Asked(function, name, process_set, waits=True),
+            asked,
             inputs,
             OPERATIONS.allgather,
             [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
-            ignore_name_scope,
             stays_on_device=lambda: True,
         )
 
     def own_rows(inputs: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        average = Reduction(ReduceRequest(ReduceOp.AVERAGE), process_set, ignore_name_scope, gradient_name(name))
-        averages = reduce("GroupedAllreduce", gradients, average)
+        of_all = asked.of_gradient()._replace(function="grouped_allreduce")
+        averages = reduce(of_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
         rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if tensor.dtype.is_floating])
-        rows_name = None if name is None else f"{name}.rows"
-        (all_rows,) = _gather("Allgather", [rows[tf.newaxis]], rows_name, ignore_name_scope, process_set)
-        before = tf.reduce_sum(all_rows[: process_set_rank(process_set)], axis=0)
+        rows_name = None if asked.name is None else f"{asked.name}.rows"
+        (all_rows,) = _gather(asked._replace(function="allgather", name=rows_name), [rows[tf.newaxis]])
+        before = tf.reduce_sum(all_rows[: process_set_rank(asked.process_set)], axis=0)
         return [average[before[i] : before[i] + rows[i]] for i, average in enumerate(averages)]
 
     return differentiable(tensors, gather, own_rows)
@@ -72,8 +67,8 @@ def allgather(
     Returns a tensor with the sum of all ranks' rows. Raises TypeError or ValueError for arguments that make no sense,
     HorovodInternalError on every rank where ranks disagree.
     """
-    found = tensor_checks.check_tensor("allgather", tensor, tensor_checks.MOVABLE_DTYPES)
-    return _gather("Allgather", [found], name, ignore_name_scope, process_set)[0]
+    asked = Asked("allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    return _gather(asked, [tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)])[0]
 
 
 @as_written
@@ -84,18 +79,12 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Allgather several tensors as one operation. Arguments, gradients and errors are those of allgather()."""
-    found = tensor_checks.check_tensors("grouped_allgather", tensors, tensor_checks.MOVABLE_DTYPES)
-    return _gather("GroupedAllgather", found, name, ignore_name_scope, process_set) if found else []
+    asked = Asked("grouped_allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    found = tensor_checks.check_tensors(asked.function, tensors, tensor_checks.MOVABLE_DTYPES)
+    return _gather(asked, found) if found else []
 
 
-def _scatter(
-    tensor: Any,
-    splits: Any,
-    name: str | None,
-    ignore_name_scope: bool,
-    process_set: ProcessSet,
-    problem: Exception | None = None,
-) -> tuple[Any, Any]:
+def _scatter(asked: Asked, tensor: Any, splits: Any, problem: Exception | None = None) -> tuple[Any, Any]:
     """The rows received, and how many came from each rank. Differentiable: rows' gradients go back where they were.
 
     ``problem``: why ``splits``, which are None then, cannot be told. It is raised when the operation runs, not while a
@@ -114,15 +103,14 @@ def _scatter(
     def scatter(rows: Any) -> tuple[Any, Callable[..., Any]]:
         inputs = [rows] if splits is None else [rows, splits]
         dtype = tf.int32 if splits is None else splits.dtype
-        known = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([process_set.size()]))]
-        asked = Asked("alltoall", name, process_set, waits=True)
-        output, received = run("Alltoall", asked, inputs, start, known, ignore_name_scope, named_after=[rows])
+        known = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([asked.process_set.size()]))]
+        output, received = run(asked, inputs, start, known, named_after=[rows])
 
         def gradient(of_output: Any, _: Any) -> Any:
             if not output.dtype.is_floating:
                 return None
             known = tf.zeros_like(output) if of_output is None else tf.convert_to_tensor(of_output)
-            back, _ = _scatter(known, received, gradient_name(name), ignore_name_scope, process_set)
+            back, _ = _scatter(asked.of_gradient(), known, received)
             unsent = tf.shape(rows)[0] - tf.shape(back)[0]  # rows that were not sent to anybody
             return tf.concat([back, tf.zeros(tf.concat([[unsent], tf.shape(back)[1:]], 0), back.dtype)], 0)
 
@@ -150,14 +138,14 @@ def alltoall(
     came from each rank. Raises TypeError or ValueError for arguments that make no sense, HorovodInternalError on every
     rank where ranks disagree.
     """
-    function = "alltoall"
-    found = tensor_checks.check_tensor(function, tensor, tensor_checks.MOVABLE_DTYPES)
-    tensor_checks.check_has_rows(function, [found])
-    tensor_checks.check_asked(function, name, process_set)
+    asked = Asked("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    tensor_checks.check_has_rows(asked.function, [found])
+    tensor_checks.check_asked(asked)
     wanted, problem = None, None
     try:
-        wanted = None if splits is None else tensor_checks.check_integers(function, "splits", splits)
+        wanted = None if splits is None else tensor_checks.check_integers(asked.function, "splits", splits)
     except (TypeError, ValueError) as error:
         problem = error
-    output, received = _scatter(found, wanted, name, ignore_name_scope, process_set, problem)
+    output, received = _scatter(asked, found, wanted, problem)
     return output if splits is None else (output, received)

@@ -12,7 +12,7 @@ from hvdkit.api import checks, job
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.device import device_of_job
-from hvdkit.tensorflow.ops.exceptions import mark, raised_as_tensorflows
+from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
 from hvdkit.tensorflow.ops.unconverted import as_written
 
 # What process_set_included_op returns for what is no set.
@@ -23,15 +23,7 @@ def _asked(question: Callable[[], int], name: str | None) -> Any:
     if tf.executing_eagerly():
         with raised_as_tensorflows():
             return tf.constant(question(), tf.int32)
-
-    @as_written
-    def answer() -> Any:
-        try:
-            return np.int32(question())
-        except Exception as error:
-            raise mark(error) from None
-
-    found = tf.numpy_function(answer, [], tf.int32, name=name)
+    found = tf.numpy_function(in_graph(lambda: np.int32(question())), [], tf.int32, name=name)
     found.set_shape([])
     return found
 

@@ -23,36 +23,37 @@ from hvdkit.tensorflow.ops.unconverted import as_written
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
-def _scatter(
-    function: str,
-    tensors: Sequence[Any],
-    request: ReduceRequest,
-    name: str | None,
-    ignore_name_scope: bool,
-    process_set: ProcessSet,
-) -> list[Any]:
+def _scatter(asked: Asked, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
     """Differentiable: the gradients are gathered and scaled as the tensors are."""
-    tensor_checks.check_has_rows(function, tensors)
-    tensor_checks.check_asked(function, name, process_set)
+    tensor_checks.check_has_rows(asked.function, tensors)
+    tensor_checks.check_asked(asked)
 
     def scatter(inputs: Sequence[Any]) -> list[Any]:
         return run(
-            "Reducescatter" if function == "reducescatter" else "GroupedReducescatter",
-            Asked(function, name, process_set, waits=True),
+            asked,
             inputs,
             lambda asked, some: OPERATIONS.reducescatter(asked, some, request),
             [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
-            ignore_name_scope,
         )
 
     def all_rows(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
         # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
-        times = checks.size_of(process_set) if request.op == ReduceOp.SUM else 1
+        times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
         factor = request.prescale * request.postscale * times
-        gathered = grouped_allgather(gradients, gradient_name(name), ignore_name_scope, process_set)
+        gathered = grouped_allgather(gradients, gradient_name(asked.name), asked.ignore_name_scope, asked.process_set)
         return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
 
     return differentiable(tensors, scatter, all_rows)
+
+
+def _reduced(
+    asked: Asked, tensors: Sequence[Any], device: str, compression: Any, op: ReduceOp, factors: tuple[Any, Any]
+) -> list[Any]:
+    """This rank's rows of the reductions of tensors, of dtypes that can be reduced."""
+    codec, compressor = split_compression(asked.function, compression, op, tensors)
+    request = ReduceRequest(op, *checks.check_factors(asked.function, *factors), codec)
+    with tf.device(device):
+        return around(compressor, tensors, lambda sent: _scatter(asked, sent, request))
 
 
 @as_written
@@ -73,17 +74,10 @@ def reducescatter(
     where rows cannot be shared evenly. ``op`` is hvd.Average or hvd.Sum. The other arguments and the errors are those
     of allreduce(). Differentiable. Returns a tensor with this rank's rows.
     """
-    function = "reducescatter"
-    reduce_op = checks.check_op(function, op, _OPS)
-    found = tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    codec, compressor = split_compression(function, compression, reduce_op, [found])
-    request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
-    with tf.device(device_dense):
-        return around(
-            compressor,
-            [found],
-            lambda sent: _scatter(function, sent, request, name, ignore_name_scope, process_set),
-        )[0]
+    asked = Asked("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    reduce_op = checks.check_op(asked.function, op, _OPS)
+    found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    return _reduced(asked, [found], device_dense, compression, reduce_op, (prescale_factor, postscale_factor))[0]
 
 
 @as_written
@@ -97,12 +91,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce-scatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter()."""
-    function = "grouped_reducescatter"
-    reduce_op = checks.check_op(function, op, _OPS)
+    asked = Asked("grouped_reducescatter", None, process_set, waits=True)
+    reduce_op = checks.check_op(asked.function, op, _OPS)
     if len(tensors) == 0:
         return []
-    found = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    codec, compressor = split_compression(function, compression, reduce_op, found)
-    request = ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor), codec)
-    with tf.device(device_dense):
-        return around(compressor, found, lambda sent: _scatter(function, sent, request, None, False, process_set))
+    found = tensor_checks.check_tensors(asked.function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    return _reduced(asked, found, device_dense, compression, reduce_op, (prescale_factor, postscale_factor))

@@ -8,36 +8,30 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.engine.life.process_sets import ProcessSet
+from hvdkit.api.operations import Asked
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import tensor_checks
 from hvdkit.tensorflow.ops.gather import grouped_allgather
 
 
-def allreduce_slices(
-    function: str,
-    slices: Sequence[Any],
-    op: ReduceOp,
-    factors: tuple[float, float],
-    name: str | None,
-    process_set: ProcessSet,
-    ignore_name_scope: bool,
-) -> list[Any]:
+def allreduce_slices(asked: Asked, slices: Sequence[Any], op: ReduceOp, factors: tuple[float, float]) -> list[Any]:
     """The sums or averages of IndexedSlices, in which an index that several ranks have stands several times.
 
     Raises NotImplementedError for other operations and for scale factors.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise NotImplementedError(
-            f"{function}: hvd.{op.name.capitalize()} does not go with tf.IndexedSlices, only Sum and Average.\n"
+            f"{asked.function}: hvd.{op.name.capitalize()} does not go with tf.IndexedSlices, only Sum and Average.\n"
             "HINT: use sparse_as_dense=True, or tf.convert_to_tensor()."
         )
     if factors != (1.0, 1.0):
-        raise NotImplementedError(f"{function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices")
-    tensor_checks.check_process_set(function, process_set)
+        raise NotImplementedError(
+            f"{asked.function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices"
+        )
+    tensor_checks.check_process_set(asked.function, asked.process_set)
     parts = [part for one in slices for part in (one.values, one.indices)]
-    gathered = grouped_allgather(parts, name, ignore_name_scope, process_set)
-    divisor = checks.size_of(process_set) if op == ReduceOp.AVERAGE else 1
+    gathered = grouped_allgather(parts, asked.name, asked.ignore_name_scope, asked.process_set)
+    divisor = checks.size_of(asked.process_set) if op == ReduceOp.AVERAGE else 1
     return [
         tf.IndexedSlices(quotient(values, divisor), indices, dense_shape=one.dense_shape)
         for one, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)

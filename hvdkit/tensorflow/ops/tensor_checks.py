@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
+from hvdkit.api.operations import Asked
 from hvdkit.engine.life import runtime
 
 # Dictionaries, since dtypes compare slowly and these are looked up by hash.
@@ -23,11 +24,11 @@ MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
 SCALAR_TO_ROW = "tf.reshape(tensor, [1])"
 
 
-def check_asked(function: str, name: Any, process_set: Any) -> None:
+def check_asked(asked: Asked) -> None:
     """Raises NotInitializedError before init, TypeError or ValueError for a name or a process set there cannot be."""
     runtime.engine()
-    checks.check_name(function, name)
-    check_process_set(function, process_set)
+    checks.check_name(asked.function, asked.name)
+    check_process_set(asked.function, asked.process_set)
 
 
 def check_process_set(function: str, process_set: Any) -> None:
