@@ -37,22 +37,19 @@ def train_step_with_early_gradients(train_step: Any) -> Any:
     return train_step_with
 
 
-def begin_backward(optimizer: Any, caller: Any) -> None:
-    """The code ``caller`` has had an optimizer scale a loss, as Keras's step does just before its backward pass."""
-    step = _step_of(optimizer) if caller is _own_code else None
-    if step is not None and step.may_begin:
-        step.begin_backward()
+def scale_loss_and_begin(of_class: Any) -> Any:
+    """``scale_loss`` of an optimizer that is distributed, or has a distributed one inside: a LossScaleOptimizer."""
 
-
-def scale_loss_and_begin(scale_loss: Any) -> Any:
-    """``scale_loss`` of a LossScaleOptimizer, which may have a distributed optimizer inside."""
-
-    def scale_loss_with(self: Any, loss: Any) -> Any:
-        scaled = scale_loss(self, loss)
-        begin_backward(self, sys._getframe(1).f_code)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        """The loss, scaled as by its class."""
+        scaled = of_class(self, loss)
+        # Keras's own step calls it just before its backward pass.
+        step = _step_of(self) if sys._getframe(1).f_code is _own_code else None
+        if step is not None and step.may_begin:
+            step.begin_backward()
         return scaled
 
-    return scale_loss_with
+    return scale_loss
 
 
 def _step_of(optimizer: Any) -> DistributedStep | None:

@@ -28,8 +28,9 @@ import weakref
 from typing import Any
 
 from hvdkit.keras import keras_2
-from hvdkit.keras.applying import Applying, ApplyingPairs
+from hvdkit.keras.applying import aggregate_gradients, reducing_first, reducing_pairs_first
 from hvdkit.keras.backend import backend
+from hvdkit.keras.early import scale_loss_and_begin
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.keras.step import SETTINGS, STEP, step_of
 
@@ -65,18 +66,31 @@ def wrap(optimizer: Any, settings: OptimizerSettings) -> Any:
 
 def distributed_class(base: Any, settings: OptimizerSettings) -> Any:
     """A subclass of ``base`` with its name, also in saved models: they load where there is no hvdkit."""
-    applying = ApplyingPairs if issubclass(base, keras_2.optimizer_classes()) else Applying
     names = {name: getattr(base, name) for name in ("__qualname__", "__doc__", "__module__")}
-    body = {**names, SETTINGS: settings, **_unconverted(applying)}
-    cls = types.new_class(base.__name__, (Distributed, applying, base), exec_body=lambda space: space.update(body))
+    # TensorFlow's AutoGraph leaves them, where it comes upon them in a training loop of the user's.
+    methods = {name: backend().as_written(method) for name, method in _methods(base).items()}
+    body = {**names, SETTINGS: settings, **methods}
+    cls = types.new_class(base.__name__, (Distributed, base), exec_body=lambda space: space.update(body))
     _save_as(cls, base)
     return cls
 
 
-def _unconverted(applying: type) -> dict[str, Any]:
-    """Its methods as TensorFlow's AutoGraph leaves them, in a training loop of the user's, where it comes upon them."""
-    as_written = backend().as_written
-    return {name: as_written(one) for name, one in vars(applying).items() if isinstance(one, types.FunctionType)}
+def _methods(base: Any) -> dict[str, Any]:
+    """What a distributed optimizer does in place of what ``base`` does."""
+
+    def of_base(name: str) -> Any:
+        return lambda self, *args, **options: getattr(base, name)(self, *args, **options)
+
+    if not issubclass(base, keras_2.optimizer_classes()):
+        return {
+            "apply": reducing_first(of_base("apply")),
+            "scale_loss": scale_loss_and_begin(of_base("scale_loss")),
+        }
+    return {
+        "apply_gradients": reducing_pairs_first(of_base("apply_gradients")),
+        "aggregate_gradients": aggregate_gradients,
+        "_aggregate_gradients": aggregate_gradients,  # as optimizers before 2.11 call it
+    }
 
 
 def _save_as(cls: Any, base: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from hvdkit.api.gradients.guard import WATCH, is_marked
 from hvdkit.engine.life import runtime
 from hvdkit.keras import keras_2
-from hvdkit.keras.applying import apply_pairs, apply_reduced
+from hvdkit.keras.applying import reducing_first, reducing_pairs_first
 from hvdkit.keras.early import scale_loss_and_begin, train_step_with_early_gradients
 from hvdkit.keras.step import distributed_step, is_distributed
 
@@ -32,7 +32,7 @@ def install() -> None:
     for kind in keras_2.optimizer_classes():
         _replace(kind, "apply_gradients", _warning_of_pairs)
     for kind in keras_2.loss_scale_classes():
-        _replace(kind, "apply_gradients", _reducing_pairs_first)
+        _replace(kind, "apply_gradients", reducing_pairs_first)
     import keras
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
@@ -43,7 +43,7 @@ def install() -> None:
         _replace(TorchTrainer, "train_step", train_step_with_early_gradients)
         _replace(loss_scale_optimizer.LossScaleOptimizer, "scale_loss", scale_loss_and_begin)
     _replace(base_optimizer.BaseOptimizer, "apply", _warning)
-    _replace(loss_scale_optimizer.LossScaleOptimizer, "apply", _reducing_first)
+    _replace(loss_scale_optimizer.LossScaleOptimizer, "apply", reducing_first)
     for holder in (trainer.Trainer, trainer):
         _replace(holder, "_resolve_auto_jit_compile", _without_jit)
         _replace(holder, "resolve_auto_jit_compile", _without_jit)
@@ -89,27 +89,6 @@ def _warn_if_alone(optimizer: Any, grads: Any, variables: Any) -> None:
     name, kind = keras_2.name_of(optimizer), type(optimizer).__name__
     told = NOT_WRAPPED.format(name=name, kind=kind, rank=topology.rank, size=topology.size)
     warnings.warn(told, stacklevel=4)
-
-
-def _reducing_first(apply: Any) -> Any:
-    """Ranks must agree on whether gradients are finite: they are reduced before a loss scale looks at them."""
-
-    def reduce_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        apply_reduced(self, grads, trainable_variables, functools.partial(apply, self))
-
-    reduce_and_apply.reduces_first = True  # type: ignore[attr-defined]
-    return reduce_and_apply
-
-
-def _reducing_pairs_first(apply: Any) -> Any:
-    """The same in Keras 2."""
-
-    def reduce_and_apply(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
-        return apply_pairs(
-            self, grads_and_vars, lambda pairs: apply(self, pairs, *args, **options), keras_2.skips(options)
-        )
-
-    return reduce_and_apply
 
 
 def _without_jit(resolve: Any) -> Any:
