@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -44,14 +43,3 @@ class Backend:
     gradients: Callable[[GradientSettings], Gradients]  # of an optimizer with these settings
     broadcast_variables: Callable[[Sequence[Any], int], None]  # writes a root's values into Keras variables
     as_written: Callable[[Any], Any]  # the same function, which the framework does not translate
-
-
-def adapter(name: str) -> Any:
-    """The module with the operations on a framework's tensors. Raises KeyError for a framework that has none."""
-    return importlib.import_module(ADAPTERS[name])
-
-
-def backend(name: str) -> Backend:
-    """How Keras uses it."""
-    found: Backend = importlib.import_module(f"{ADAPTERS[name]}.for_keras").BACKEND
-    return found

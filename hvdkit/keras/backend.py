@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from hvdkit.api import backends
@@ -22,9 +23,10 @@ def backend_name() -> str:
 
 def adapter() -> Any:
     """The module with the operations on the backend's tensors."""
-    return backends.adapter(backend_name())
+    return importlib.import_module(backends.ADAPTERS[backend_name()])
 
 
 def backend() -> backends.Backend:
     """What Keras asks of it beyond operations."""
-    return backends.backend(backend_name())
+    found: backends.Backend = importlib.import_module(f"{backends.ADAPTERS[backend_name()]}.for_keras").BACKEND
+    return found

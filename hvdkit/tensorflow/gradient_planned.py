@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -35,7 +36,7 @@ from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops.arrays import as_array, as_tensor, copy_of, empty_like
 from hvdkit.tensorflow.ops.bridge import call, check_functions, in_order
-from hvdkit.tensorflow.ops.device import Device, device_of_job
+from hvdkit.tensorflow.ops.device import Device, device_for
 from hvdkit.tensorflow.ops.exceptions import RUNNING, in_graph
 from hvdkit.tensorflow.ops.unconverted import as_written
 from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
@@ -47,6 +48,7 @@ PART_BYTES = 4 << 20
 DEVICE_PART_BYTES = 32 << 20
 
 
+@dataclass(eq=False)
 class PlannedGradients:
     """The slots of some variables' gradients, reduced together once a step.
 
@@ -55,20 +57,15 @@ class PlannedGradients:
     Where other ranks use it, all ranks fail.
     """
 
-    def __init__(
-        self,
-        title: str,
-        slots: Sequence[Slot],
-        op: ReduceOp,
-        scales: tuple[float, float],
-        codecs: Sequence[Codec],
-        groups: Sequence[Sequence[int]],
-        process_set_id: int,
-    ) -> None:
-        self.slots = list(slots)
-        self._title = title
-        self._op, self._scales, self._codecs, self._groups = op, scales, codecs, groups
-        self._process_set_id = process_set_id
+    title: str
+    slots: Sequence[Slot]
+    op: ReduceOp
+    scales: tuple[float, float]
+    codecs: Sequence[Codec]
+    groups: Sequence[Sequence[int]]
+    process_set_id: int
+
+    def __post_init__(self) -> None:
         self._engine: Any = None
         self._lane: Any = None
         self._device: Device | None = None  # that of the lane, if it may live on one
@@ -78,11 +75,11 @@ class PlannedGradients:
 
     def device(self) -> Device | None:
         """The device on which these gradients can be reduced in the present job."""
-        device = device_of_job()
-        if device is None or not all(device.holds(slot.dtype) for slot in self.slots):
+        device = device_for(self.slots)
+        if device is None:
             return None
         engine = runtime.engine()
-        place = place_for(engine.groups, engine.topology, device.place, self._codecs, self._process_set_id)
+        place = place_for(engine.groups, engine.topology, device.place, self.codecs, self.process_set_id)
         return None if place == HOST else device
 
     def parts(self) -> list[list[int]]:
@@ -109,17 +106,17 @@ class PlannedGradients:
         if engine is not self._engine:
             self.close()
             self._device = self.device()
-            prescale, postscale = self._scales
+            prescale, postscale = self.scales
             self._lane = engine.register_plan(
-                next_title(engine, self._process_set_id, self._title),
+                next_title(engine, self.process_set_id, self.title),
                 self.slots,
-                op=self._op,
+                op=self.op,
                 prescale=prescale,
                 postscale=postscale,
-                codecs=self._codecs,
-                process_set_id=self._process_set_id,
+                codecs=self.codecs,
+                process_set_id=self.process_set_id,
                 place=HOST if self._device is None else self._device.place,
-                groups=self._groups,
+                groups=self.groups,
             )
             self.verification.attach(self._lane, engine)
             self._engine = engine
@@ -159,7 +156,7 @@ class PlannedGradients:
         Raises ParametersDifferError, on all ranks, where these held other variables than they do here.
         """
         if self._left:
-            raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
+            raise HorovodInternalError(f"{self.title}: a step was finished of which gradients were never handed over")
         with self._closing_what_failed():
             self._lane.finish()
         self.verification.finished()
@@ -191,6 +188,9 @@ class PlannedGradients:
         if self._lane is not None:
             self._lane.close()
         self._engine = self._lane = None
+
+
+PLANS: dict[Any, PlannedGradients] = {}  # of this process, by what they reduce
 
 
 @as_written
@@ -236,25 +236,17 @@ def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, grad
     return call(plan.device(), begin, [gradients[place] for place in part], tf.int64, "hvdkit_begin")
 
 
-class Plans:
-    """The plans of this process by what they reduce. A plan goes when one of its variables does."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Any, PlannedGradients] = {}
-
-    def get(self, key: Any, variables: Sequence[Any], make: Callable[[], PlannedGradients]) -> PlannedGradients:
-        """The plan of ``key``, which has ids of ``variables``, made if there is none."""
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = make()
-            for variable in variables:
-                weakref.finalize(variable, self._forget, key)
-        return plan
-
-    def _forget(self, key: Any) -> None:
-        plan = self._plans.pop(key, None)
-        if plan is not None:
-            plan.close()
+def plan_of(key: Any, variables: Sequence[Any], make: Callable[[], PlannedGradients]) -> PlannedGradients:
+    """The plan of ``key``, which has ids of ``variables``, made if there is none. It goes when one of them does."""
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS[key] = make()
+        for variable in variables:
+            weakref.finalize(variable, _forget, key)
+    return plan
 
 
-PLANS = Plans()
+def _forget(key: Any) -> None:
+    plan = PLANS.pop(key, None)
+    if plan is not None:
+        plan.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.gradient_planned import PLANS, PlannedGradients, reduce_planned
+from hvdkit.tensorflow.gradient_planned import PlannedGradients, plan_of, reduce_planned
 from hvdkit.tensorflow.ops.allreduce import grouped_allreduce
-from hvdkit.tensorflow.ops.bridge import backward, check_functions, in_order
+from hvdkit.tensorflow.ops.bridge import check_functions, differentiable, in_order
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
 from hvdkit.tensorflow.ops.reduction import reduce
 from hvdkit.tensorflow.ops.sparse import quotient
@@ -149,19 +149,14 @@ def _planned(
     """``variables`` are all that are reduced in this step, whichever way."""
     plan = _plan(settings, gradients, sources, names)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(*inputs: Any) -> tuple[list[Any], Callable[..., Any]]:
-        outputs = reduce_planned(plan, inputs, variables)
-
-        def gradient(*upstream: Any) -> list[Any]:
-            asked = Asked("grouped_allreduce", None, settings.process_set, waits=True)
-            request = ReduceRequest(settings.op, *settings.scales)
-            return backward(outputs, upstream, lambda known: reduce(asked, known, request))
-
-        return outputs, gradient
-
+    asked = Asked("grouped_allreduce", None, settings.process_set, waits=True)
+    request = ReduceRequest(settings.op, *settings.scales)
     with raised_as_tensorflows(), tf.device(settings.device_dense):
-        return list(differentiable(*gradients))
+        return differentiable(
+            gradients,
+            lambda inputs: reduce_planned(plan, inputs, variables),
+            lambda _, known: reduce(asked, known, request),
+        )
 
 
 def _plan(
@@ -191,7 +186,7 @@ def _plan(
         _warn(settings, settings.policy.complaint(names))
         return PlannedGradients(settings.title, slots, settings.op, settings.scales, codecs, groups, process_set_id)
 
-    return PLANS.get(key, sources, make)
+    return plan_of(key, sources, make)
 
 
 def _warn(settings: GradientSettings, text: str | None) -> None:

@@ -456,7 +456,7 @@ def _failing_step(hvd: Any, model: Model) -> Any:
 def _begin_a_step(hvd: Any, model: Model) -> None:
     """What an exception leaves behind that ends a step when the last layer's gradient is handed over."""
     if hvd.size() > 1:
-        [plan] = [plan for plan in PLANS._plans.values() if plan.slots[0].shape == model.first.shape]
+        [plan] = [plan for plan in PLANS.values() if plan.slots[0].shape == model.first.shape]
         first_part, *rest = plan.parts()
         assert rest, "all gradients are handed over at once: make the model larger"
         plan.begin()

@@ -36,9 +36,8 @@ import tensorflow as tf
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.errors import HorovodInternalError
-from hvdkit.tensorflow.ops.device import Device
+from hvdkit.tensorflow.ops.device import Device, device_for
 from hvdkit.tensorflow.ops.exceptions import as_tensorflows, in_graph
-from hvdkit.tensorflow.ops.framework import device_for
 from hvdkit.tensorflow.ops.unconverted import as_written
 
 Output = tuple[Any, Any]  # dtype, static shape

@@ -61,17 +61,6 @@ class Device:
         self.name = name
         self.place = place
 
-    def holds(self, dtype: Any) -> bool:
-        """Whether tensors of a dtype may be put there."""
-        return dtype.name in DTYPES
-
-    def fill(self, targets: Sequence[Any], tensors: Sequence[Any]) -> None:
-        """Copy eager tensors, or arrays, into tensors of PyTorch with as many elements on this device."""
-        self._wait_for_tensorflow()
-        for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(self._view(tensor).reshape(target.shape))
-        self._wait_for_pytorch()
-
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Copies for the engine, as DeviceArrays."""
         from hvdkit.torch.ops.framework import device_array
@@ -83,9 +72,11 @@ class Device:
         # In TensorFlow's memory, since PyTorch would keep its own and leave less to TensorFlow.
         memories = [self._empty(tensor.shape, tensor.dtype.name) for tensor in tensors]
         copies = [self._shared(memory) for memory in memories]
-        self.fill(copies, tensors)
-        for copy, memory in zip(copies, memories, strict=True):
+        self._wait_for_tensorflow()
+        for copy, tensor, memory in zip(copies, tensors, memories, strict=True):
+            copy.copy_(self._view(tensor).reshape(copy.shape))
             copy.hvdkit_memory = memory
+        self._wait_for_pytorch()
         return copies
 
     def give(self, results: Sequence[Any]) -> list[Any]:
@@ -125,7 +116,7 @@ class Device:
         return self._shared(tensor)
 
     def _has(self, tensor: Any) -> bool:
-        return str(tensor.backing_device).endswith(self.name) and self.holds(tensor.dtype)
+        return str(tensor.backing_device).endswith(self.name) and tensor.dtype.name in DTYPES
 
     def _shared(self, tensor: Any) -> Any:
         """A tensor of PyTorch in the memory of an eager tensor of this device."""
@@ -159,6 +150,15 @@ def device_of_job() -> Device | None:
         return _devices[engine]
     except KeyError:
         return _devices.setdefault(engine, _find(engine))
+
+
+def device_for(tensors: Sequence[Any]) -> Device | None:
+    """The device of the present job, if these tensors, or what has dtypes as they do, can be put there.
+
+    A graph may outlive the job that it was made in, so it is the present job's that counts, or ranks could differ.
+    """
+    device = device_of_job()
+    return device if device is not None and all(tensor.dtype.name in DTYPES for tensor in tensors) else None
 
 
 def _find(engine: Any) -> Device | None:

@@ -11,19 +11,10 @@ import tensorflow as tf
 from hvdkit.api.framework import Framework
 from hvdkit.api.operations import Operations
 from hvdkit.tensorflow.ops.arrays import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.ops.device import DTYPES, Device, device_of_job
+from hvdkit.tensorflow.ops.device import Device, device_for
 from hvdkit.tensorflow.ops.tensor_checks import SCALAR_TO_ROW
 
 _ARRAYS = (np.ndarray, np.generic)
-
-
-def device_for(tensors: Sequence[Any]) -> Device | None:
-    """The device of the present job, if these tensors can be put there.
-
-    A graph may outlive the job that it was made in, so it is the present job's that counts, or ranks could differ.
-    """
-    device = device_of_job()
-    return device if device is not None and all(tensor.dtype.name in DTYPES for tensor in tensors) else None
 
 
 class TensorFlow(Framework[Any]):
