@@ -85,14 +85,13 @@ def takes_part(settings: GradientSettings) -> bool:
         check_functions()
 
         @in_graph
-        def check() -> Any:
+        def check() -> None:
             now = _ranks(settings.process_set) if runtime.is_initialized() else traced
             if now != traced:
                 raise RuntimeError(
                     f"{settings.title}: this graph was traced for the ranks {traced[1]}, now they are {now[1]}.\n"
                     "HINT: make the tf.function again after hvd.init(), or compile the model again."
                 )
-            return np.int64(0)
 
         in_order(lambda: tf.numpy_function(check, [], tf.int64, name="hvdkit_check"))
     return len(traced[1]) > 1

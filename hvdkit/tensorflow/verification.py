@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,12 +102,7 @@ def look_in_graph(verification: VariableVerification, variables: Sequence[Verifi
             with tf.control_dependencies(done):
                 done = [tf.cond(wanted >= level, look, lambda: tf.constant(0, tf.int64))]
     if done:
-
-        @as_written
-        def tell() -> Any:
-            verification.told(variables)
-            return np.int64(0)
-
+        tell = in_graph(partial(verification.told, variables))
         with tf.control_dependencies(done):
             done = [tf.numpy_function(tell, [], tf.int64, name="hvdkit_told")]
     return done
@@ -117,20 +113,13 @@ def _looking_at(
 ) -> Callable[[], Any]:
     """The branch that looks at some variables, one after the other."""
 
-    def hashing(place: int) -> Callable[[Any], Any]:
-        @in_graph
-        def look(value: Any) -> Any:
-            verification.look(place, value)
-            return np.int64(0)
-
-        return look
-
     @as_written
     def branch() -> Any:
         last = tf.constant(0, tf.int64)
         for place in places:
+            look = in_graph(partial(verification.look, place))
             with tf.control_dependencies([last]):
-                last = tf.numpy_function(hashing(place), [variables[place].read()], tf.int64, name="hvdkit_hash")
+                last = tf.numpy_function(look, [variables[place].read()], tf.int64, name="hvdkit_hash")
         return last
 
     return branch

@@ -101,18 +101,14 @@ def grouped_allreduce(
     reduce_op = checks.op_or_average(asked.function, op, average)
     if len(tensors) == 0:
         return []
-    slices = [place for place, one in enumerate(tensors) if isinstance(one, tf.IndexedSlices)]
-    dense = [place for place in range(len(tensors)) if place not in slices]
-    results: list[Any] = [None] * len(tensors)
     factors = (prescale_factor, postscale_factor)
+    slices = [one for one in tensors if isinstance(one, tf.IndexedSlices)]
+    dense = [one for one in tensors if not isinstance(one, tf.IndexedSlices)]
     if slices:
         with tf.device(device_sparse):
-            gathered = allreduce_slices(asked, [tensors[place] for place in slices], reduce_op, factors)
-        for place, result in zip(slices, gathered, strict=True):
-            results[place] = result
+            slices = allreduce_slices(asked, slices, reduce_op, factors)
     if dense:
-        ours = tensor_checks.check_tensors(asked.function, [tensors[i] for i in dense], tensor_checks.REDUCIBLE_DTYPES)
-        reduced = _reduced(asked, ours, compression, reduce_op, factors, device_dense)
-        for place, result in zip(dense, reduced, strict=True):
-            results[place] = result
-    return results
+        dense = tensor_checks.check_tensors(asked.function, dense, tensor_checks.REDUCIBLE_DTYPES)
+        dense = _reduced(asked, dense, compression, reduce_op, factors, device_dense)
+    results = {True: iter(slices), False: iter(dense)}
+    return [next(results[isinstance(one, tf.IndexedSlices)]) for one in tensors]

@@ -37,7 +37,7 @@ from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.ops.device import Device, device_for
-from hvdkit.tensorflow.ops.exceptions import as_tensorflows, in_graph
+from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
 from hvdkit.tensorflow.ops.unconverted import as_written
 
 Output = tuple[Any, Any]  # dtype, static shape
@@ -63,10 +63,8 @@ def run(
     if not tf.executing_eagerly():
         name = _name_in_graph(asked, tensors if named_after is None else named_after)
         return _run_in_graph(asked._replace(name=name, waits=False), tensors, start, outputs, stays_on_device())
-    try:
+    with raised_as_tensorflows():
         return _results_of(start(asked, tensors), asked)
-    except Exception as error:
-        raise as_tensorflows(error) from error.__cause__
 
 
 def _results_of(number: int, asked: Asked) -> list[Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, MismatchError, NotInitializedError
@@ -110,12 +111,16 @@ def mark(error: Exception) -> GraphError:
 
 
 def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, to be called by an operation of a graph: whoever runs the graph gets what it raises."""
+    """``function``, to be called by an operation of a graph: whoever runs the graph gets what it raises.
+
+    Where it returns nothing the operation returns a 0, since others wait for what an operation returns.
+    """
 
     @as_written
     def call(*inputs: Any) -> Any:
         try:
-            return function(*inputs)
+            result = function(*inputs)
+            return np.int64(0) if result is None else result
         except Exception as error:
             raise mark(error) from None
 
