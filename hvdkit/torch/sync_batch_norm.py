@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdkit.api.job import Sum, size
 from hvdkit.torch.ops.allgather import allgather
 from hvdkit.torch.ops.allreduce import allreduce
-from hvdkit.torch.ops.autograd import apply
+from hvdkit.torch.ops.framework import apply
 
 
 class SyncBatchNorm(_BatchNorm):

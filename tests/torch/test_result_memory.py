@@ -7,7 +7,7 @@ import gc
 import torch
 
 from hvdkit.api.result_memory import KEPT_RESULTS, STEP_BYTES, ResultMemory
-from hvdkit.torch.ops.arrays import HUGE_BYTES, host_like
+from hvdkit.torch.ops.framework import HUGE_BYTES, host_like
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_it():

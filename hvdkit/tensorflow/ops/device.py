@@ -109,7 +109,7 @@ class Device:
     def _view(self, tensor: Any) -> Any:
         """A tensor of PyTorch with the values of an eager tensor or array; the same memory if it is on this device."""
         if isinstance(tensor, np.ndarray) or not self._has(tensor):
-            from hvdkit.torch.ops.arrays import as_tensor as torch_tensor
+            from hvdkit.torch.ops.framework import as_tensor as torch_tensor
 
             array = as_array(tensor)
             return torch_tensor(array if array.flags.writeable else array.copy())  # of others PyTorch warns

@@ -25,7 +25,7 @@ from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import ReduceOp
 from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.layout import memory_order
-from hvdkit.torch.ops.arrays import Array, as_array
+from hvdkit.torch.ops.framework import Array, as_array
 
 logger = logging.getLogger("hvdkit")
 

@@ -11,7 +11,7 @@ import torch
 
 from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Slot
-from hvdkit.torch.ops.arrays import as_array, as_tensor
+from hvdkit.torch.ops.framework import as_array, as_tensor
 
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),

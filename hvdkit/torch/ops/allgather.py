@@ -13,8 +13,7 @@ from hvdkit.api.operations import Asked
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allreduce import grouped_allreduce
-from hvdkit.torch.ops.autograd import apply
-from hvdkit.torch.ops.framework import OPERATIONS
+from hvdkit.torch.ops.framework import OPERATIONS, apply
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:

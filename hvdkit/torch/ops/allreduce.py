@@ -16,8 +16,7 @@ from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.torch.compression import Compression, split_compression
 from hvdkit.torch.ops import tensor_checks
-from hvdkit.torch.ops.autograd import apply
-from hvdkit.torch.ops.framework import OPERATIONS
+from hvdkit.torch.ops.framework import OPERATIONS, apply, is_tracked
 
 
 def allreduce_async(
@@ -87,6 +86,8 @@ class AllreduceFunction(torch.autograd.Function):
 
 def _reduced(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
     """New tensors, which can be differentiated."""
+    if compression is Compression.none and not is_tracked(tensors):
+        return list(HANDLES.synchronize(OPERATIONS.allreduce(asked, tensors, request)))
     codec, compressor = split_compression(asked.function, compression, request.op, tensors)
     encoded = request._replace(codec=codec) if codec.encodes else request
     return around(compressor, tensors, lambda sent: apply(AllreduceFunction, asked, encoded, *sent))

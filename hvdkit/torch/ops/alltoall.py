@@ -12,8 +12,7 @@ from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.torch.ops import tensor_checks
-from hvdkit.torch.ops.autograd import apply
-from hvdkit.torch.ops.framework import OPERATIONS
+from hvdkit.torch.ops.framework import OPERATIONS, apply
 
 
 def _start(asked: Asked, tensor: Tensor, splits: Any) -> int:

@@ -13,8 +13,7 @@ from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allreduce import allreduce
-from hvdkit.torch.ops.autograd import apply
-from hvdkit.torch.ops.framework import OPERATIONS
+from hvdkit.torch.ops.framework import OPERATIONS, apply
 
 
 def _start(asked: Asked, tensor: Tensor, root_rank: int, in_place: bool = False) -> int:

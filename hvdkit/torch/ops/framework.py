@@ -5,14 +5,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hvdkit.api.framework import Framework
 from hvdkit.api.operations import Operations
+from hvdkit.api.result_memory import RESULTS
 from hvdkit.engine.ops.device_operations import DeviceArray
-from hvdkit.torch.ops.arrays import Array, as_array, as_tensor, copy_back, host_copy, host_like, host_view
 from hvdkit.torch.ops.tensor_checks import dtype_name
+
+Array = npt.NDArray[Any]
+
+# From here on memory is used again; see result_memory.
+HUGE_BYTES = 1 << 20
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def as_array(tensor: Tensor) -> Array:
+    """The memory of a contiguous CPU tensor as an array of the same shape: what one writes the other reads."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
+    return tensor.numpy()
+
+
+def as_tensor(array: Array) -> Tensor:
+    """The memory of an array as a CPU tensor of the same shape."""
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory that nobody else holds."""
+    return host_like(tensor).copy_(tensor.detach())
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """Contiguous host memory with the tensor's values: its own memory where that is contiguous, else a copy."""
+    tensor = tensor.detach()
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg().cpu().contiguous()
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Contiguous host memory of the tensor's shape and type, without its values."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes < HUGE_BYTES:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.from_numpy(RESULTS.take(nbytes)).view(tensor.dtype).view(tensor.shape)
 
 
 class Torch(Framework[Tensor]):
@@ -62,7 +110,11 @@ class Torch(Framework[Tensor]):
 
     def write(self, tensors: Sequence[Tensor], made: Sequence[Any]) -> None:
         for tensor, one in zip(tensors, made, strict=True):
-            copy_back(tensor, _tensor(one))
+            buffer = _tensor(one)
+            if buffer.data_ptr() == tensor.data_ptr() and buffer.device == tensor.device:
+                torch.autograd.graph.increment_version(tensor)  # a backward pass that saved its old value will say so
+            else:
+                tensor.detach().copy_(buffer)
 
 
 class TorchOnDevice(Torch):
@@ -103,3 +155,29 @@ def device_array(tensor: Tensor) -> DeviceArray:
 def _tensor(made: Any) -> Tensor:
     """A buffer itself; of an array that the engine returned, also of a DeviceArray that was staged, its memory."""
     return made if isinstance(made, Tensor) else as_tensor(made)
+
+
+class _NoGradient:
+    """Takes the place of a function's context where nothing will be differentiated, and keeps nothing for it."""
+
+    def save_for_backward(self, *tensors: Any) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Any) -> None: ...
+
+
+def is_tracked(arguments: Sequence[Any]) -> bool:
+    """Whether a gradient is asked for, or may be: forward-mode differentiation does not show on tensors."""
+    for argument in arguments:
+        if getattr(argument, "requires_grad", False) and torch.is_grad_enabled():
+            return True
+    return forward_ad._current_level >= 0
+
+
+def apply(function: Any, *arguments: Any) -> Any:
+    """``function.apply(*arguments)`` for a ``torch.autograd.Function``; quicker where no gradient is asked for.
+
+    Inside forward-mode differentiation PyTorch says what is missing.
+    """
+    if is_tracked(arguments):
+        return function.apply(*arguments)
+    return function.forward(_NoGradient(), *arguments)

@@ -18,8 +18,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression, split_compression
 from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allgather import grouped_allgather
-from hvdkit.torch.ops.autograd import apply
-from hvdkit.torch.ops.framework import OPERATIONS
+from hvdkit.torch.ops.framework import OPERATIONS, apply
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
