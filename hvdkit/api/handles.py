@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-
-class EngineHandle(Protocol):
-    """What the engine returns for an operation in flight."""
-
-    def done(self) -> bool:
-        """True when ``wait()`` will not block."""
-        ...
-
-    def wait(self) -> Any:
-        """The result. Raises HorovodInternalError."""
-        ...
-
-
-class _Pending(NamedTuple):
-    handle: EngineHandle
-    finish: Callable[[Any], Any]
+from hvdkit.engine.ops.handle import Handle
 
 
 class HandleTable:
@@ -29,12 +14,12 @@ class HandleTable:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, tuple[Handle, Callable[[Any], Any]]] = {}
 
-    def add(self, handle: EngineHandle, finish: Callable[[Any], Any]) -> int:
+    def add(self, handle: Handle, finish: Callable[[Any], Any]) -> int:
         """Keep an operation; ``finish`` turns the engine's result into what ``synchronize`` returns."""
         number = next(self._numbers)
-        self._pending[number] = _Pending(handle, finish)
+        self._pending[number] = handle, finish
         return number
 
     def poll(self, number: int) -> bool:
@@ -42,12 +27,12 @@ class HandleTable:
         pending = self._pending.get(number)
         if pending is None:
             raise ValueError(f"poll: handle {number} was not created or has been synchronized already")
-        return pending.handle.done()
+        return pending[0].done()
 
     def synchronize(self, number: int) -> Any:
         """Wait for an operation and return its result, or None for an unknown or finished number."""
-        pending = self._pending.pop(number, None)
-        return None if pending is None else pending.finish(pending.handle.wait())
+        handle, finish = self._pending.pop(number, (None, None))
+        return None if handle is None or finish is None else finish(handle.wait())
 
     def clear(self) -> None:
         """Forget all operations, as at shutdown."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.api.gradients.compression import Compressions, Compressor, split
-from hvdkit.compression import Codec
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.api.gradients.compression import Compressions, Compressor, around, split
+from hvdkit.api.operations import Asked
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.torch.ops.framework import apply
 
 
 class FP16Compressor(Compressor):
@@ -44,8 +45,11 @@ class Compression(Compressions):
     bf16 = BF16Compressor
 
 
-def split_compression(
-    function: str, compression: Any, op: ReduceOp, tensors: Sequence[Tensor]
-) -> tuple[Codec, type[Compressor]]:
-    """See ``hvdkit.api.gradients.compression.split``."""
-    return split(function, compression, op, {tensor.dtype: tensor.dtype.is_floating_point for tensor in tensors})
+def reduced(
+    function: Any, asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any
+) -> list[Tensor]:
+    """What an autograd function that reduces makes of tensors, which are compressed before or on the way."""
+    floating = {tensor.dtype: tensor.dtype.is_floating_point for tensor in tensors}
+    codec, compressor = split(asked.function, compression, request.op, floating)
+    encoded = request._replace(codec=codec)
+    return around(compressor, tensors, lambda sent: apply(function, asked, encoded, *sent))

@@ -55,15 +55,7 @@ class _Synchronizer(GradientSynchronizer):
         if routes is None or routes.planned is None or any(key in local for key in routes.ids):
             return
         if not routes.planned.lane.on_device:  # where a collective that others have begun cannot be given up
-            self._hooks.begin()
-
-    def end(self) -> None:
-        """It is over."""
-        self._hooks.end()
-
-    def cancel(self) -> None:
-        """It was not completed, or is over already."""
-        self._hooks.cancel()
+            self.hooks.begin()
 
     @property
     def is_begun(self) -> bool:
@@ -98,7 +90,7 @@ class TorchGradients(backends.Gradients):
     def end_backward(self) -> None:
         """What was handed over and never came to ``reduce``, because of an exception, is of no step."""
         if self._synchronizer is not None:
-            self._synchronizer.cancel()
+            self._synchronizer.hooks.cancel()
             if self._synchronizer.is_begun:
                 self._synchronizer.give_up()
 
@@ -106,7 +98,7 @@ class TorchGradients(backends.Gradients):
         """See Gradients."""
         settings = self._settings
         if self._synchronizer is not None:
-            self._synchronizer.end()
+            self._synchronizer.hooks.end()
         size = settings.process_set.size() if settings.process_set.included() else 1
         results = list(gradients)
         places = []
@@ -161,8 +153,5 @@ def _broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     broadcast_tensors(named, root_rank)
 
 
-def _as_written(function: Any) -> Any:
-    return function  # nothing is translated here
-
-
-BACKEND = backends.Backend(torch.as_tensor, TorchGradients, _broadcast_variables, _as_written)
+# Functions are taken as they are written: nothing is translated here.
+BACKEND = backends.Backend(torch.as_tensor, TorchGradients, _broadcast_variables, lambda function: function)

@@ -25,7 +25,7 @@ from hvdkit.torch.gradients.routes import Routes
 from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import Watched, watch
-from hvdkit.torch.optimizers.names import default_names
+from hvdkit.torch.optimizers.names import default_names, parameters_of
 
 INTERRUPTED = (
     "The gradients of this step were being reduced when hvd.shutdown() ended the job; they may be half summed.\n"
@@ -59,7 +59,7 @@ class GradientSynchronizer:
         self.verification = OptimizerVerification(settings.process_set)
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
-        self._hooks: Any = self._new_hooks()
+        self.hooks: Any = self._new_hooks()
         self._engine: Any = None
         self._distributed = False
         self._routes: Routes | None = None
@@ -77,7 +77,7 @@ class GradientSynchronizer:
     @property
     def in_flight(self) -> bool:
         """True between a backward pass and the synchronisation of its gradients."""
-        return bool(self._hooks.touched)
+        return bool(self.hooks.touched)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The user's name of a parameter, else its place in the optimizer."""
@@ -95,8 +95,7 @@ class GradientSynchronizer:
         """Parameters by id; also those in ``complete``, whose gradients were complete before they were frozen."""
         return {
             id(parameter): parameter
-            for group in self._groups()
-            for parameter in group["params"]
+            for parameter in parameters_of(self._groups())
             if parameter.requires_grad or id(parameter) in complete
         }
 
@@ -116,11 +115,11 @@ class GradientSynchronizer:
         self._distributed = process_set.included() and process_set.size() > 1
         if self._distributed:
             for parameter in self._trainable().values():
-                self._hooks.attach(parameter)
+                self.hooks.attach(parameter)
             self._serve()
         else:
-            self._hooks.detach()
-            self._hooks.reset()
+            self.hooks.detach()
+            self.hooks.reset()
             ARENA.remove_sizes(self._served)
             self._served = []
         if interrupted:
@@ -144,13 +143,13 @@ class GradientSynchronizer:
         self._served = served
 
     def _check_owner(self) -> None:
-        if self._hooks.superseded:
+        if self.hooks.superseded:
             raise ValueError(SUPERSEDED)
 
     def set_passes(self, passes: int) -> None:
         """Expect ``passes`` backward passes a step from now on."""
         self.settings = replace(self.settings, backward_passes_per_step=passes)
-        self._hooks.set_passes(passes)
+        self.hooks.set_passes(passes)
 
     def _complete(self, parameter: torch.Tensor) -> None:
         if self._routes is None or not is_current(self._engine):
@@ -212,20 +211,22 @@ class GradientSynchronizer:
 
     def _start_step(self) -> None:
         self._early.clear()
-        self._hooks.reset()
+        self.hooks.reset()
 
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
         for parameter in trainable.values():
-            self._hooks.attach(parameter)
+            self.hooks.attach(parameter)
         self._serve()
         routes = Routes(self._engine, trainable, self.name_of, self.settings)
         self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)
         saved, self._kept = self._kept, None
-        process_set = self.settings.process_set
         if saved is not None and routes.planned is not None:
-            ours = routes.planned.lane, self._places(routes.planned)
-            compression_state.resume(*ours, saved, process_set.rank(), process_set.size())
+            self._resume(routes.planned, saved)
         return routes
+
+    def _resume(self, planned: PlannedGradients, saved: Any) -> None:
+        process_set = self.settings.process_set
+        compression_state.resume(planned.lane, self._places(planned), saved, process_set.rank(), process_set.size())
 
     def _save_kept(self, routes: Routes) -> None:
         """Routes are given up between two steps: what codecs kept goes on with the next ones."""
@@ -246,8 +247,7 @@ class GradientSynchronizer:
 
     def _places(self, planned: PlannedGradients) -> list[int | None]:
         """The places in the optimizer of the parameters of a plan; None for one that it has no more."""
-        everyone = [parameter for group in self._groups() for parameter in group["params"]]
-        place_of = {id(parameter): place for place, parameter in enumerate(everyone)}
+        place_of = {id(parameter): place for place, parameter in enumerate(parameters_of(self._groups()))}
         return [place_of.get(id(parameter)) for parameter in planned.parameters]
 
     def kept_by_codecs(self) -> Any:
@@ -262,22 +262,19 @@ class GradientSynchronizer:
             compression_state.check(saved, self._shapes())
 
     def _shapes(self) -> compression_state.Shapes:
-        everyone = [parameter for group in self._groups() for parameter in group["params"]]
         return {
             place: (self.name_of(parameter), slot_of("", parameter).shape)
-            for place, parameter in enumerate(everyone)
+            for place, parameter in enumerate(parameters_of(self._groups()))
             if not is_lazy(parameter) and can_be_planned(parameter)
         }
 
     def load_compression_state(self, saved: Any) -> None:
         """Let codecs go on from what this or other ranks kept, which was checked; from nothing if it is None."""
         self.reset_compression()
-        process_set = self.settings.process_set
         if saved is None or self._routes is None or self._routes.planned is None:
             self._kept = saved
-            return
-        ours = self._routes.planned.lane, self._places(self._routes.planned)
-        compression_state.resume(*ours, saved, process_set.rank(), process_set.size())
+        else:
+            self._resume(self._routes.planned, saved)
 
     def reset_compression(self) -> None:
         """Forget what codecs keep."""
@@ -302,7 +299,7 @@ class GradientSynchronizer:
 
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end
-            self._hooks.detach()
+            self.hooks.detach()
             ARENA.remove_sizes(self._served)
             if self._routes is not None:
                 self._routes.close()

@@ -16,6 +16,7 @@ from hvdkit.api.gradients.verification import Verification
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import Statement, exchange_by_name
+from hvdkit.torch.optimizers.names import parameters_of
 
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.broadcast_optimizer_state(optimizer, 0)"
 
@@ -131,8 +132,7 @@ class OptimizerVerification(Verification):
     ) -> tuple[list[str], Statement]:
         parameters = [
             parameter
-            for group in groups
-            for parameter in group["params"]
+            for parameter in parameters_of(groups)
             if can_be_hashed(parameter) and (sparse_too or id(parameter) not in self._sparse)
         ]
         return [name_of(one) for one in parameters], Statement(machine_of(parameters), hashes_of(parameters))

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from hvdkit.api import checks
-from hvdkit.api.gradients.compression import around
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
-from hvdkit.torch.compression import Compression, split_compression
+from hvdkit.torch.compression import Compression, reduced
 from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.framework import OPERATIONS, apply, is_tracked
 
@@ -88,9 +87,7 @@ def _reduced(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, co
     """New tensors, which can be differentiated."""
     if compression is Compression.none and not is_tracked(tensors):
         return list(HANDLES.synchronize(OPERATIONS.allreduce(asked, tensors, request)))
-    codec, compressor = split_compression(asked.function, compression, request.op, tensors)
-    encoded = request._replace(codec=codec) if codec.encodes else request
-    return around(compressor, tensors, lambda sent: apply(AllreduceFunction, asked, encoded, *sent))
+    return reduced(AllreduceFunction, asked, tensors, request, compression)
 
 
 def allreduce(

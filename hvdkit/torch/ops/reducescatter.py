@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from hvdkit.api import checks
-from hvdkit.api.gradients.compression import around
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.compression import Compression, split_compression
+from hvdkit.torch.compression import Compression, reduced
 from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allgather import grouped_allgather
-from hvdkit.torch.ops.framework import OPERATIONS, apply
+from hvdkit.torch.ops.framework import OPERATIONS
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -78,13 +77,6 @@ class ReducescatterFunction(torch.autograd.Function):
         return None, None, *grouped_allgather(scaled, name=asked.name, process_set=asked.process_set)
 
 
-def _scattered(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
-    """New tensors, which can be differentiated."""
-    codec, compressor = split_compression(asked.function, compression, request.op, tensors)
-    encoded = request._replace(codec=codec)
-    return around(compressor, tensors, lambda sent: apply(ReducescatterFunction, asked, encoded, *sent))
-
-
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -107,7 +99,8 @@ def reducescatter(
     function = "reducescatter"
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     request = _request(function, op, prescale_factor, postscale_factor)
-    return _scattered(Asked(function, name, process_set, waits=True), [tensor], request, compression)[0]
+    asked = Asked(function, name, process_set, waits=True)
+    return reduced(ReducescatterFunction, asked, [tensor], request, compression)[0]
 
 
 def grouped_reducescatter(
@@ -126,4 +119,5 @@ def grouped_reducescatter(
     function = "grouped_reducescatter"
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     request = _request(function, op, prescale_factor, postscale_factor)
-    return _scattered(Asked(function, name, process_set, waits=True), group, request, compression)
+    asked = Asked(function, name, process_set, waits=True)
+    return reduced(ReducescatterFunction, asked, group, request, compression)

@@ -37,13 +37,13 @@ class AdasumSynchronizer(OptimizerSynchronizer):
         self._bind()
         parameters = list(self._trainable().values())
         for parameter in parameters:
-            self._hooks.attach(parameter)
+            self.hooks.attach(parameter)
         starts = [parameter.detach().clone() for parameter in parameters]
         result = base_step(*args, **kwargs)
         with torch.no_grad():
             for wait in [self._combine(p, start) for p, start in zip(parameters, starts, strict=True)]:
                 wait()
-        self._hooks.reset()
+        self.hooks.reset()
         if self._distributed:
             self.verification.combined(self._engine, self.settings.title, self._groups(), self.name_of)
         return result

@@ -25,6 +25,11 @@ def find_duplicates(names: Iterable[str]) -> list[str]:
     return sorted(duplicates)
 
 
+def parameters_of(param_groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    """All of an optimizer's parameters, in order."""
+    return [parameter for group in param_groups for parameter in group["params"]]
+
+
 def default_names(param_groups: ParamGroups) -> list[tuple[str, torch.Tensor]]:
     """Horovod's names for parameters that the user did not name: their place in the optimizer."""
     return [
@@ -56,7 +61,7 @@ def check_names(
             f"{', '.join(duplicates)}\nHINT: several models in one optimizer need a prefix for each."
         )
     named = {id(parameter) for _, parameter in pairs}
-    unnamed = [parameter for group in param_groups for parameter in group["params"] if id(parameter) not in named]
+    unnamed = [parameter for parameter in parameters_of(param_groups) if id(parameter) not in named]
     if unnamed:
         raise ValueError(
             "named_parameters was specified, but one or more model parameters were not named. Python object ids: "

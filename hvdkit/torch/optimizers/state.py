@@ -16,6 +16,7 @@ from hvdkit.api.checks import check_root
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import global_process_set
+from hvdkit.torch.optimizers.names import parameters_of
 from hvdkit.torch.parameters import broadcast_tensors
 
 # Tensors up to this size travel inside the structure: a message of their own would cost more.
@@ -72,7 +73,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if any(problems):
         lines = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
         raise ValueError(f"{name}: optimizers must be alike on all ranks, but against rank {root}\n" + "\n".join(lines))
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer.param_groups)
     if topology.rank == root:
         states = [optimizer.state.get(parameter) for parameter in parameters]
     else:
@@ -91,16 +92,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         _install(optimizer, structure, states)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
     return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> _Structure:
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer.param_groups)
     return _Structure(
         optimizer=type(optimizer).__name__,
         options=[
@@ -191,7 +188,7 @@ def _slots(described: Any, value: Any) -> Iterator[tuple[_Slot, Tensor]]:
 def _install(optimizer: torch.optim.Optimizer, structure: _Structure, states: list[Any]) -> None:
     """Put the received state in place of this rank's own."""
     optimizer.state.clear()
-    for parameter, state in zip(_parameters(optimizer), states, strict=True):
+    for parameter, state in zip(parameters_of(optimizer.param_groups), states, strict=True):
         if state is not None:
             optimizer.state[parameter] = state
     for key, value in structure.others.items():

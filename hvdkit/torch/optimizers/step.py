@@ -40,7 +40,7 @@ class OptimizerSynchronizer(GradientSynchronizer):
     @property
     def is_synchronized(self) -> bool:
         """True when gradients were synchronised, and neither stepped with nor computed anew since."""
-        return self._is_synchronized and not self._hooks.touched
+        return self._is_synchronized and not self.hooks.touched
 
     @_disable_dynamo
     def synchronize(self, updates: bool = False) -> None:
