@@ -7,7 +7,7 @@ whether that holds. In a graph they are handed over in parts of 4 MiB, the last 
 computed; what TensorFlow made is read and never written; one operation then waits for all and returns tensors of their
 own. That wait has its place in the order too: steps that share a lane cannot overtake each other, and while it waits
 the rank is known to be blocked (``Watch.standing_for``), so ranks with other numbers of batches get an error. A step
-that an exception ended half way is given up when the next one begins (``engine/loop/abandoned``): the rank tells the
+that an exception ended half way is given up when the next one begins (``engine/steps/abandoned``): the rank tells the
 others before it fills up with zeros, and a rank that uses the step, or has used it, fails the lane on all. (Gradients
 that go by name, sparse ones for example, tell nobody.) Sparse gradients are gathered; what is no variable, Adasum, and
 a compression class of the user's go by name.

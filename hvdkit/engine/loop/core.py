@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ class Engine(NamedOperations):
         self.negotiation = Negotiation(
             self.mailbox, transport, sizes.bucket, settings.cache_capacity, static_process_sets
         )
-        self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive_lane)
+        self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive)
         self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations)
         self.batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
         self.watch = Watch(settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations)
@@ -154,20 +155,13 @@ class Engine(NamedOperations):
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
-    def _drive(self, handle: Handle) -> None:
-        """Drive until an operation has ended."""
-        self._wait(handle, None, handle.done)
-
-    def _drive_lane(self, lane: Lane) -> None:
-        """Drive until every bucket of the lane's step is reduced or the lane has failed."""
-        self._wait(None, lane, lane.idle)
-
-    def _wait(self, handle: Handle | None, lane: Lane | None, finished: Callable[[], bool]) -> None:
+    def _drive(self, what: Handle | Lane) -> None:
+        """Drive until an operation has ended, or every bucket of a lane's step is reduced or the lane has failed."""
         if os.getpid() != self._process:
             raise ForkedChildError(self.mailbox.me(), self._process)
-        self.watch.begin_waiting(handle, lane)
+        self.watch.begin_waiting(what)
         try:
-            self.driver.drive_until(finished)
+            self.driver.drive_until(what.done if isinstance(what, Handle) else what.idle)
         finally:
             self.watch.end_waiting()
 
@@ -302,7 +296,7 @@ class Engine(NamedOperations):
         self.submissions.enter(submission)
         if arrays and isinstance(arrays[0], DeviceArray):
             self.groups.device = arrays[0].place
-        self.watch.seen_thread()
+        self.watch.threads.add(get_ident())
         if self.telemetry.timeline is not None:
             self.telemetry.begin(key, f"NEGOTIATE_{kind.upper()}")
         self.driver.inbox.append(partial(self.negotiation.announce, submission))

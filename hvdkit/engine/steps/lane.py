@@ -9,17 +9,17 @@ from typing import Any
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.engine.loop.abandoned import ENDED, GIVEN_UP, GivenUpSteps
 from hvdkit.engine.loop.messages import Ended, GivenUp, LaneFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.tags import lane_tag
+from hvdkit.engine.steps.abandoned import ENDED, GIVEN_UP, GivenUpSteps
 from hvdkit.engine.steps.arrangement import arrange, load
+from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.observing import Observation
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.steps.schedule import without_overlap
-from hvdkit.engine.telemetry.lane_records import LaneRecords
 from hvdkit.engine.telemetry.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
 

@@ -35,10 +35,9 @@ DEPARTED_SECONDS = 1.0
 
 @dataclass
 class Waiting:
-    """A training thread that waits for a handle or a lane."""
+    """A training thread that waits."""
 
-    handle: Handle | None
-    lane: Lane | None
+    what: Handle | Lane
     since: float
     told_at: float = 0.0
     warned: bool = False
@@ -61,13 +60,10 @@ class Watch:
         self._joining, self._submissions, self._operations = joining, submissions, operations
         self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
         self._waiting: dict[int, Waiting] = {}
-        self._threads: set[int] = set()
+        # Those that submit: several make it impossible to say that a rank is blocked as a whole.
+        self.threads: set[int] = set()
         self._stands_for: dict[int, Collection[int]] = {}
         self.next_look = 0.0
-
-    def seen_thread(self) -> None:
-        """Several threads that submit make it impossible to say that a rank is blocked as a whole."""
-        self._threads.add(threading.get_ident())
 
     def lost_since(self, ranks: Collection[int], since: float, now: float) -> list[Loss]:
         """Those of ``ranks`` that are lost, if they have been waited for since then."""
@@ -92,11 +88,11 @@ class Watch:
             "HINT: see whether it was killed, stopped, or cut off from the network."
         )
 
-    def begin_waiting(self, handle: Handle | None, lane: Lane | None) -> None:
+    def begin_waiting(self, what: Handle | Lane) -> None:
         """The calling thread waits from now on."""
         me = threading.get_ident()
-        self._threads.add(me)
-        self._waiting[me] = Waiting(handle, lane, monotonic())
+        self.threads.add(me)
+        self._waiting[me] = Waiting(what, monotonic())
 
     @contextmanager
     def standing_for(self, threads: Collection[int]) -> Iterator[None]:
@@ -127,27 +123,26 @@ class Watch:
 
     def _tell_blocked(self, now: float) -> None:
         # Less those of a framework's pool, of which Python knows at most that they passed.
-        self._threads &= {
+        self.threads &= {
             thread.ident
             for thread in threading.enumerate()
             if thread.ident is not None and not isinstance(thread, threading._DummyThread)
         }
         for thread, waiting in list(self._waiting.items()):
-            if not self._threads or not self._threads <= {thread, *self._stands_for.get(thread, ())}:
+            if not self.threads or not self.threads <= {thread, *self._stands_for.get(thread, ())}:
                 continue
             if now - max(waiting.since, waiting.told_at) < BLOCKED_SECONDS:
                 continue
             waiting.told_at = now  # and again after a while: what it waits for changes
-            if waiting.lane is not None:
-                lane = waiting.lane
-                message = Waits(lane.lane_id, sorted(self._awaited_on_lanes()), lane.waiting_for(), lane.name)
+            what = waiting.what
+            if isinstance(what, Lane):
+                message = Waits(what.lane_id, sorted(self._awaited_on_lanes()), what.waiting_for(), what.name)
             else:
-                assert waiting.handle is not None
-                key = next((k for k, s in self._submissions.items() if s.handle is waiting.handle), None)
+                key = next((k for k, s in self._submissions.items() if s.handle is what), None)
                 if key is None:
                     continue  # it runs; what it waits for is data
                 place = [key.process_set, key.kind, key.name]
-                message = Waits(place, [], waiting.handle.what, waiting.handle.label)
+                message = Waits(place, [], what.what, what.label)
             self._negotiation.send_to_coordinator(message)
 
     def _awaited_on_lanes(self) -> set[int]:
@@ -173,8 +168,8 @@ class Watch:
                     f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.",
                 )
         for waiting in list(self._waiting.values()):
-            lane = waiting.lane
-            if lane is None or lane.idle():
+            lane = waiting.what
+            if not isinstance(lane, Lane) or lane.idle():
                 continue
             ranks = sorted(self._awaited_on_lanes())
             seconds = now - max(waiting.since, lane.moved_at)
