@@ -11,13 +11,10 @@ from hvdkit.engine.ops.requests import Key
 
 @dataclass
 class Blocked:
-    """What a rank's only thread has been waiting for: a named operation, or a plan's lane."""
+    """A rank's only thread has been waiting, as it told: for a named operation, or a plan's lane."""
 
+    told: Waits
     key: Key | None
-    lane: int | None
-    waits_for: list[int]
-    what: str
-    label: str | None
     tells: int = 0  # how often this rank has said so since another rank said so for the first time
 
 
@@ -43,10 +40,9 @@ class DeadLocks:
             self._blocked.pop(rank, None)
             return None
         key = Key(*message.at) if isinstance(message.at, list) else None
-        lane = message.at if isinstance(message.at, int) else None
         earlier = self._blocked.get(rank)
-        ours = self._blocked[rank] = Blocked(key, lane, message.waits_for, message.what, message.label)
-        if earlier is not None and (earlier.key, earlier.lane) == (key, lane):
+        ours = self._blocked[rank] = Blocked(message, key)
+        if earlier is not None and earlier.told.at == message.at:
             ours.tells = earlier.tells + 1
         else:
             # What the others said before may be over: a rank that was slow to tell so must not be taken for stuck.
@@ -58,27 +54,28 @@ class DeadLocks:
         return None
 
     def _waits_for(self, blocked: Blocked) -> list[int]:
-        return blocked.waits_for if blocked.key is None else self._missing(blocked.key)
+        return blocked.told.waits_for if blocked.key is None else self._missing(blocked.key)
 
     def _wait_for_each_other(self, rank: int, ours: Blocked, other: int, theirs: Blocked) -> bool:
         """In different operations that were meant to be the same, or one of them in a plan."""
-        if (ours.key, ours.lane) == (theirs.key, theirs.lane) or not (ours.tells and theirs.tells):
+        if ours.told.at == theirs.told.at or not (ours.tells and theirs.tells):
             return False
-        if ours.key is not None and theirs.key is not None and ours.label != theirs.label:
+        if ours.key is not None and theirs.key is not None and ours.told.label != theirs.told.label:
             return False  # different names: a script may well submit the other one later, from elsewhere
         return other in self._waits_for(ours) and rank in self._waits_for(theirs)
 
     def _broken(self, rank: int, ours: Blocked, other: int, theirs: Blocked) -> DeadLock:
         (low, low_blocked), (high, high_blocked) = sorted([(rank, ours), (other, theirs)], key=lambda pair: pair[0])
         text = (
-            f"Mismatched operations: rank {low} waits in {low_blocked.what}, rank {high} waits in {high_blocked.what}; "
-            "each waits for the other.\nHINT: let every rank make the same calls with the same process set."
+            f"Mismatched operations: rank {low} waits in {low_blocked.told.what}, rank {high} waits in "
+            f"{high_blocked.told.what}; each waits for the other.\n"
+            "HINT: let every rank make the same calls with the same process set."
         )
         lanes = []
         for who, blocked in ((rank, ours), (other, theirs)):
-            if blocked.lane is not None:
-                stuck = [member for member, more in self._blocked.items() if more.lane == blocked.lane]
-                lanes.append((blocked.lane, stuck))
+            if isinstance(lane := blocked.told.at, int):
+                stuck = [member for member, more in self._blocked.items() if more.told.at == lane]
+                lanes.append((lane, stuck))
                 for member in stuck:
                     self._blocked.pop(member)
             self._blocked.pop(who, None)

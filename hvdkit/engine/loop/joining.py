@@ -60,7 +60,7 @@ class Joining:
         started = False
         for lane in self.followed.values():
             while lane.zeros_startable():
-                self._operations.append(lane.start_zeros())
+                self._operations.append(lane.start(joined=True))
                 started = True
         return started
 

@@ -187,14 +187,11 @@ class Lane:
     def startable(self) -> bool:
         """Whether the next operation in the agreed order may start now."""
         with self._lock:  # the training thread may be laying the buckets out anew
-            return self._may_start()
-
-    def _may_start(self) -> bool:
-        if self.error is not None or not self._room() or (self.reducer.takes_turns and not self._finishing):
-            return False
-        if self._started < len(self.arrangement.pieces):
-            return bool(self._left[self.arrangement.pieces[self._started].bucket] == 0)
-        return self._finishing and self._may_observe()
+            if self.error is not None or not self._room() or (self.reducer.takes_turns and not self._finishing):
+                return False
+            if self._started < len(self.arrangement.pieces):
+                return self._left[self.arrangement.pieces[self._started].bucket] == 0
+            return self._finishing and self._may_observe()
 
     def _may_observe(self) -> bool:
         """Exchanges of what was observed or measured come after all pieces, one after the other."""
@@ -208,10 +205,6 @@ class Lane:
         near = self.sequence - min(self._in_flight) < SPAN
         return near and sum(self._in_flight.values()) + nbytes <= self._sizes.in_flight
 
-    def start(self) -> Operation:
-        """Start the next operation of this step."""
-        return self._start_next(joined=False)
-
     @property
     def caught_up(self) -> bool:
         """Whether this rank, which has joined, has started with zeros what others have, as far as that is possible."""
@@ -223,12 +216,11 @@ class Lane:
             return False
         return self._started < len(self.arrangement.pieces) or self._may_observe()
 
-    def start_zeros(self) -> Operation:
-        """Start the next operation with zeros, as a rank that has joined does."""
-        return self._start_next(joined=True)
+    def start(self, joined: bool = False) -> Operation:
+        """Start the next operation of this step; with zeros, as a rank that has joined does.
 
-    def _start_next(self, joined: bool) -> Operation:
-        """All ranks start the operations of a lane in the same order, so they number them alike."""
+        All ranks start the operations of a lane in the same order, so they number them alike.
+        """
         place, sequence = self._started, self.sequence
         self._started, self.sequence = place + 1, sequence + 1
         tag = lane_tag(self.lane_id, sequence)
