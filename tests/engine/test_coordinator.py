@@ -33,6 +33,10 @@ def request(signature, name="x", detail=None):
     return Ask(signature, name, detail)
 
 
+def taken(coordinator):
+    return [(rank, message) for ranks, message in coordinator.take_outgoing() for rank in ranks]
+
+
 def sent_to(outgoing, rank):
     return [message for target, message in outgoing if target == rank]
 
@@ -41,11 +45,31 @@ def test_an_operation_runs_on_all_ranks_once_all_have_asked():
     coordinator = Coordinator(3, 1 << 20)
     for rank in (2, 0):
         coordinator.receive(rank, request(allreduce()), 0.0)
-        assert coordinator.take_outgoing() == []
+        assert taken(coordinator) == []
     coordinator.receive(1, request(allreduce()), 0.0)
-    outgoing = coordinator.take_outgoing()
+    outgoing = taken(coordinator)
     assert [rank for rank, _ in outgoing] == [0, 1, 2]
     assert all(message == Run(1, 0, "allreduce", [["x", None]], None) for _, message in outgoing)
+
+
+class Members(list):
+    """Counts how often somebody goes through them."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_requests_are_counted_so_that_an_operation_costs_each_rank_the_same_however_many_there_are():
+    coordinator = Coordinator(300, 1 << 20)
+    members = coordinator.members[0] = Members(range(300))
+    for rank in range(300):
+        coordinator.receive(rank, request(allreduce()), 0.0)
+    (told,) = coordinator.take_outgoing()
+    assert told == (list(range(300)), Run(1, 0, "allreduce", [["x", None]], None)), "one message, encoded once"
+    assert members.walks <= 2
 
 
 def test_all_ranks_get_the_same_order_whatever_order_they_asked_in():
@@ -56,7 +80,7 @@ def test_all_ranks_get_the_same_order_whatever_order_they_asked_in():
     ran = {rank: [] for rank in range(4)}
     for rank, name in asked:
         coordinator.receive(rank, request(allreduce(), name), 0.0)
-        for target, message in coordinator.take_outgoing():
+        for target, message in taken(coordinator):
             ran[target] += [told[0] for told in message.names]
     assert sorted(ran[0]) == sorted(names)
     assert ran[0] == ran[1] == ran[2] == ran[3]
@@ -69,7 +93,7 @@ def test_a_signature_travels_once():
     for name in ("a", "b"):
         for rank in range(2):
             coordinator.receive(rank, request(7, name), 0.0)
-        assert sent_to(coordinator.take_outgoing(), 0)[0].names == [[name, None]]
+        assert sent_to(taken(coordinator), 0)[0].names == [[name, None]]
     with pytest.raises(ValueError, match="unknown signature"):
         coordinator.receive(0, request(8, "c"), 0.0)
 
@@ -80,7 +104,7 @@ def test_ready_allreduces_that_match_are_batched_up_to_the_threshold():
         for name in ("a", "b", "c"):
             coordinator.receive(rank, request(allreduce(), name), 0.0)
         coordinator.receive(rank, request(allreduce(dtype="float64"), "d"), 0.0)
-    batches = [[name for name, _ in message.names] for message in sent_to(coordinator.take_outgoing(), 1)]
+    batches = [[name for name, _ in message.names] for message in sent_to(taken(coordinator), 1)]
     assert batches == [["a", "b"], ["c"], ["d"]]
 
 
@@ -91,9 +115,9 @@ def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, is_first):
     signature = {"kind": "alltoall", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
     good, bad = request(signature, detail=[4, [2, 2]]), request(signature, detail=detail)
     coordinator.receive(1 if is_first else 0, bad if is_first else good, 0.0)
-    first = coordinator.take_outgoing()
+    first = taken(coordinator)
     coordinator.receive(0 if is_first else 1, good if is_first else bad, 0.0)
-    outgoing = [*first, *coordinator.take_outgoing()]
+    outgoing = [*first, *taken(coordinator)]
     assert [rank for rank, _ in first] == ([1] if is_first else [])
     assert sorted(rank for rank, _ in outgoing) == [0, 1]
     texts = {message.text for _, message in outgoing}
@@ -101,7 +125,7 @@ def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, is_first):
     assert "splits for alltoall 'x': rank 1" in texts.pop()
     coordinator.receive(0, good, 0.0)
     coordinator.receive(1, good, 0.0)
-    assert all(isinstance(message, Run) for _, message in coordinator.take_outgoing())
+    assert all(isinstance(message, Run) for _, message in taken(coordinator))
 
 
 def test_a_slow_rank_hears_of_each_failure_under_a_name_however_many_there_were():
@@ -112,12 +136,12 @@ def test_a_slow_rank_hears_of_each_failure_under_a_name_however_many_there_were(
         coordinator.receive(0, request(signature, detail=[3, None]), 0.0)
     for _ in range(2):
         coordinator.receive(1, request(signature, detail=[3, None]), 0.0)
-    told = coordinator.take_outgoing()
+    told = taken(coordinator)
     for rank in range(3):
         assert [message.text.split()[-1] for message in sent_to(told, rank)] == ["first", "second"]
     for rank in range(3):
         coordinator.receive(rank, request(signature, detail=[3, None]), 0.0)
-    assert [type(message) for _, message in coordinator.take_outgoing()] == [Run] * 3
+    assert [type(message) for _, message in taken(coordinator)] == [Run] * 3
 
 
 @pytest.mark.parametrize("dtypes", [("float32",), ("float16", "float32")])
@@ -135,7 +159,7 @@ def test_how_often_ready_operations_are_looked_at_grows_with_their_number_alone(
     for rank in range(2):
         for number in range(count):
             coordinator.receive(rank, request(allreduce(dtype=dtypes[number % len(dtypes)]), f"t{number}"), 0.0)
-    (*batches,) = sent_to(coordinator.take_outgoing(), 0)
+    (*batches,) = sent_to(taken(coordinator), 0)
     assert [name for batch in batches for name, _ in batch.names] == [f"t{number}" for number in range(count)]
     assert looked <= 2 * count  # once in its own batch, once where the batch before it ends
 
@@ -153,7 +177,7 @@ def test_a_mismatch_is_told_to_every_rank_with_what_each_sent(other, told):
     coordinator = Coordinator(3, 1 << 20)
     for rank, signature in enumerate((allreduce(), allreduce(), other)):
         coordinator.receive(rank, request(signature), 0.0)
-    outgoing = coordinator.take_outgoing()
+    outgoing = taken(coordinator)
     assert [rank for rank, _ in outgoing] == [0, 1, 2]
     for _, message in outgoing:
         assert (message.process_set, message.kind, message.name) == (0, "allreduce", "x")
@@ -161,31 +185,31 @@ def test_a_mismatch_is_told_to_every_rank_with_what_each_sent(other, told):
     # and the name can be used again
     for rank in range(3):
         coordinator.receive(rank, request(allreduce()), 1.0)
-    assert len(coordinator.take_outgoing()) == 3
+    assert len(taken(coordinator)) == 3
 
 
 def test_a_rank_that_has_joined_is_counted_in_and_gets_the_signature():
     coordinator = Coordinator(3, 1 << 20)
     coordinator.receive(1, Join(), 0.0)
-    assert all(message == Joined(1) for _, message in coordinator.take_outgoing())
+    assert all(message == Joined(1) for _, message in taken(coordinator))
     for rank in (0, 2):
         coordinator.receive(rank, request(allreduce()), 0.0)
-    outgoing = coordinator.take_outgoing()
+    outgoing = taken(coordinator)
     assert sent_to(outgoing, 0)[0].signatures is None
     assert sent_to(outgoing, 1)[0].signatures == [allreduce()]
     coordinator.receive(2, Join(), 0.0)
     coordinator.receive(0, Join(), 0.0)
-    done = [message for _, message in coordinator.take_outgoing() if isinstance(message, JoinDone)]
+    done = [message for _, message in taken(coordinator) if isinstance(message, JoinDone)]
     assert done == [JoinDone(0)] * 3
 
 
 def test_a_gather_is_refused_while_a_rank_has_joined():
     coordinator = Coordinator(2, 0)
     coordinator.receive(1, Join(), 0.0)
-    coordinator.take_outgoing()
+    taken(coordinator)
     gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
     coordinator.receive(0, request(gather, "g", [3]), 0.0)
-    ((rank, message),) = coordinator.take_outgoing()
+    ((rank, message),) = taken(coordinator)
     assert rank == 0
     assert "not supported with Join" in message.text
 
@@ -195,20 +219,20 @@ def test_each_rank_learns_the_first_dimensions_of_all():
     gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*", 2]], "device": "cpu"}
     for rank, rows in ((0, 3), (1, 5)):
         coordinator.receive(rank, request(gather, "g", [rows]), 0.0)
-    assert sent_to(coordinator.take_outgoing(), 1)[0].names == [["g", [[3], [5]]]]
+    assert sent_to(taken(coordinator), 1)[0].names == [["g", [[3], [5]]]]
 
 
 def test_process_sets_run_among_their_members_and_are_numbered():
     coordinator = Coordinator(4, 0)
     for rank in range(4):
         coordinator.receive(rank, request({"kind": "add_process_set", "ps": 0, "ranks": [1, 3]}, "p"), 0.0)
-    assert sent_to(coordinator.take_outgoing(), 2)[0].names == [["p", 1]]
+    assert sent_to(taken(coordinator), 2)[0].names == [["p", 1]]
     for rank in range(4):
         coordinator.receive(rank, request({"kind": "add_process_set", "ps": 0, "ranks": [1, 3]}, "q"), 0.0)
-    assert sent_to(coordinator.take_outgoing(), 0)[0].names == [["q", None]], "a duplicate has no new number"
+    assert sent_to(taken(coordinator), 0)[0].names == [["q", None]], "a duplicate has no new number"
     for rank in (1, 3):
         coordinator.receive(rank, request(allreduce(process_set=1)), 0.0)
-    assert [rank for rank, _ in coordinator.take_outgoing()] == [1, 3]
+    assert [rank for rank, _ in taken(coordinator)] == [1, 3]
 
 
 def test_the_same_name_in_two_process_sets_is_two_operations():
@@ -216,7 +240,7 @@ def test_the_same_name_in_two_process_sets_is_two_operations():
     coordinator.add_static_process_sets([[0, 1], [2, 3]])
     for rank in range(4):
         coordinator.receive(rank, request(allreduce(process_set=1 + rank // 2)), 0.0)
-    assert sorted(rank for rank, _ in coordinator.take_outgoing()) == [0, 1, 2, 3]
+    assert sorted(rank for rank, _ in taken(coordinator)) == [0, 1, 2, 3]
 
 
 def blocked(process_set, kind="allreduce", name="x"):
@@ -231,13 +255,13 @@ def test_ranks_that_wait_for_each_other_in_different_process_sets_get_an_error()
     coordinator.receive(0, blocked(0), 0.2)
     coordinator.receive(1, blocked(1), 0.3)
     coordinator.receive(0, blocked(0), 0.4)
-    assert coordinator.take_outgoing() == [], "what rank 1 said may be over by now"
+    assert taken(coordinator) == [], "what rank 1 said may be over by now"
     coordinator.receive(1, blocked(1), 0.5)
-    outgoing = coordinator.take_outgoing()
+    outgoing = taken(coordinator)
     assert {rank for rank, _ in outgoing} == {0, 1}
     assert all("rank 0 waits in" in message.text and "rank 1 waits in" in message.text for _, message in outgoing)
     coordinator.receive(2, request(allreduce()), 0.5)
-    assert [rank for rank, _ in coordinator.take_outgoing()] == [2], "a rank that comes late is told too"
+    assert [rank for rank, _ in taken(coordinator)] == [2], "a rank that comes late is told too"
 
 
 def test_one_name_for_different_operations_is_an_error_on_every_rank_at_once():
@@ -245,14 +269,14 @@ def test_one_name_for_different_operations_is_an_error_on_every_rank_at_once():
     broadcast = {"kind": "broadcast", "ps": 0, "dtype": ["float32"], "shape": [[4]], "root": 0, "device": "cpu"}
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.receive(1, request(broadcast), 0.0)
-    outgoing = coordinator.take_outgoing()
+    outgoing = taken(coordinator)
     assert {rank for rank, _ in outgoing} == {0, 1}
     assert all("rank 0 sent allreduce; rank 1 sent broadcast" in message.text for _, message in outgoing)
     coordinator.receive(2, request(broadcast), 0.1)
-    assert [message.kind for _, message in coordinator.take_outgoing()] == ["broadcast"], "a late rank is told, once"
+    assert [message.kind for _, message in taken(coordinator)] == ["broadcast"], "a late rank is told, once"
     for rank in range(3):
         coordinator.receive(rank, request(allreduce()), 1.0)
-    assert [type(message) for _, message in coordinator.take_outgoing()] == [Run] * 3
+    assert [type(message) for _, message in taken(coordinator)] == [Run] * 3
 
 
 def test_operations_of_all_kinds_may_be_ready_in_the_same_round():
@@ -262,7 +286,7 @@ def test_operations_of_all_kinds_may_be_ready_in_the_same_round():
         coordinator.receive(rank, request({"kind": "barrier", "ps": 0}, "b"), 0.0)
         coordinator.receive(rank, request({"kind": "plan", "ps": 0, "slots": []}, "p"), 0.0)
         coordinator.receive(rank, request(allreduce(), "c"), 0.0)
-    kinds = [message.kind for message in sent_to(coordinator.take_outgoing(), 1)]
+    kinds = [message.kind for message in sent_to(taken(coordinator), 1)]
     assert kinds == ["allreduce", "barrier", "plan", "allreduce"]
 
 
@@ -271,7 +295,7 @@ def test_what_waited_for_the_last_rank_to_join_runs_before_the_join_ends():
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.receive(0, Join(), 0.0)
     coordinator.receive(1, Join(), 0.0)
-    assert [type(message) for message in sent_to(coordinator.take_outgoing(), 0)] == [Joined, Run, JoinDone]
+    assert [type(message) for message in sent_to(taken(coordinator), 0)] == [Joined, Run, JoinDone]
 
 
 def test_a_join_fails_when_a_rank_leaves():
@@ -279,7 +303,7 @@ def test_a_join_fails_when_a_rank_leaves():
     coordinator.receive(0, Join(), 0.0)
     coordinator.depart(2, "it raised")
     coordinator.receive(1, Join(), 0.0)
-    errors = [(rank, message.text) for rank, message in coordinator.take_outgoing() if isinstance(message, JoinFailed)]
+    errors = [(rank, message.text) for rank, message in taken(coordinator) if isinstance(message, JoinFailed)]
     assert [rank for rank, _ in errors] == [0, 1]
     assert all("rank 2, which has left the job: it raised" in text for _, text in errors)
 
@@ -290,10 +314,10 @@ def test_a_rank_that_joined_is_not_told_of_an_error_it_had_no_part_in():
     coordinator.receive(1, Join(), 0.0)
     coordinator.receive(0, request(gather, "g", [3]), 0.0)
     coordinator.receive(0, Join(), 0.0)
-    coordinator.take_outgoing()
+    taken(coordinator)
     for rank in range(2):
         coordinator.receive(rank, request(gather, "g", [3]), 1.0)
-    assert [type(message) for _, message in coordinator.take_outgoing()] == [Run, Run]
+    assert [type(message) for _, message in taken(coordinator)] == [Run, Run]
 
 
 def test_removing_a_process_set_ends_what_waits_in_it():
@@ -302,7 +326,7 @@ def test_removing_a_process_set_ends_what_waits_in_it():
     coordinator.receive(0, request(allreduce(process_set=1)), 0.0)
     for rank in range(2):
         coordinator.receive(rank, request({"kind": "remove_process_set", "ps": 0, "id": 1}, "r"), 0.0)
-    messages = sent_to(coordinator.take_outgoing(), 0)
+    messages = sent_to(taken(coordinator), 0)
     assert {type(message) for message in messages} == {Reject, Run}
     assert len(messages) == 2
 
@@ -315,7 +339,7 @@ def test_a_rank_that_goes_on_is_not_in_a_dead_lock():
     coordinator.receive(0, blocked(0), 0.3)
     coordinator.receive(0, Waits(None, [], "", None), 0.35)
     coordinator.receive(1, blocked(1), 0.4)
-    assert coordinator.take_outgoing() == []
+    assert taken(coordinator) == []
 
 
 def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
@@ -323,7 +347,7 @@ def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.depart(2, "it called hvd.shutdown()")
     coordinator.receive(1, request(allreduce()), 0.1)
-    outgoing = coordinator.take_outgoing()
+    outgoing = taken(coordinator)
     assert [rank for rank, _ in outgoing] == [0, 1]
     assert all("rank 2, which has left the job: it called hvd.shutdown()" in message.text for _, message in outgoing)
 
@@ -336,7 +360,7 @@ def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():
     assert (stall.key, stall.submitted, stall.missing) == (Key(0, "allreduce", "x"), [1], [0, 2])
     assert coordinator.new_stalls(72.0, 60.0) == []
     coordinator.give_up(stall.key, "too late")
-    assert coordinator.take_outgoing() == [(1, Reject(0, "allreduce", "x", "too late", STALLED))]
+    assert taken(coordinator) == [(1, Reject(0, "allreduce", "x", "too late", STALLED))]
 
 
 def test_plans_are_compared_parameter_by_parameter():
@@ -352,7 +376,7 @@ def test_plans_are_compared_parameter_by_parameter():
     ):
         coordinator.receive(0, request(plan(weights, ("b", [3], "float32", "none")), "opt"), 0.0)
         coordinator.receive(1, request(plan(weights, other), "opt"), 0.0)
-        outgoing = coordinator.take_outgoing()
+        outgoing = taken(coordinator)
         assert len(outgoing) == 2
         for _, message in outgoing:
             assert told in message.text

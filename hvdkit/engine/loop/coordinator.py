@@ -68,7 +68,11 @@ class Stall:
 
 
 class Coordinator:
-    """Collects requests; ``take_outgoing`` gives (rank, message) pairs to deliver, in order."""
+    """Collects requests; ``take_outgoing`` gives (ranks, message) pairs to deliver, in order.
+
+    What a repeated operation costs grows with its ranks: requests are counted, and who is missing is looked for only
+    where a rank has joined, left or waits.
+    """
 
     def __init__(self, size: int, fusion_threshold: int) -> None:
         self._threshold = fusion_threshold
@@ -80,7 +84,7 @@ class Coordinator:
         self._joined: list[int] = []
         self._departed: dict[int, str] = {}
         self._dead_locks = DeadLocks(self._missing_from)
-        self._outgoing: list[tuple[int, Message]] = []
+        self._outgoing: list[tuple[Sequence[int], Message]] = []
         self._sequence = 0
         self._lanes = 0
         self._process_sets = 0
@@ -138,7 +142,7 @@ class Coordinator:
 
     # -- what goes out ------------------------------------------------------------------------------------------------
 
-    def take_outgoing(self) -> list[tuple[int, Message]]:
+    def take_outgoing(self) -> list[tuple[Sequence[int], Message]]:
         """Messages to deliver now. Ready operations that may be fused are batched up to the fusion threshold."""
         if self._ready:
             self._run_ready()
@@ -186,6 +190,7 @@ class Coordinator:
                 self._forget(failure)
             return
         entry = self._pending.get(key)
+        is_new = entry is None
         if entry is None:
             entry = self._pending[key] = Entry(now)
         entry.requests[rank] = request
@@ -197,7 +202,7 @@ class Coordinator:
             if gone:
                 self._fail([key], self._departed_text(key, gone[0]), LEFT)
                 return
-        if len(self._pending) > 1:
+        if is_new and len(self._pending) > 1:
             for rival in [Key(key.process_set, kind, key.name) for kind in tensor_kinds() if kind != key.kind]:
                 if rival in self._pending:
                     self._fail([key, rival], self._other_kind_text(key, rival))
@@ -230,16 +235,18 @@ class Coordinator:
         if found is not None:
             self._fail([key for key in found.keys if key in self._pending], found.text)
             for lane, stuck in found.lanes:
-                self._outgoing += [(member, LaneFailed(lane, found.text)) for member in stuck]
+                self._outgoing.append((list(stuck), LaneFailed(lane, found.text)))
 
     def _is_joined(self, key: Key, rank: int) -> bool:
         return key.process_set == 0 and rank in self._joined
 
     def _check_complete(self, key: Key) -> None:
-        entry = self._pending[key]
-        absent = [rank for rank in self.members[key.process_set] if rank not in entry.requests]
-        if absent and not all(self._is_joined(key, rank) for rank in absent):
-            return
+        entry, members = self._pending[key], self.members[key.process_set]
+        absent: list[int] = []
+        if len(entry.requests) < len(members):
+            if key.process_set != 0 or not self._joined or self._missing(key, entry):
+                return
+            absent = [rank for rank in members if rank not in entry.requests]
         problem = KINDS[key.kind].mismatch(key, entry.requests)
         if problem is None and absent and KINDS[key.kind].joined is None:
             problem = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
@@ -263,7 +270,7 @@ class Coordinator:
                 self._failed.setdefault(key, []).append(failure)
 
     def _tell_failure(self, rank: int, key: Key, failure: Failure) -> None:
-        self._outgoing.append((rank, Reject(*key, failure.text, failure.cause)))
+        self._outgoing.append(([rank], Reject(*key, failure.text, failure.cause)))
 
     def _forget(self, failure: Failure) -> None:
         """All members have been told."""
@@ -289,20 +296,20 @@ class Coordinator:
         if len(self._joined) == len(everyone):
             self._joined = []
             self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != 0}
-            self._outgoing += [(member, JoinDone(rank)) for member in everyone]
+            self._outgoing.append((everyone, JoinDone(rank)))
         elif rank in self._joined:
-            self._outgoing += [(member, Joined(rank)) for member in everyone]
+            self._outgoing.append((everyone, Joined(rank)))
 
     def _fail_join(self) -> None:
         """No join can end once a rank has left."""
         if self._departed:
             gone, reason = next(iter(self._departed.items()))
             text = f"hvd.join() waits for rank {gone}, which has left the job: {reason}."
-            self._outgoing += [(rank, JoinFailed(text)) for rank in self._joined]
+            self._outgoing.append((self._joined, JoinFailed(text)))
             self._joined = [rank for rank in self._joined if rank in self._departed]
 
     def _run(self, batch: list[tuple[Key, Entry]]) -> None:
-        """One message to every member: run these now, under this sequence number."""
+        """Tell every member: run these now, under this sequence number."""
         self._sequence += 1
         first_key = batch[0][0]
         kind, members = KINDS[first_key.kind], list(self.members[first_key.process_set])
@@ -311,15 +318,13 @@ class Coordinator:
             names.append([key.name, None if decide is None else decide(self, key, entry.requests)])
             if kind.ends_process_set:
                 self._remove(entry.signature["id"])
-        asked = Run(self._sequence, first_key.process_set, first_key.kind, names, None)
-        for rank in members:
-            message = asked
-            for _, entry in batch:
-                if rank not in entry.requests:  # it has joined, and needs the signatures to contribute zeros
-                    signatures = [one.signature for _, one in batch]
-                    message = Run(self._sequence, first_key.process_set, first_key.kind, names, signatures)
-                    break
-            self._outgoing.append((rank, message))
+        run = (self._sequence, first_key.process_set, first_key.kind, names)
+        if any(len(entry.requests) < len(members) for _, entry in batch):
+            joined = [rank for rank in members if any(rank not in entry.requests for _, entry in batch)]
+            members = [rank for rank in members if rank not in joined]
+            # They need the signatures to contribute zeros.
+            self._outgoing.append((joined, Run(*run, [entry.signature for _, entry in batch])))
+        self._outgoing.append((members, Run(*run, None)))
 
     def _remove(self, process_set: int) -> None:
         """Forget a process set; what its members still asked for fails."""

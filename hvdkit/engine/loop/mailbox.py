@@ -45,6 +45,13 @@ class Mailbox:
         if rank not in self.departed or isinstance(message, (Bye, Pong)):  # who said goodbye waits for ours
             self._transport.send_control(rank, encode(message))
 
+    def send_all(self, ranks: Iterable[int], message: Message) -> None:
+        """Send to those of ``ranks`` that are others and have not left. Raises PeerLostError for one out of reach."""
+        payload = encode(message)
+        for rank in ranks:
+            if rank != self._rank and rank not in self.departed:
+                self._transport.send_control(rank, payload)
+
     def tell(self, ranks: Iterable[int], message: Message) -> None:
         """Send to those of ``ranks`` that are others, as far as they can be reached."""
         for rank in ranks:

@@ -79,12 +79,11 @@ class Negotiation:
         moved = self.mailbox.receive()
         if self.coordinator is not None:
             own: list[Message] = []
-            for rank, message in self.coordinator.take_outgoing():
+            for ranks, message in self.coordinator.take_outgoing():
                 moved = True
-                if rank == self._rank:
+                if self._rank in ranks:
                     own.append(message)  # first what others wait for; then this rank's own part of it
-                else:
-                    self.mailbox.send(rank, message)
+                self.mailbox.send_all(ranks, message)
             for message in own:
                 self.mailbox.take(self._rank, message)
         return moved

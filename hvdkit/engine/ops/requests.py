@@ -60,7 +60,7 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
     ranks = sorted(requests)
     first = requests[ranks[0]].signature
     for request in requests.values():
-        if request.signature != first:
+        if request.signature is not first and request.signature != first:
             break
     else:
         return None
