@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from hvdkit.config import Settings
 from hvdkit.engine.life.topology import topology_of
 from hvdkit.engine.loop.messages import Ask, decode, encode
+from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
 from hvdkit.engine.telemetry.watch import Watch
+from hvdkit.errors import PeerLostError
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]
 slot_lists = st.lists(
@@ -112,6 +114,28 @@ def test_who_did_not_look_blames_nobody_for_the_silence_meanwhile():
         assert liveness.check([1], 104.0)[1] == []
         assert liveness.check([1], 106.0)[1] == ([SILENT_1] if beats else [])
         assert liveness.check([1], 120.0)[1] == [SILENT_1]
+
+
+class Pending:
+    """A transfer that is not done, or never will be."""
+
+    def __init__(self, peer, broken=False):
+        self.peer, self._broken = peer, broken
+
+    def done(self):
+        if self._broken:
+            raise PeerLostError(f"the connection to rank {self.peer} broke", self.peer)
+        return False
+
+
+def test_a_rank_whose_connection_broke_is_waited_for_until_it_is_known_what_became_of_it():
+    def steps():
+        yield [Pending(1, broken=True), Pending(2)]
+
+    transport = SimpleNamespace(watch=lambda transfers: None)
+    operation = Operation("an allreduce", steps(), transport, lambda result: None)
+    assert operation.advance() is False
+    assert operation.awaited_peers() == {1, 2}
 
 
 def test_who_leaves_blames_nobody_for_the_silence_while_the_whole_machine_was_paused():

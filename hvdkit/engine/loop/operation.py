@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import Any
 
-from hvdkit.errors import HorovodInternalError
+from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transfer, Transport
 
 
@@ -59,7 +59,14 @@ class Operation:
         """The ranks whose transfers are not done; all members where a device's collective does not tell."""
         peers: set[int] = set()
         for transfer in self._pending:
-            if not transfer.done():
+            if not _is_done(transfer):
                 several = getattr(transfer, "awaited", None)
                 peers.update([transfer.peer] if several is None else several())
         return peers.difference((-1,)).union(self._members) if -1 in peers else peers
+
+
+def _is_done(transfer: Transfer) -> bool:
+    try:
+        return transfer.done()
+    except PeerLostError:  # it never will be: whoever asks knows better whether its peer is lost or has left
+        return False
