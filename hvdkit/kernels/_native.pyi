@@ -53,7 +53,6 @@ class DefaultFloats:
 class Window:
     """A part of a memory file, mapped into this process; a buffer of bytes."""
 
-    nbytes: int
     def __init__(self, descriptor: int, offset: int, nbytes: int) -> None: ...
     def populate(self, begin: int, nbytes: int) -> bool: ...
     def give_back(self, begin: int, nbytes: int) -> None: ...
@@ -108,7 +107,6 @@ class Post:
 class Area:
     """Slots of shared memory in which the ranks of a group stage chunks of tensors."""
 
-    slot_bytes: int
     @staticmethod
     def bytes_needed(ranks: int, depth: int, slot_bytes: int) -> int: ...
     def __init__(

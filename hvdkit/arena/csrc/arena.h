@@ -37,7 +37,6 @@ class Arena {
     bool is_open() const { return base_.load(std::memory_order_acquire) != nullptr; }
     int descriptor() const { return descriptor_; }
     std::byte* base() const { return base_.load(std::memory_order_acquire); }
-    std::size_t bytes() const { return bytes_; }
 
     // Sizes of allocations that are served, each as often as it was added.
     void add_size(std::size_t nbytes);

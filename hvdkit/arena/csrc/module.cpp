@@ -16,7 +16,6 @@ void bind_arena(py::module_& module) {
     arena.def("install_hooks", &install_hooks);
     arena.def("serve_this_thread", &serve_this_thread, py::arg("always"));
     arena.def("descriptor", [] { return Arena::process().descriptor(); });
-    arena.def("nbytes", [] { return Arena::process().bytes(); });
     arena.def("add_size", [](std::size_t nbytes) { Arena::process().add_size(nbytes); });
     arena.def("remove_size", [](std::size_t nbytes) { Arena::process().remove_size(nbytes); });
     arena.def("contains",

@@ -216,7 +216,6 @@ void bind_shared_memory(py::module_& module) {
     py::class_<Window>(module, "Window", py::buffer_protocol())
         .def(py::init<int, std::uint64_t, std::size_t>(), py::arg("descriptor"), py::arg("offset"), py::arg("nbytes"))
         .def("populate", &Window::populate, py::arg("begin"), py::arg("nbytes"), Unlocked())
-        .def_property_readonly("nbytes", &Window::nbytes)
         .def("give_back", &Window::give_back, py::arg("begin"), py::arg("nbytes"), Unlocked())
         .def("keep_from_forks", &Window::keep_from_forks)
         .def_buffer([](Window& window) {
@@ -278,8 +277,7 @@ void bind_shared_memory(py::module_& module) {
              py::keep_alive<1, 2>(), py::keep_alive<1, 8>())
         .def("own_slots", &Area::own_slots)
         .def("left_by_others", &Area::left_by_others)
-        .def("line_seconds", &Area::line_seconds)
-        .def_property_readonly("slot_bytes", &Area::slot_bytes);
+        .def("line_seconds", &Area::line_seconds);
     py::class_<Staged>(module, "Staged")
         .def(py::init(&make_staged), py::arg("area"), py::arg("mode"), py::arg("array"), py::arg("op"),
              py::arg("scale"), py::arg("shares"), py::arg("source") = py::none(),
