@@ -189,6 +189,8 @@ def case_patterns_choose_all_layers_of_a_kind(hvd: Any) -> None:
 
 def case_compressed_training_is_as_accurate_as_dense(hvd: Any) -> None:
     only_with_others(hvd)
+    if TENSORFLOW and hvd.size() == 2:
+        raise Skip("on two ranks PyTorch's backend trains so long; TensorFlow's does on three")
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))  # writers come one after the other
     images, labels, test = images[order] / 16 - 0.5, labels[order], slice(1400, None)

@@ -25,6 +25,7 @@ def test_between_nodes(case: str, ranks: int, per_node: int, transport: str) -> 
     BETWEEN[per_node].check(case, ranks, transport)
 
 
+@pytest.mark.thorough  # as between nodes of one rank each
 @pytest.mark.parametrize("case", EVERYWHERE.names)
 def test_without_shared_memory(case: str) -> None:
     WITHOUT_MEMORY.check(case, 2, "torch")

@@ -179,6 +179,7 @@ def test_gradients_for_which_one_rank_has_no_room_are_reduced_elsewhere_with_the
     assert set(digests) == {digest_in_shared_memory(transport)}
 
 
+@pytest.mark.essential(transport="torch")
 def test_a_kernel_that_can_only_set_memory_aside_is_enough(transport: str) -> None:
     digests, output = train(hidden(CANNOT_POPULATE), 2, transport)
     assert output.count("ASKED True") == 2, output
@@ -186,6 +187,7 @@ def test_a_kernel_that_can_only_set_memory_aside_is_enough(transport: str) -> No
     assert set(digests) == {digest_in_shared_memory(transport)}
 
 
+@pytest.mark.essential(transport="torch")
 def test_shared_memory_needs_no_locked_memory(transport: str) -> None:
     digests, output = train(NOTHING_LOCKED, 2, transport)
     assert output.count("LOCKED 0 0\n") == 2, output

@@ -27,6 +27,8 @@ def test_ownership(case: str, ranks: int, transport: str) -> None:
     (BESIDE if ranks == 2 else IN_TURN).check(case, ranks, transport)
 
 
+# Without shared memory, what is reduced elsewhere than in the arena goes the way that it goes between nodes.
+@pytest.mark.essential(where="no arena")
 @pytest.mark.parametrize("where", ["no arena", "no shared memory"])
 @pytest.mark.parametrize("case", BESIDE.names)
 def test_ownership_without(where: str, case: str) -> None:
