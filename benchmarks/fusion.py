@@ -13,6 +13,7 @@ from hvdkit.arena import ARENA
 from hvdkit.engine.life import runtime
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
+from hvdkit.kernels._native import Cells
 from hvdkit.transports.node.transport import NodeTransport
 
 LINE = 64
@@ -62,7 +63,7 @@ def open_one_pass() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]
     transport = runtime.engine().transport
     assert isinstance(transport, NodeTransport), "the bound needs ranks that share memory"
     rank, ranks = hvd.rank(), hvd.size()
-    cells = transport.cells(transport.window(FIRST_PLACE, ranks * LINE), 0, ranks)
+    cells = Cells(transport.memory.window(FIRST_PLACE, ranks * LINE), 0, ranks)
     met = 0
     shares: dict[int, list[Any]] = {}
 
@@ -77,7 +78,7 @@ def open_one_pass() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]
         count = x.numel()
         if count in shares:
             return one_pass(shares[count])
-        window = transport.window(FIRST_PLACE + 1 + len(shares), ranks * count * 4)
+        window = transport.memory.window(FIRST_PLACE + 1 + len(shares), ranks * count * 4)
         window.populate(0, ranks * count * 4)
         buffers = np.frombuffer(window, dtype=np.float32).reshape(ranks, count)
         buffers[rank] = x.numpy()

@@ -32,7 +32,7 @@ SMALL_STEP = [*SMALL_MODEL, "--steps", "1", "--warmup-steps", "2", "--batch-size
 BENCHMARKS = {
     "allreduce": (
         ["--smallest", "4096", "--largest", "65536", "--calls", "3"],
-        ["hvdkit fusion buffer", "hvdkit torch in place", "mpi4py", "Gloo"],
+        ["hvdkit fusion buffer", "hvdkit torch in place", "one pass", "mpi4py", "Gloo"],
     ),
     "step": ([*SMALL_STEP, "--model", "transformer"], ["alone", "DDP fp16", "hvdkit mpi", "hvdkit torch fp16"]),
     "keras_fit": (SMALL_STEP, ["alone", "hvdkit"]),

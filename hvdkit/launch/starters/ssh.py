@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
-from hvdkit.environments.network import addresses_of, is_own
 from hvdkit.launch.errors import LaunchError
+from hvdkit.launch.supervise import WORKER
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,40 @@ class Ssh:
         options = [word for setting in settings for word in ("-o", setting)]
         return ["ssh", *options, *self.login_options(), host, shlex.join(command)]
 
+    def worker(self, host: str) -> list[str]:
+        """The command that runs a worker on ``host``; hvdkit must lie at the same path there."""
+        return self.argv(host, WORKER)
+
 
 def is_local(host: str) -> bool:
     """Whether the name means this machine: only an address of its own can be bound here."""
     if host in ("localhost", socket.gethostname()):
         return True
     try:
-        return any(map(is_own, addresses_of(host)))
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False  # ssh may know it by its own configuration, or will say why not
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
 
 
-def check_reachable(hosts: Sequence[str], ssh: Ssh) -> None:
+def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
     """Log in to all hosts at the same time.
 
     Raises:
         LaunchError: it names every host that cannot be reached, and ssh's reason.
     """
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        reasons = pool.map(partial(_problem, ssh), hosts)
-        unreachable = {host: reason for host, reason in zip(hosts, reasons, strict=True) if reason is not None}
+    with contextlib.ExitStack() as stack:
+        calls = {host: stack.enter_context(_Login(host, ssh)) for host in hosts}
+        deadline = time.monotonic() + ssh.connect_timeout
+        reasons = {host: call.problem(deadline) for host, call in calls.items()}
+    unreachable = {host: reason for host, reason in reasons.items() if reason is not None}
     if unreachable:
         problems = [f"cannot reach host {host} by ssh: {reason}" for host, reason in unreachable.items()]
         command = shlex.join(["ssh", "-o", "BatchMode=yes", *ssh.login_options(), next(iter(unreachable)), "true"])
@@ -67,21 +81,36 @@ def check_reachable(hosts: Sequence[str], ssh: Ssh) -> None:
         raise LaunchError("\n".join([*problems, f"{hint}; --ssh-port and --start-timeout may help"]))
 
 
-def _problem(ssh: Ssh, host: str) -> str | None:
-    """Why one attempt to log in failed, None if it worked."""
-    null = subprocess.DEVNULL
-    # No pipe: what ssh has started, and is not killed with it, may hold that open.
-    with tempfile.TemporaryFile() as errors:
+class _Login:
+    """One attempt to log in, ended when the ``with`` block is left."""
+
+    def __init__(self, host: str, ssh: Ssh) -> None:
+        self._timeout = ssh.connect_timeout
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
+        null = subprocess.DEVNULL
         try:
-            status = subprocess.call(  # noqa: S603 (argv list; host names cannot start with a dash)
-                ssh.argv(host, ["true"]), stdin=null, stdout=null, stderr=errors, timeout=ssh.connect_timeout
+            self._call = subprocess.Popen(  # noqa: S603 (argv list; host names cannot start with a dash)
+                ssh.argv(host, ["true"]), stdin=null, stdout=null, stderr=self._errors
             )
-        except subprocess.TimeoutExpired:
-            return f"no answer within {ssh.connect_timeout:g} s"
         except OSError as error:
             raise LaunchError(f"cannot run ssh: {error}\nHINT: install an ssh client, or use one host") from error
+
+    def __enter__(self) -> _Login:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._call.kill()
+        self._call.wait()
+        self._errors.close()
+
+    def problem(self, deadline: float) -> str | None:
+        """Why the login failed, None if it worked."""
+        try:
+            status = self._call.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"no answer within {self._timeout:g} s"
         if status == 0:
             return None
-        errors.seek(0)
-        lines = errors.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else f"ssh ended with status {status}"
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else f"ssh ended with status {status}"
