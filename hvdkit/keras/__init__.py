@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from hvdkit.api import absent, common
+from hvdkit.api import absent
+from hvdkit.api import common as _common
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.keras import callbacks, unwrapped
@@ -31,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    *common.__all__,
+    *_common.__all__,
     *_OF_THE_BACKEND,
     "DistributedOptimizer",
     "PartialDistributedOptimizer",

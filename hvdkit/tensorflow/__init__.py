@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from hvdkit.api import absent, common
+from hvdkit.api import absent
+from hvdkit.api import common as _common
 from hvdkit.api.checks import handle_average_backwards_compatibility
 from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdkit.api.common import *  # noqa: F403
@@ -52,7 +53,7 @@ def __getattr__(name: str) -> Any:
 exceptions.install()
 
 __all__ = [
-    *common.__all__,
+    *_common.__all__,
     "Adasum",
     "Compression",
     "DistributedGradientTape",

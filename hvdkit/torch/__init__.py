@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from hvdkit.api import absent, common
+from hvdkit.api import absent
+from hvdkit.api import common as _common
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.job import Adasum, Max, Min, Product
 from hvdkit.api.objects import allgather_object, broadcast_object
@@ -42,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    *common.__all__,
+    *_common.__all__,
     "Adasum",
     "Compression",
     "DDPHook",

@@ -13,7 +13,7 @@ from hvdkit.transports.base import Transfer, Transport
 class Operation:
     """Drives one generator of a collective forward; ``advance`` never blocks."""
 
-    __slots__ = ("_members", "_on_done", "_pending", "_steps", "_transport", "_what", "fail", "since")
+    __slots__ = ("_broken", "_members", "_on_done", "_pending", "_steps", "_transport", "_what", "fail", "since")
 
     def __init__(
         self,
@@ -32,9 +32,12 @@ class Operation:
         self._members = members
         self.fail = on_fail  # tells whoever waits that the operation will not end
         self._pending: list[Transfer] = []
+        self._broken: PeerLostError | None = None
 
     def advance(self) -> bool | None:
         """Go as far as possible. True: finished; False: went on; None: nothing has come in. Raises what went wrong."""
+        if self._broken is not None:
+            raise self._broken
         moved: bool | None = None
         while True:
             while self._pending:
@@ -59,14 +62,16 @@ class Operation:
         """The ranks whose transfers are not done; all members where a device's collective does not tell."""
         peers: set[int] = set()
         for transfer in self._pending:
-            if not _is_done(transfer):
+            if not self._is_done(transfer):
                 several = getattr(transfer, "awaited", None)
                 peers.update([transfer.peer] if several is None else several())
         return peers.difference((-1,)).union(self._members) if -1 in peers else peers
 
-
-def _is_done(transfer: Transfer) -> bool:
-    try:
-        return transfer.done()
-    except PeerLostError:  # it never will be: whoever asks knows better whether its peer is lost or has left
-        return False
+    def _is_done(self, transfer: Transfer) -> bool:
+        try:
+            return transfer.done()
+        except PeerLostError as error:
+            # For ``advance``, whose caller knows what the operation is and whether the peer has left. MPI tells it
+            # once, and says ever after that the request is done.
+            self._broken = error
+            return False
