@@ -121,14 +121,14 @@ class Staging:
         self._begins = (begin, begin + staging_bytes(count) // 2)  # of the areas in the window
         self.lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, bells)) for at in self._begins]
         self.spin_seconds = spin_seconds
-        self._window = window
+        self.window = window
 
     def leave(self) -> None:
         """The group is no more: its memory goes back to the system, where nobody can be in it any more."""
         for start, lobby in zip(self._begins, self.lobbies, strict=True):
             if lobby.is_left():
                 begin, nbytes = lobby.area.own_slots()
-                self._window.give_back(start + begin, nbytes)
+                self.window.give_back(start + begin, nbytes)
 
     def why_handover(self, nbytes: int) -> str:
         """How chunks of a tensor of ``nbytes`` bytes are handed over for the node's sum and why, for people."""

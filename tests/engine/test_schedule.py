@@ -164,18 +164,16 @@ def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():
 
 
 def test_ranks_that_share_cores_do_not_watch_but_sleep():
-    told = [
-        {
-            **dict.fromkeys(["local_rank", "local_size", "cross_rank", "cross_size"]),
-            "host": "a",
-            "cores": [0, 1, 2, 3],
-            "threads": 1,
-        }
-        for _ in range(4)
-    ]
-    topology, transport = topology_of(0, told), MemoryTransport(0, 4, Wires(4))
-    transport.polling = True
-    assert spin_seconds(1e-4, transport, topology, 4) == 1e-4
-    assert spin_seconds(1e-4, transport, topology, 3) == 0.0
-    transport.polling = False  # and nobody rings: events come from threads of this process
-    assert spin_seconds(1e-4, transport, topology, 4) == 0.0
+    def spins(*cores: list[int], polling: bool = True) -> float:
+        launcher = dict.fromkeys(["local_rank", "local_size", "cross_rank", "cross_size"])
+        told = [{**launcher, "host": "a", "cores": one, "threads": 1} for one in cores]
+        transport = MemoryTransport(0, len(told), Wires(len(told)))
+        transport.polling = polling
+        return spin_seconds(1e-4, transport, topology_of(0, told))
+
+    everywhere = [0, 1, 2, 3]
+    assert spins(*[everywhere] * 4) == 1e-4
+    assert spins(*[everywhere] * 5) == 0.0
+    assert spins([0], [1]) == 1e-4, "as mpirun binds ranks: each has a core of its own"
+    assert spins([0], [0]) == 0.0
+    assert spins(*[everywhere] * 4, polling=False) == 0.0, "nobody rings: events come from threads of this process"

@@ -56,6 +56,7 @@ def test_an_interrupted_sum_is_an_error_on_all_ranks(transport):
         pytest.param("leaves", "named", marks=pytest.mark.thorough),
         ("leaves", "planned"),
         *(("killed", channel) for channel in ("named", "planned", "polled", "joined")),
+        pytest.param("killed", "repeated", marks=needs_native),
     ],
 )
 def test_the_others_learn_which_rank_is_gone(scenario, channel):
@@ -76,7 +77,7 @@ def test_a_killed_rank_ends_an_mpi_job(channel):
 
 
 @pytest.mark.essential(transport="torch")
-@pytest.mark.parametrize("channel", ["planned", "polled", "joined"])
+@pytest.mark.parametrize("channel", ["planned", "polled", "joined", pytest.param("repeated", marks=needs_native)])
 def test_a_stopped_rank_is_lost_after_the_timeout(channel, transport):
     processes = start_ranks([*WORKER, "stopped", channel], 3, transport, preload=TORCH, HVDKIT_TIMEOUT_SECONDS="4")
     outputs: list[str] = []
@@ -215,7 +216,7 @@ def test_a_late_rank_is_waited_for_and_warned_about(channel, transport):
 
 
 @pytest.mark.essential(transport="mpi")
-@channels
+@pytest.mark.parametrize("channel", ["named", "planned", pytest.param("repeated", marks=needs_native)])
 def test_a_rank_that_is_too_late_becomes_an_error(channel, transport):
     settings = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
     status, output = run_ranks([*WORKER, "late", channel], 2, transport, timeout=60, preload=TORCH, **settings)

@@ -11,6 +11,7 @@ import time
 import torch
 
 import hvdkit.torch as hvd
+from hvdkit.engine.life import runtime
 from hvdkit.engine.life.ending import ENDING
 from hvdkit.engine.steps.node_pass import NodePass
 from tests import measured
@@ -49,7 +50,7 @@ def interrupt(*arguments: object) -> None:
 
 
 def wait_for_rank_1(channel: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    if channel == "named":
+    if channel in ("named", "repeated"):
         hvd.allreduce(torch.ones(1000), name="grad")
     elif channel == "polled":
         handles = [hvd.allreduce_async(torch.ones(1000), name=f"grad{number}") for number in range(2)]
@@ -72,6 +73,8 @@ def wait_for_rank_1(channel: str, optimizer: torch.optim.Optimizer, model: torch
 
 
 def main(scenario: str, channel: str) -> None:
+    if channel == "repeated":
+        os.sched_getaffinity = lambda process: set(range(64))  # where a rank has no core it asks the coordinator
     hvd.init()
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
@@ -83,6 +86,10 @@ def main(scenario: str, channel: str) -> None:
             wait_for_rank_1(channel, optimizer, model)
         else:
             hvd.barrier()
+        if channel == "repeated":
+            for _ in range(8):
+                wait_for_rank_1(channel, optimizer, model)
+            assert runtime.engine().groups.repetitions[0].knows("grad")
         optimizer.zero_grad()
         if hvd.rank() == 1:
             misbehave(scenario)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Group
-from hvdkit.engine.life.places import layout_of
+from hvdkit.engine.life.places import layout_of, repetitions_of
+from hvdkit.engine.life.repetitions import Repetitions
 from hvdkit.transports.base import DeviceCollectives, Transport
 
 
@@ -23,6 +24,7 @@ class Groups:
         self._choice = choice
         self._pass_spin_seconds = pass_spin_seconds
         self._groups: dict[int, Group] = {}
+        self.repetitions: dict[int, Repetitions] = {}  # of those that have any
         self._making = threading.Lock()  # the driver and who registers gradients ask
         self.device: str | None = None  # ("cuda:0") that this rank's named operations have used last
         self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
@@ -34,6 +36,9 @@ class Groups:
                 group = Group(self.transport, self.ranks[process_set_id], self._choice)
                 group.layout = layout_of(group, process_set_id, self._pass_spin_seconds)
                 self._groups[process_set_id] = group
+                repetitions = repetitions_of(group)
+                if repetitions is not None:
+                    self.repetitions[process_set_id] = repetitions
             return self._groups[process_set_id]
 
     def device_collectives(self, process_set_id: int, device: str) -> DeviceCollectives | None:
@@ -54,12 +59,19 @@ class Groups:
         """All ranks have agreed that there is no such set any more."""
         self.ranks.pop(process_set_id, None)
         group = self._groups.pop(process_set_id, None)
+        if process_set_id in self.repetitions:
+            self.repetitions.pop(process_set_id).leave()
         if group is not None and group.layout is not None and group.layout.staging is not None:
             group.layout.staging.leave()
         for key in [key for key in self._device_collectives if key[0] == process_set_id]:
             collectives = self._device_collectives.pop(key)
             if collectives is not None:
                 collectives.close()
+
+    def forget_repetitions(self) -> None:
+        """From now on the coordinator is asked for each operation."""
+        for repetitions in self.repetitions.values():
+            repetitions.forget_all()
 
     def bytes_sent(self) -> int:
         """What this rank has sent in all process sets that there are."""

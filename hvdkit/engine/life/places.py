@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
+from hvdkit.engine.life.repetitions import PLACES, Repetitions, most_bytes
 from hvdkit.engine.steps.plan import Slot, small_offsets
 
 if TYPE_CHECKING:
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
 def staging_place(process_set_id: int) -> int:
     """Where the ranks of a process set stage tensors."""
     return 2 * process_set_id + 1
+
+
+def group_bytes(ranks: int) -> int:
+    """What a process set's ranks on one node, so many, share: their staging, and operations that come again."""
+    from hvdkit.kernels._native import Repeated
+
+    return staging_bytes(ranks) + Repeated.bytes_needed(ranks, PLACES, most_bytes(ranks))
 
 
 def lane_place(lane_id: int) -> int:
@@ -37,8 +46,24 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     from hvdkit.transports.node.transport import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    window = transport.memory.window(staging_place(process_set_id), staging_bytes(len(node)))
+    window = transport.memory.window(staging_place(process_set_id), group_bytes(len(node)))
     return Layout(nodes, Staging(node, rank, window, 0, transport.bells_of(node), spin_seconds))
+
+
+def repetitions_of(group: Group) -> Repetitions | None:
+    """Small operations that come again in a process set; None if not all of its ranks share memory, each with a core.
+
+    Where there are more ranks than cores, one that waits keeps another from coming.
+    """
+    staging = None if group.layout is None else group.layout.staging
+    if staging is None or len(staging.members) < group.size or staging.spin_seconds == 0:
+        return None
+    from hvdkit.kernels._native import Repeated
+
+    begin, most = staging_bytes(group.size), most_bytes(group.size)
+    area = Repeated(staging.window, begin, group.size, group.rank, PLACES, most)
+    nbytes = Repeated.bytes_needed(group.size, PLACES, most)
+    return Repetitions(area, most, partial(staging.window.give_back, begin, nbytes))
 
 
 def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePass | None, str]:

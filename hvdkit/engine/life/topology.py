@@ -20,6 +20,7 @@ class Topology:
     is_homogeneous: bool
     hosts: tuple[str, ...]  # the host of each rank
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, ascending
+    cores: int = 1  # that any of this node's ranks may run on
     is_full: bool = False  # on every node the ranks' threads have every core that they may run on
 
     def describe(self, rank: int) -> str:
@@ -50,14 +51,21 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
     homogeneous = len({len(members) for members in nodes}) == 1
     hosts = tuple(str(one["host"]) for one in told)
     placed = tuple(tuple(members) for members in nodes)
-    is_full = all(_is_full([told[one] for one in members]) for members in nodes)
-    return Topology(rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts, placed, is_full)
-
-
-def _is_full(ranks: Sequence[dict[str, Any]]) -> bool:
-    """Whether the threads of one node's ranks are as many as the cores that any of them may run on."""
-    cores, threads = {core for one in ranks for core in one["cores"]}, [int(one["threads"]) for one in ranks]
-    return len(cores) <= sum(threads)
+    cores = [len({core for one in members for core in told[one]["cores"]}) for members in nodes]
+    threads = [sum(int(told[one]["threads"]) for one in members) for members in nodes]
+    return Topology(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        cross_rank,
+        cross_size,
+        homogeneous,
+        hosts,
+        placed,
+        cores[nodes.index(node)],
+        is_full=all(there <= busy for there, busy in zip(cores, threads, strict=True)),
+    )
 
 
 def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:

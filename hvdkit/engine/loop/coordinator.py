@@ -30,6 +30,9 @@ from hvdkit.engine.loop.messages import (
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.requests import Key, Request, Signature
 
+# How many operations are remembered to see that they come again.
+REPEATED_KEYS = 4096
+
 
 @dataclass(slots=True)
 class Entry:
@@ -88,6 +91,8 @@ class Coordinator:
         self._sequence = 0
         self._lanes = 0
         self._process_sets = 0
+        self._repeated: dict[object, Signature | None] = {}  # what came once, or, with None, has a place
+        self._places = 0
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -126,6 +131,21 @@ class Coordinator:
         """A number that no lane has had."""
         self._lanes += 1
         return self._lanes
+
+    def next_place(self, what: object, signature: Signature) -> int | None:
+        """A number that no operation has had, for one that comes for the second time as it was; None at other times.
+
+        Where all ranks take part themselves: one that has joined does not count how often it came.
+        """
+        if self._joined:
+            return None
+        is_new, known = what not in self._repeated, self._repeated.pop(what, None)
+        comes_again = known == signature
+        self._repeated[what] = signature if is_new or (known is not None and not comes_again) else None
+        if len(self._repeated) > REPEATED_KEYS:
+            self._repeated.pop(next(iter(self._repeated)))  # the one that came last before all others
+        self._places += comes_again
+        return self._places - 1 if comes_again else None
 
     def depart(self, rank: int, reason: str) -> None:
         """A rank has left the job: what waits for it fails, a join included."""
@@ -287,6 +307,7 @@ class Coordinator:
 
     def _join(self, rank: int) -> None:
         self._joined.append(rank)
+        self._repeated.clear()
         self._fail_join()
         everyone = self.members[0]
         for key in [key for key in self._pending if key.process_set == 0]:

@@ -16,7 +16,7 @@ from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
 from hvdkit.engine.life.groups import Groups
 from hvdkit.engine.life.topology import Topology
-from hvdkit.engine.loop.driver import Driver, spin_seconds, usable_cores
+from hvdkit.engine.loop.driver import Driver, spin_seconds
 from hvdkit.engine.loop.joining import Joining
 from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import Lost
@@ -28,7 +28,7 @@ from hvdkit.engine.ops.batches import Batches
 from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.named import NamedOperations
-from hvdkit.engine.ops.requests import Call, Signature
+from hvdkit.engine.ops.requests import Call, ReduceRequest, Signature
 from hvdkit.engine.ops.submissions import Submissions
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
@@ -74,7 +74,7 @@ class Engine(NamedOperations):
         self.submissions = Submissions()
         self._process = os.getpid()
         self.telemetry = Telemetry(topology.rank)
-        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology, len(usable_cores()))
+        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology)
         self.driver = Driver(
             self._round,
             self.busy,
@@ -98,7 +98,9 @@ class Engine(NamedOperations):
             self.mailbox, transport, sizes.bucket, settings.cache_capacity, static_process_sets
         )
         self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive)
-        self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations)
+        self.joining = Joining(
+            self.negotiation, self.lanes, self.submissions, self.operations, self.groups.forget_repetitions
+        )
         self.batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
         self.watch = Watch(settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations)
         if transport.size > 1:
@@ -267,6 +269,28 @@ class Engine(NamedOperations):
             raise PeerLostError(text, self.error.rank) from self.error
         raise HorovodInternalError(text) from self.error
 
+    def allreduce(
+        self,
+        arrays: Sequence[Array | DeviceArray],
+        request: ReduceRequest,
+        call: Call,
+        sources: Sequence[Array] | None = None,
+    ) -> Handle:
+        repetitions = self.groups.repetitions.get(call.process_set_id)
+        if repetitions and len(arrays) == 1 and self.error is None:
+            if call.name is None:
+                call = call._replace(number=self.submissions.count("allreduce", call.process_set_id))
+            source = None if sources is None else sources[0]
+            # Of what is in flight already the name may be the same, which is an error.
+            asks = call.wake or bool(self.submissions) or self.telemetry.timeline is not None
+            if repetitions.reduce(arrays[0], source, request, call, asks):
+                if self._going_on is not None:
+                    self._going_on()
+                handle = Handle("an allreduce", call.name, self._drive)
+                handle.finish(arrays)
+                return handle
+        return super().allreduce(arrays, request, call, sources)
+
     def submit(
         self,
         kind: str,
@@ -288,7 +312,7 @@ class Engine(NamedOperations):
                 f"{kind}: rank {self.topology.rank} is not in process set {call.process_set_id}, which {there}.\n"
                 "HINT: call it only where process_set.included() is true."
             )
-        key = self.submissions.key_for(kind, call.process_set_id, call.name)
+        key = self.submissions.key_for(kind, call)
         signature = {"kind": kind, "ps": call.process_set_id, **fields}
         handle = Handle(key, call.name, self._drive)
         at = None if sources is None else list(sources)

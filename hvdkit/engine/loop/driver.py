@@ -27,12 +27,12 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def spin_seconds(asked: float, transport: Transport, topology: Topology, cores: int) -> float:
+def spin_seconds(asked: float, transport: Transport, topology: Topology) -> float:
     """For how long a thread that waits may watch without giving up its core: not at all where ranks share cores."""
     if not (transport.polling or transport.bell is not None):
         return 0.0  # events come from threads of this process, which need the core
     ranks_here = len(next(node for node in topology.nodes if topology.rank in node))
-    return asked if ranks_here <= cores else 0.0
+    return asked if ranks_here <= topology.cores else 0.0
 
 
 class Signal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Join, JoinDone, Joined, JoinFailed, LaneStarted
@@ -24,8 +25,14 @@ class Joining:
     """
 
     def __init__(
-        self, negotiation: Negotiation, lanes: Lanes, submissions: Submissions, operations: list[Operation]
+        self,
+        negotiation: Negotiation,
+        lanes: Lanes,
+        submissions: Submissions,
+        operations: list[Operation],
+        on_joined: Callable[[], None],
     ) -> None:
+        self._on_joined = on_joined
         self._negotiation, self._mailbox = negotiation, negotiation.mailbox
         self._open_lanes, self._submissions, self._operations = lanes, submissions, operations
         self._rank = self._mailbox.topology.rank
@@ -88,6 +95,7 @@ class Joining:
         """A rank takes part with zeros from now on; tell it how far the lanes are that wait for it."""
         rank = message.rank
         self._ranks.add(rank)
+        self._on_joined()
         if rank != self._rank:
             for lane in list(self._open_lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:

@@ -15,7 +15,7 @@ from hvdkit.engine.loop.tags import named_tag
 from hvdkit.engine.ops import KINDS, Batch, Submission
 from hvdkit.engine.ops.device_operations import staged, zeros_on_device
 from hvdkit.engine.ops.handle import Handle
-from hvdkit.engine.ops.requests import Key, Signature
+from hvdkit.engine.ops.requests import Key, Signature, automatic_number
 from hvdkit.engine.ops.submissions import Submissions
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
@@ -46,6 +46,8 @@ class Batches:
         """The coordinator found an error; this rank's request ends with it."""
         key, kind = Key(message.process_set, message.kind, message.name), REJECTED[message.cause]
         submission = self._submissions.pop(key, None)
+        if key.process_set in self._groups.repetitions:
+            self._groups.repetitions[key.process_set].forget(key.name if automatic_number(key) is None else None)
         if submission is not None:
             self._telemetry.end(key)
             submission.handle.fail(kind(message.text))
@@ -57,13 +59,15 @@ class Batches:
         telemetry = self._telemetry
         process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
         group = self._groups.group(process_set_id)  # may fail, so before anything is taken from who waits
-        submissions, extras = [], []
+        submissions, extras, row = [], [], KINDS[kind]
         for index, (name, extra) in enumerate(message.names):
             key = Key(process_set_id, kind, name)
             submission = self._submissions.pop(key, None)
             submissions.append(submission or self._zeros(key, signatures, index))
             extras.append(extra)
-        row, direct = KINDS[kind], submissions[0].signature.get("direct")
+            if row.begun is not None:
+                row.begun(self._groups, submissions[-1], extra)
+        direct = submissions[0].signature.get("direct")
         tag = named_tag(message.sequence)
 
         # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.

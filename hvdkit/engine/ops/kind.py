@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from hvdkit.collectives.group import Array, Steps
 from hvdkit.engine.life.groups import Groups
-from hvdkit.engine.ops.batch import Batch
+from hvdkit.engine.ops.batch import Batch, Submission
 from hvdkit.engine.ops.requests import Key, Request, Signature, mismatch
 from hvdkit.transports.base import DeviceCollectives
 
@@ -23,6 +23,9 @@ class Assigned(Protocol):
 
     def next_lane(self) -> int:
         """A number that no lane has had."""
+
+    def next_place(self, what: object, signature: Signature) -> int | None:
+        """The number of a place for an operation that comes for the second time; None at all other times."""
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:
         """The number of a new set of these ranks; None where there is one."""
@@ -57,6 +60,8 @@ class Kind:
     mismatch: Callable[[Key, Requests], str | None] = mismatch
     # What members need to know of each other, or what the coordinator assigns; None: only that all have asked.
     decide: Callable[[Assigned, Key, Requests], Any] | None = None
+    # What each rank does about that when it starts the operation.
+    begun: Callable[[Groups, Submission, Any], None] | None = None
     # What a rank that has joined contributes; None where it cannot take part.
     joined: Callable[[Signature], list[Array]] | None = None
     run: Callable[[Batch], Ways] = agreed

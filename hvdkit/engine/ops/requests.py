@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from hvdkit.compression import CASTS, Codec
 from hvdkit.kernels import ReduceOp
 
+# In names that operations without one get.
+AUTOMATIC = ".noname."
+
 # A signature travels as a JSON object with these fields; absent ones do not apply to the kind of operation.
 Signature = dict[str, Any]
 
@@ -22,6 +25,17 @@ class Key(NamedTuple):
         return f"{self.kind} '{self.name}'" + (f" in process set {self.process_set}" if self.process_set else "")
 
 
+def automatic_key(process_set: int, kind: str, number: int) -> Key:
+    """Of an operation without a name, of which ranks have counted ``number`` before."""
+    return Key(process_set, kind, f"{kind}{AUTOMATIC}{number}")
+
+
+def automatic_number(key: Key) -> int | None:
+    """What ``automatic_key`` was given; None for the key of an operation with a name."""
+    kind, automatic, number = key.name.partition(AUTOMATIC)
+    return int(number) if automatic and kind == key.kind and number.isdecimal() else None
+
+
 class Call(NamedTuple):
     """How an operation was called: what all of them have in common."""
 
@@ -29,6 +43,7 @@ class Call(NamedTuple):
     process_set_id: int = 0
     device: str = "cpu"  # the type of device where the user's tensors are
     wake: bool = True  # False leaves the driving to a caller who waits at once
+    number: int | None = None  # of a call without a name, where it was counted
 
 
 class ReduceRequest(NamedTuple):

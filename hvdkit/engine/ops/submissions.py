@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from hvdkit.engine.ops import KINDS, Submission, tensor_kinds
-from hvdkit.engine.ops.requests import Key
+from hvdkit.engine.ops.requests import Call, Key, automatic_key
 from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
 
@@ -17,13 +17,18 @@ class Submissions(dict[Key, Submission]):
         self._automatic: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    def key_for(self, kind: str, process_set_id: int, name: str | None) -> Key:
-        """The key of an operation; one without a name gets a number."""
-        if name is None:
-            with self._lock:
-                number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
-            name = f"{kind}.noname.{number}"
-        return Key(process_set_id, kind, name)
+    def key_for(self, kind: str, call: Call) -> Key:
+        """The key of an operation; one without a name gets a number, if the call has none."""
+        if call.name is not None:
+            return Key(call.process_set_id, kind, call.name)
+        number = self.count(kind, call.process_set_id) if call.number is None else call.number
+        return automatic_key(call.process_set_id, kind, number)
+
+    def count(self, kind: str, process_set_id: int) -> int:
+        """The number of a call without a name."""
+        with self._lock:
+            number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
+        return number
 
     def enter(self, submission: Submission) -> None:
         """Keep a submission. Raises DuplicateNameError where its name is in flight."""

@@ -14,6 +14,7 @@
 #include "in_place.h"
 #include "last_resort.h"
 #include "post.h"
+#include "repeated.h"
 #include "staged.h"
 #include "window.h"
 
@@ -133,6 +134,36 @@ Staged make_staged(Area& area, int mode, py::handle array, py::handle op, py::ha
     }
     return Staged(area, static_cast<Mode>(mode), data.dtype, op_argument(function, op), at_last, data.data, data.count,
                   std::move(shares), from.data, std::move(past_cache), measure);
+}
+
+// For so long, who waits for ranks that come at the same moment keeps Python's lock.
+constexpr double kMomentSeconds = 20e-6;
+
+bool reduce_repeated(Repeated& repeated, std::size_t place, std::uint64_t turn, py::handle array, py::handle op,
+                     py::handle scale, py::handle source, double seconds) {
+    constexpr const char* function = "Repeated.allreduce";
+    const Array target = array_argument(function, "array", array, Access::write);
+    const Scale at_last = scale_argument(function, "scale", scale, target.dtype);
+    const Array from = source.is_none() ? target : array_argument(function, "source", source, Access::read);
+    if (from.dtype != target.dtype) throw py::type_error("Repeated.allreduce: source: expected the dtype of array");
+    check_pair(function, target, from);
+    const std::size_t nbytes = target.count * size_of(target.dtype);
+    if (place >= repeated.places()) throw py::index_error("Repeated.allreduce: no such place");
+    if (nbytes > repeated.most_bytes()) throw py::value_error("Repeated.allreduce: the array is too large");
+    const Op reduction = op_argument(function, op);
+    if (!repeated.arrive(place, turn, from.data, nbytes, kMomentSeconds)) return false;
+    auto state = repeated.wait(place, turn, kMomentSeconds);
+    if (state == Repeated::State::open) {
+        const py::gil_scoped_release unlocked;
+        state = repeated.wait(place, turn, seconds);
+        if (state == Repeated::State::open) {
+            repeated.withdraw(place, turn);
+            state = repeated.wait(place, turn, seconds);  // the last one may have come at this moment
+        }
+    }
+    if (state != Repeated::State::complete) return false;
+    repeated.reduce(place, turn, target.dtype, reduction, at_last, target.data, target.count);
+    return true;
 }
 
 // What each rank has: its region of the window; its arena, which for this rank is the process's own.
@@ -285,6 +316,20 @@ void bind_shared_memory(py::module_& module) {
              py::keep_alive<1, 4>(), py::keep_alive<1, 8>())
         .def("advance", &Staged::advance, py::arg("spin_seconds"), Unlocked())
         .def("awaited", &Staged::awaited);
+    py::class_<Repeated>(module, "Repeated")
+        .def_static("bytes_needed", &Repeated::bytes_needed)
+        .def(py::init([](Window& window, std::size_t offset, std::size_t ranks, std::size_t me, std::size_t places,
+                         std::size_t most_bytes) {
+                 std::byte* const base = within(window, offset, Repeated::bytes_needed(ranks, places, most_bytes));
+                 return std::make_unique<Repeated>(base, ranks, me, places, most_bytes);
+             }),
+             py::keep_alive<1, 2>())
+        .def("allreduce", &reduce_repeated, py::arg("place"), py::arg("turn"), py::arg("array"), py::arg("op"),
+             py::arg("scale"), py::arg("source"), py::arg("seconds"))
+        .def("withdraw", [](Repeated& repeated, std::size_t place, std::uint64_t turn) {
+            if (place >= repeated.places()) throw py::index_error("Repeated.withdraw: no such place");
+            repeated.withdraw(place, turn);
+        });
     py::class_<InPlace>(module, "InPlace")
         .def_static("table_bytes", &InPlace::table_bytes, py::arg("ranks"), py::arg("slots"))
         .def(py::init(&make_in_place), py::arg("window"), py::arg("table_offset"), py::arg("me"), py::arg("slots"),

@@ -1,0 +1,35 @@
+"""Which allreduces the ranks of a node may do alone when they come again; see life/repetitions."""
+
+from __future__ import annotations
+
+import math
+
+from hvdkit.engine.life.groups import Groups
+from hvdkit.engine.life.repetitions import Content, most_bytes
+from hvdkit.engine.ops.batch import Submission, effective
+from hvdkit.engine.ops.kind import Assigned, Requests
+from hvdkit.engine.ops.requests import Key, automatic_number
+from hvdkit.kernels import ReduceOp
+
+
+def place_for(assigned: Assigned, key: Key, requests: Requests) -> int | None:
+    """The number of a place, once, for what comes again and is small and simple enough."""
+    signature = next(iter(requests.values())).signature
+    is_simple = len(signature["shape"]) == 1 and signature["prescale"] == 1.0 and signature["op"] != ReduceOp.ADASUM
+    is_plain = "codec" not in signature and signature["device"] == "cpu"
+    if not is_simple or not is_plain or math.prod(signature["shape"][0]) > most_bytes(2):
+        return None
+    # What has no name is the same again where all else is.
+    return assigned.next_place(key if automatic_number(key) is None else str(signature), signature)
+
+
+def learn(groups: Groups, submission: Submission, number: int | None) -> None:
+    """What was submitted has a place from now on, if ``number`` is one and these ranks can do it alone."""
+    repetitions, array = groups.repetitions.get(submission.key.process_set), submission.arrays[0]
+    if number is None or repetitions is None:
+        return
+    signature, label = submission.signature, submission.handle.label
+    op, postscale = ReduceOp(signature["op"]), signature["postscale"]
+    content = Content(label, array.dtype, array.shape, op, postscale)
+    size = len(groups.ranks[submission.key.process_set])
+    repetitions.learn(content, array.nbytes, number, *effective(op, postscale, size))
