@@ -148,6 +148,13 @@ class Transport(ABC):
         """The name of the transport that carries messages, which layers may stand before."""
         return self.name
 
+    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
+        """Give back what was needed to meet, and connections to the ranks ``carried``, who are reached otherwise.
+
+        ``agree`` returns when all ranks have called it: then nothing is under way on those connections.
+        """
+        agree()
+
     def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
         """Start, now that all ranks are connected, what else carries buffers; the transport to use from here on.
 
@@ -214,6 +221,9 @@ class Layer(Transport):
     @property
     def carrier(self) -> str:
         return self.inner.carrier
+
+    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
+        self.inner.settle(carried, agree)
 
     def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
         self.inner = self.inner.start(exchange, start_seconds, silence_seconds)

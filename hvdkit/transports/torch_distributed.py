@@ -86,12 +86,16 @@ class GlooTransport(Transport):
         self._frames_sent: deque[TorchTransfer] = deque()
         self._lost: dict[int, str] = {}
         self._closing = False
+        self._left: set[int] = set()  # peers that are reached otherwise
         self._device_collectives: list[DeviceCollectives] = []
-        self._receivers = [
-            threading.Thread(target=self._receive_control, args=(peer,), name=f"hvdkit-control-{peer}", daemon=True)
-            for peer in self._peers()
-        ]
-        for receiver in self._receivers:
+        self._receivers = {
+            peer: threading.Thread(
+                target=self._receive_control, args=(peer,), name=f"hvdkit-control-{peer}", daemon=True
+            )
+            for peer in range(size)
+            if peer != rank
+        }
+        for receiver in self._receivers.values():
             receiver.start()
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
@@ -151,7 +155,7 @@ class GlooTransport(Transport):
                 self._group.recv([frame], peer, CONTROL_TAG).wait(NEVER)
             except RuntimeError as error:
                 # A thread of its own for each peer, since this is also how a dead peer is noticed at once.
-                if not self._closing:
+                if not self._closing and peer not in self._left:
                     self._lost[peer] = str(error).splitlines()[0]
                     self._waker()
                 return
@@ -166,6 +170,15 @@ class GlooTransport(Transport):
                 message.clear()
                 self._waker()
 
+    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
+        self._left.update(carried)  # before any of them breaks its connection to this rank
+        agree()
+        self._break_connections(carried)
+        if len(self._left) == self.size - 1:
+            self._waiters.close(timeout_seconds=1.0)
+            self._waiters = Waiters("hvdkit-wait")
+            self._group = None
+
     def close(self, graceful: bool) -> None:
         """Break the connections, so that every thread of ours ends before the process does."""
         self._closing = True
@@ -173,16 +186,17 @@ class GlooTransport(Transport):
         for collectives in self._device_collectives:
             collectives.close()  # ends what waiter threads may be waiting for
         self._device_collectives.clear()
-        for receiver, peer in zip(self._receivers, self._peers(), strict=True):
-            if receiver.is_alive():
-                self._break_connection(peer)
-            receiver.join(timeout=1.0)
+        self._break_connections(list(self._receivers))
         self._waiters.close(timeout_seconds=1.0)
         self._frames_sent.clear()
         self._group = None  # gives Gloo's threads and sockets back
 
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.size) if peer != self.rank]
+    def _break_connections(self, peers: Sequence[int]) -> None:
+        for peer in peers:
+            receiver = self._receivers.pop(peer)
+            if receiver.is_alive():
+                self._break_connection(peer)
+            receiver.join(timeout=1.0)
 
     def _break_connection(self, peer: int) -> None:
         """Gloo has no call for it, but it closes a connection on which a wait has timed out."""
@@ -244,6 +258,11 @@ class TorchTransport(GlooTransport):
 
     # Replaced in tests, which have no GPU.
     _open_device: Callable[[Any, int, int, str, float], DeviceCollectives | None] = staticmethod(open_nccl)
+
+    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
+        super().settle(carried, agree)
+        if not self.device_types:  # else more is agreed on there
+            self._store = None
 
     def close(self, graceful: bool) -> None:
         super().close(graceful)

@@ -44,6 +44,7 @@ class Waiters:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # what it holds is not needed while this thread waits
             with self._lock:
                 self._idle += 1
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +117,19 @@ def case_an_array_of_more_bytes_than_one_message_arrives(hvd):
         assert torch.equal(hvd.allreduce(values, op=hvd.Average), values)
     finally:
         mpi.LARGEST_MESSAGE = before
+
+
+def case_ranks_that_share_memory_keep_no_connections_and_no_threads_for_each_other(hvd):
+    if runtime.engine().transport.name != "torch":
+        return
+    transport = runtime.engine().transport
+    together = getattr(transport, "members", [hvd.rank()])
+    apart = [rank for rank in range(hvd.size()) if rank not in together]
+    waiting = {thread.name for thread in threading.enumerate() if thread.name.startswith("hvdkit-control-")}
+    assert waiting == {f"hvdkit-control-{rank}" for rank in apart}
+    if not apart:
+        assert sum(stat.S_ISSOCK(one.stat().st_mode) for one in Path("/proc/self/fd").iterdir() if one.exists()) <= 4
+    good_allreduce(hvd)
 
 
 def case_communication_statistics_count_bytes(hvd):

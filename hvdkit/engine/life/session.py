@@ -60,7 +60,9 @@ class Session:
             # Others wait for the outcome with a deadline.
             start_seconds = min(settings.start_timeout_seconds, settings.timeout_seconds / 2)
             transport = connected.start(exchange, start_seconds, settings.timeout_seconds)
-            transport = share_memory(transport, topology, settings, exchange)
+            connected = transport = share_memory(transport, topology, settings, exchange)
+            if transport.size > 1:  # what all say from now on goes over the memory of nodes
+                transport.settle([], lambda: exchange(b"here"))
             network = Network(0.0, 0.0)
             if transport.size > 1 and transport.beats:
                 self._heartbeat = start_heartbeat(transport, world, exchange, settings.timeout_seconds, start_seconds)

@@ -20,7 +20,8 @@ from hvdkit.transports.mpi import MEETING_TAG, start_mpi
 from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.security.listening import addresses_for, listen, place_to_meet
 
-# A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place.
+# A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place. None:
+# another process serves it, also where the ranks of a smaller job meet there.
 _served: dict[tuple[str, int], Any] = {}
 
 # More than an address and a port ever need, or an error that says why there are none.
@@ -69,9 +70,9 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
 
 def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
     place = (rendezvous.host, rendezvous.port)
-    if place in _served:
+    if _served.get(place) is not None:
         return _served[place]
-    serves = world.rank == 0 and rendezvous.kind in ("tcp", "fd")
+    serves = world.rank == 0 and rendezvous.kind in ("tcp", "fd") and place not in _served
     host, descriptor = rendezvous.host, rendezvous.listen_fd
     if rendezvous.kind == "tcp":
         host, address = place_to_meet(world, host)
@@ -100,7 +101,7 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
             "HINT: check that rank 0 runs, that the address is right on every host and the port is free and not "
             "filtered; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
         ) from error
-    _served[place] = store
+    _served[place] = store if serves else None
     return store
 
 
