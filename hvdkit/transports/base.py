@@ -151,7 +151,7 @@ class Transport(ABC):
     def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
         """Give back what was needed to meet, and connections to the ranks ``carried``, who are reached otherwise.
 
-        ``agree`` returns when all ranks have called it: then nothing is under way on those connections.
+        ``agree`` returns when all ranks have called it: then nothing is under way to those.
         """
         agree()
 

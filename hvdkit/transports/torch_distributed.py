@@ -86,7 +86,7 @@ class GlooTransport(Transport):
         self._frames_sent: deque[TorchTransfer] = deque()
         self._lost: dict[int, str] = {}
         self._closing = False
-        self._left: set[int] = set()  # peers that are reached otherwise
+        self._is_left = False  # all ranks are reached otherwise
         self._device_collectives: list[DeviceCollectives] = []
         self._receivers = {
             peer: threading.Thread(
@@ -155,7 +155,7 @@ class GlooTransport(Transport):
                 self._group.recv([frame], peer, CONTROL_TAG).wait(NEVER)
             except RuntimeError as error:
                 # A thread of its own for each peer, since this is also how a dead peer is noticed at once.
-                if not self._closing and peer not in self._left:
+                if not self._closing and not self._is_left:
                     self._lost[peer] = str(error).splitlines()[0]
                     self._waker()
                 return
@@ -171,10 +171,10 @@ class GlooTransport(Transport):
                 self._waker()
 
     def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
-        self._left.update(carried)  # before any of them breaks its connection to this rank
+        self._is_left = len(carried) == self.size - 1  # before another rank breaks its connection to this one
         agree()
-        self._break_connections(carried)
-        if len(self._left) == self.size - 1:
+        if self._is_left:  # Gloo breaks either all of its connections or none
+            self._break_connections()
             self._waiters.close(timeout_seconds=1.0)
             self._waiters = Waiters("hvdkit-wait")
             self._group = None
@@ -186,17 +186,17 @@ class GlooTransport(Transport):
         for collectives in self._device_collectives:
             collectives.close()  # ends what waiter threads may be waiting for
         self._device_collectives.clear()
-        self._break_connections(list(self._receivers))
+        self._break_connections()
         self._waiters.close(timeout_seconds=1.0)
         self._frames_sent.clear()
         self._group = None  # gives Gloo's threads and sockets back
 
-    def _break_connections(self, peers: Sequence[int]) -> None:
-        for peer in peers:
-            receiver = self._receivers.pop(peer)
+    def _break_connections(self) -> None:
+        for peer, receiver in self._receivers.items():
             if receiver.is_alive():
                 self._break_connection(peer)
             receiver.join(timeout=1.0)
+        self._receivers.clear()
 
     def _break_connection(self, peer: int) -> None:
         """Gloo has no call for it, but it closes a connection on which a wait has timed out."""

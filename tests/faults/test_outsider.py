@@ -20,7 +20,7 @@ from hvdkit.transports.security.credentials import NONCE_BYTES
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
 from tests.preloaded import preloaded, rank_name
 from tests.ranks import ROOT, TORCH, free_port, rank_environment
-from tests.transports.shared import gone_within
+from tests.transports.shared import gone_within, needs_native
 
 START_SECONDS = 90
 END_SECONDS = 60
@@ -122,10 +122,12 @@ def assert_stands_it(running: Job, *recorded: bytes) -> None:
         running.check_ended_well()
 
 
-def test_an_outsider_changes_nothing_in_a_job_of_hvdkitrun(tmp_path):
-    with job(tmp_path, hvdkitrun("--gloo")) as running:
+@pytest.mark.parametrize("node_memory", [pytest.param("1", marks=needs_native), "0"])
+def test_an_outsider_changes_nothing_in_a_job_of_hvdkitrun(node_memory, tmp_path):
+    with job(tmp_path, hvdkitrun("--gloo"), environments=[rank_environment(HVDKIT_NODE_MEMORY=node_memory)]) as running:
         ports = running.ports()
-        assert len({port.number for port in ports}) == RANKS + 1  # the store's, and Gloo's of each rank
+        # The store's, and Gloo's of each rank where ranks have nothing else to talk through.
+        assert len({port.number for port in ports}) == (1 if node_memory == "1" else RANKS + 1)
         assert all(is_loopback(port.address) for port in ports), ports
         assert_stands_it(running)
 
