@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
+from hvdkit.engine.life.core import Engine
 from hvdkit.engine.life.goodbye import Farewell
 from hvdkit.engine.life.introduction import exchange_blobs, introduce
 from hvdkit.engine.life.measuring import measure_network
 from hvdkit.engine.life.sharing import share_memory
-from hvdkit.engine.loop.core import Engine
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError

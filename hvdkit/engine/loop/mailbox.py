@@ -8,8 +8,8 @@ from time import monotonic
 from typing import Any
 
 from hvdkit.engine.life.ending import exit_status
-from hvdkit.engine.life.topology import Topology
 from hvdkit.engine.loop.messages import Bye, Message, Pong, decode, encode
+from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport

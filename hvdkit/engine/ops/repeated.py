@@ -1,14 +1,14 @@
-"""Which allreduces the ranks of a node may do alone when they come again; see life/repetitions."""
+"""Which allreduces the ranks of a node may do alone when they come again; see ranks/repetitions."""
 
 from __future__ import annotations
 
 import math
 
-from hvdkit.engine.life.groups import Groups
-from hvdkit.engine.life.repetitions import Content, most_bytes
 from hvdkit.engine.ops.batch import Submission, effective
 from hvdkit.engine.ops.kind import Assigned, Requests
 from hvdkit.engine.ops.requests import Key, automatic_number
+from hvdkit.engine.ranks.groups import Groups
+from hvdkit.engine.ranks.repetitions import Content, most_bytes
 from hvdkit.kernels import ReduceOp
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.life.repetitions import PLACES, Repetitions, most_bytes
+from hvdkit.engine.ranks.repetitions import PLACES, Repetitions, most_bytes
 from hvdkit.engine.steps.plan import Slot, small_offsets
 
 if TYPE_CHECKING:
