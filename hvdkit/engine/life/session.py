@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
 from hvdkit.engine.life.core import Engine
+from hvdkit.engine.life.ending import exit_status
 from hvdkit.engine.life.goodbye import Farewell
 from hvdkit.engine.life.introduction import exchange_blobs, introduce
 from hvdkit.engine.life.measuring import measure_network
@@ -109,7 +110,7 @@ class Session:
             first, cause = next(iter(mailbox.departed.items()))
             reason += f", after rank {first} had left ({cause})"
         failed = failed or bool(code or engine.error)
-        farewell = Farewell(mailbox, watch, reason, mailbox.failed_with or code, failed)
+        farewell = Farewell(mailbox, watch, reason, mailbox.failed_with or exit_status(code), failed)
         engine.driver.drive_until(farewell.over)
         # A connection that breaks now is no news: its rank may have left with its goodbye unsent, and if it was killed,
         # whoever started it knows.
