@@ -36,6 +36,7 @@ from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.plan import Plan, Reduction, Slot
 from hvdkit.engine.steps.registration import register
 from hvdkit.engine.steps.schedule import Network, choose_sizes
+from hvdkit.engine.telemetry.compression_report import CompressionStatistics, compression_statistics
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.engine.telemetry.telemetry import Telemetry
@@ -150,6 +151,11 @@ class Engine(NamedOperations):
     def communication_statistics(self) -> CommunicationStatistics:
         """What communication cost this rank since init."""
         return self.telemetry.statistics.totals(self.groups.bytes_sent())
+
+    def compression_statistics(self) -> CompressionStatistics:
+        """What compression did on this rank since init."""
+        reports = ((lane.name, lane.reducer.reports()) for lane in list(self.lanes.values()))
+        return compression_statistics(reports, self.telemetry.statistics.encoded_by_name())
 
     def busy(self) -> bool:
         """Whether anything waits to be driven."""
