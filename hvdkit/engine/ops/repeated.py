@@ -25,10 +25,10 @@ def place_for(assigned: Assigned, key: Key, requests: Requests) -> int | None:
 
 def learn(groups: Groups, submission: Submission, number: int | None) -> None:
     """What was submitted has a place from now on, if ``number`` is one and these ranks can do it alone."""
-    repetitions, array = groups.repetitions.get(submission.key.process_set), submission.arrays[0]
+    repetitions = groups.repetitions.get(submission.key.process_set)
     if number is None or repetitions is None:
-        return
-    signature, label = submission.signature, submission.handle.label
+        return  # also where this rank has joined, and may have no array yet
+    array, signature, label = submission.arrays[0], submission.signature, submission.handle.label
     op, postscale = ReduceOp(signature["op"]), signature["postscale"]
     content = Content(label, array.dtype, array.shape, op, postscale)
     size = len(groups.ranks[submission.key.process_set])
