@@ -12,7 +12,7 @@ from hvdkit.api.handles import HANDLES
 from hvdkit.api.imports import after_import
 from hvdkit.api.init_arguments import check_comm, check_process_sets
 from hvdkit.engine.life import runtime
-from hvdkit.engine.telemetry.compression_report import CompressionStatistics, compression_statistics
+from hvdkit.engine.telemetry.compression_report import CompressionStatistics
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.transports.candidates import is_installed, succeeds
@@ -98,7 +98,7 @@ def is_homogeneous() -> bool:
 
 def compression_stats() -> CompressionStatistics:
     """What compression did on this rank: bytes before and after, seconds, residuals, by codec and by parameter."""
-    return compression_statistics(runtime.engine().lanes)
+    return runtime.engine().compression_statistics()
 
 
 def communication_stats() -> CommunicationStatistics:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.config import Settings
-from hvdkit.engine.life.topology import topology_of
+from hvdkit.engine.life.watch import Watch
 from hvdkit.engine.loop.messages import Ask, decode, encode
 from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.ranks.topology import topology_of
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
-from hvdkit.engine.telemetry.watch import Watch
 from hvdkit.errors import PeerLostError
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]

@@ -6,7 +6,7 @@ import threading
 import time
 
 from hvdkit.collectives.choice import AUTO
-from hvdkit.engine.life import groups
+from hvdkit.engine.ranks import groups
 from tests.network import MemoryTransport, Wires
 
 

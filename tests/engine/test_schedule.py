@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import CASTS, Int8, PowerSGD
-from hvdkit.engine.life.topology import nodes_that_share, topology_of
 from hvdkit.engine.loop.driver import spin_seconds
+from hvdkit.engine.ranks.topology import nodes_that_share, topology_of
 from hvdkit.engine.steps.arrangement import load
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, small_offsets
 from hvdkit.engine.steps.schedule import (

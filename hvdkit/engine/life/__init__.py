@@ -1,1 +1,1 @@
-"""From meeting the others to leaving them: sessions, groups of ranks, and how processes end and fork."""
+"""From meeting the others to leaving them: sessions and their engine, joins, who is late or lost, ends and forks."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from time import monotonic
 
+from hvdkit.engine.life.watch import Watch
 from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import Bye, Ping
 from hvdkit.engine.telemetry.liveness import Loss
-from hvdkit.engine.telemetry.watch import Watch
 
 # How long shutdown waits for the others to shut down too. A rank that failed only makes sure that they have heard.
 GOODBYE_SECONDS = 5.0

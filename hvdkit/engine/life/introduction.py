@@ -15,10 +15,10 @@ import hvdkit
 from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.config import Settings
-from hvdkit.engine.life.topology import Topology, topology_of
 from hvdkit.engine.loop.driver import usable_cores
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.wakeup import new_bell
+from hvdkit.engine.ranks.topology import Topology, topology_of
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdkit import config, environments
+from hvdkit.engine.life.core import Engine
 from hvdkit.engine.life.ending import ENDING, abort_mpi
 from hvdkit.engine.life.forked import watch_forks
 from hvdkit.engine.life.session import LEAVING, Session
-from hvdkit.engine.life.topology import Topology
-from hvdkit.engine.loop.core import Engine
+from hvdkit.engine.ranks.topology import Topology
 from hvdkit.environments.base import World
 from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError
 from hvdkit.transports import Job, open_transport

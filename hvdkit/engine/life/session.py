@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
+from hvdkit.engine.life.core import Engine
+from hvdkit.engine.life.ending import exit_status
 from hvdkit.engine.life.goodbye import Farewell
 from hvdkit.engine.life.introduction import exchange_blobs, introduce
 from hvdkit.engine.life.measuring import measure_network
 from hvdkit.engine.life.sharing import share_memory
-from hvdkit.engine.loop.core import Engine
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
@@ -111,7 +112,7 @@ class Session:
             first, cause = next(iter(mailbox.departed.items()))
             reason += f", after rank {first} had left ({cause})"
         failed = failed or bool(code or engine.error)
-        farewell = Farewell(mailbox, watch, reason, mailbox.failed_with or code, failed)
+        farewell = Farewell(mailbox, watch, reason, mailbox.failed_with or exit_status(code), failed)
         engine.driver.drive_until(farewell.over)
         # A connection that breaks now is no news: its rank may have left with its goodbye unsent, and if it was killed,
         # whoever started it knows.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
 from hvdkit.config import Settings
-from hvdkit.engine.life.places import group_bytes, staging_place
-from hvdkit.engine.life.topology import Topology, nodes_that_share
+from hvdkit.engine.ranks.places import group_bytes, staging_place
+from hvdkit.engine.ranks.topology import Topology, nodes_that_share
 from hvdkit.transports.base import Exchange, Transport
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""The thread that drives what is in flight, and how ranks agree on it."""
+"""The thread that drives what is in flight, how ranks agree on it, and what runs then."""

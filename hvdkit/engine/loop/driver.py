@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from hvdkit.engine.life.topology import Topology
 from hvdkit.engine.loop.wakeup import Bell
+from hvdkit.engine.ranks.topology import Topology
 from hvdkit.transports.base import Transport
 
 SHORTEST_PAUSE = 50e-6

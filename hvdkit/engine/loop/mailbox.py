@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
 
-from hvdkit.engine.life.ending import exit_status
-from hvdkit.engine.life.topology import Topology
 from hvdkit.engine.loop.messages import Bye, Message, Pong, decode, encode
+from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
@@ -94,7 +93,7 @@ class Mailbox:
     def departs(self, rank: int, reason: str, code: int) -> None:
         """A rank has said goodbye, or another one told that it did."""
         self.departed[rank] = str(reason)
-        self.failed_with = self.failed_with or exit_status(code)
+        self.failed_with = self.failed_with or code
         self.departed_at.setdefault(rank, monotonic())
 
     def me(self) -> str:

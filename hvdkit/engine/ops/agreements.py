@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdkit.engine.life.groups import Groups
 from hvdkit.engine.ops.kind import Assigned, Kind, Requests
 from hvdkit.engine.ops.requests import Key, Signature, by_value, mismatch
+from hvdkit.engine.ranks.groups import Groups
 
 
 def plan_mismatch(key: Key, requests: Requests) -> str | None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdkit.collectives.group import Array, Steps
-from hvdkit.engine.life.groups import Groups
 from hvdkit.engine.ops.batch import Batch, Submission
 from hvdkit.engine.ops.requests import Key, Request, Signature, mismatch
+from hvdkit.engine.ranks.groups import Groups
 from hvdkit.transports.base import DeviceCollectives
 
 Requests = dict[int, Request]  # by rank

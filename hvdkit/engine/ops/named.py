@@ -8,10 +8,10 @@ from typing import Any
 
 from hvdkit.collectives.group import Array
 from hvdkit.compression import CASTS, Codec
-from hvdkit.engine.life.groups import Groups
 from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.requests import Call, ReduceRequest, Signature
+from hvdkit.engine.ranks.groups import Groups
 from hvdkit.kernels import NAMES
 
 

@@ -1,14 +1,14 @@
-"""Which allreduces the ranks of a node may do alone when they come again; see life/repetitions."""
+"""Which allreduces the ranks of a node may do alone when they come again; see ranks/repetitions."""
 
 from __future__ import annotations
 
 import math
 
-from hvdkit.engine.life.groups import Groups
-from hvdkit.engine.life.repetitions import Content, most_bytes
 from hvdkit.engine.ops.batch import Submission, effective
 from hvdkit.engine.ops.kind import Assigned, Requests
 from hvdkit.engine.ops.requests import Key, automatic_number
+from hvdkit.engine.ranks.groups import Groups
+from hvdkit.engine.ranks.repetitions import Content, most_bytes
 from hvdkit.kernels import ReduceOp
 
 
@@ -27,7 +27,7 @@ def learn(groups: Groups, submission: Submission, number: int | None) -> None:
     """What was submitted has a place from now on, if ``number`` is one and these ranks can do it alone."""
     repetitions = groups.repetitions.get(submission.key.process_set)
     if number is None or repetitions is None:
-        return
+        return  # also where this rank has joined, and may have no array yet
     array, signature, label = submission.arrays[0], submission.signature, submission.handle.label
     op, postscale = ReduceOp(signature["op"]), signature["postscale"]
     content = Content(label, array.dtype, array.shape, op, postscale)

@@ -13,8 +13,9 @@ from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.engine.steps.reducer import Reducer
-from hvdkit.engine.steps.residuals import Report, Residuals, State
+from hvdkit.engine.steps.residuals import Residuals, State
 from hvdkit.engine.steps.schedule import Piece
+from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
 

@@ -13,10 +13,9 @@ from hvdkit.engine.loop.messages import Ended, GivenUp, LaneFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.tags import lane_tag
 from hvdkit.engine.steps.abandoned import ENDED, GIVEN_UP, GivenUpSteps
-from hvdkit.engine.steps.arrangement import arrange, load
+from hvdkit.engine.steps.arrangement import Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lanes import Lanes
-from hvdkit.engine.steps.observing import Observation
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.steps.schedule import without_overlap

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdkit.collectives.group import Array
+from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
+from hvdkit.engine.ranks.places import lane_place
 from hvdkit.engine.steps.plan import Slot, small_offsets
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE
@@ -222,3 +223,22 @@ def _pages(nbytes: int) -> int:
 
 def _dtype_number(slot: Slot) -> int:
     return list(DTYPES).index(NAMES[slot.dtype])
+
+
+def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePass | None, str]:
+    """Where a lane's gradients meet on this node, or why they cannot; both nothing with one rank of the group here."""
+    staging = None if group.layout is None else group.layout.staging
+    if staging is None:
+        return None, ""
+    from hvdkit.transports.node.transport import NodeTransport
+
+    assert isinstance(group.transport, NodeTransport)
+    here = None
+    try:
+        here = NodePass(group.transport, staging.members, lane_place(lane_id), slots, staging.spin_seconds)
+        here.populate()
+    except OSError as error:
+        if here is not None:
+            here.discard()
+        return None, f"no room for {small_offsets(slots)[1]} bytes on each rank ({error})"
+    return here, ""

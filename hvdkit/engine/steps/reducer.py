@@ -15,8 +15,9 @@ from hvdkit.compression.memory import OWED
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Bucket, Reduction
-from hvdkit.engine.steps.residuals import Report, Residuals, State
+from hvdkit.engine.steps.residuals import Residuals, State
 from hvdkit.engine.steps.schedule import Piece
+from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
 
 

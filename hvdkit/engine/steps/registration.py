@@ -9,15 +9,15 @@ import numpy as np
 
 from hvdkit.compression import Codec
 from hvdkit.config import Settings
-from hvdkit.engine.life.groups import Groups
-from hvdkit.engine.life.places import node_pass
-from hvdkit.engine.life.topology import Topology
 from hvdkit.engine.ops.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.ranks.groups import Groups
+from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.steps.device_reducer import DeviceReducer, stays_on_device
 from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
+from hvdkit.engine.steps.node_pass import node_pass
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.kernels import ReduceOp

@@ -16,6 +16,7 @@ from hvdkit.compression import Codec, Memory
 from hvdkit.compression.memory import OWED, RESIDUAL, TURN, Tally
 from hvdkit.engine.steps.plan import Bucket, Slot
 from hvdkit.engine.steps.schedule import Piece
+from hvdkit.engine.telemetry.compression_report import Report
 
 TOO_LARGE = (
     "{count} values that compression kept of '{name}' are not finite as a part of its gradient here, and are lost."
@@ -24,8 +25,6 @@ TOO_LARGE = (
 Kept = dict[str, Array]  # by name: flat arrays of one tensor
 # A number or an array that a codec keeps of some elements of a bucket: the bucket's slots, its name, begin and end.
 Note = tuple[tuple[int, ...], str, int, int, Any]
-# An encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it.
-Report = tuple[Slot, str, Tally, float]
 
 
 @dataclass
@@ -137,7 +136,7 @@ class Residuals:
         for slot, total in enumerate(self._totals):
             codec = self._codecs[self._slots[slot].codec]
             if codec.encodes:
-                found.append((self._slots[slot], codec.summary, total, _norm(self.of_slot(slot).get(RESIDUAL))))
+                found.append((self._slots[slot].name, codec.summary, total, _norm(self.of_slot(slot).get(RESIDUAL))))
         return found
 
     def of_slot(self, slot: int) -> Kept:

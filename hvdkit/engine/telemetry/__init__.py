@@ -1,1 +1,1 @@
-"""What is told of what runs: timeline, statistics, who is late or lost, hashes of what is trained."""
+"""What is told of what runs: timeline, statistics, signs of life, hashes of what is trained."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.compression import Tally
-from hvdkit.engine.steps.lanes import Lanes
+
+# An encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it.
+Report = tuple[str, str, Tally, float]
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,21 @@ class CompressionStatistics:
         return "\n".join(map(str, self.by_codec.values())) or "nothing was compressed"
 
 
-def compression_statistics(lanes: Lanes) -> CompressionStatistics:
-    """Of all optimizers' parameters, and of operations by name, which keep nothing."""
+def compression_statistics(
+    reports: Iterable[tuple[str, Iterable[Report]]], by_name: Mapping[str, Tally]
+) -> CompressionStatistics:
+    """Of all optimizers' parameters, from each lane's name and reports, and of operations by name, which keep nothing.
+
+    ``by_name``: of the latter, by codec.
+    """
     by_parameter: dict[str, CodecStatistics] = {}
     totals: dict[str, tuple[Tally, float]] = {}
-    for lane in list(lanes.values()):
-        for slot, codec, tally, norm in lane.reducer.reports():
-            name = slot.name if slot.name not in by_parameter else f"{slot.name} ({lane.name})"
+    for lane, tensors in reports:
+        for tensor, codec, tally, norm in tensors:
+            name = tensor if tensor not in by_parameter else f"{tensor} ({lane})"
             by_parameter[name] = _statistics(codec, tally, norm)
             _count(totals, codec, tally, norm)
-    for codec, tally in lanes.telemetry.statistics.encoded_by_name().items():
+    for codec, tally in by_name.items():
         _count(totals, codec, tally, 0.0)
     by_codec = {codec: _statistics(codec, tally, square**0.5) for codec, (tally, square) in totals.items()}
     return CompressionStatistics(by_codec, by_parameter)

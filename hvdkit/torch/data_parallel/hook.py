@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.gradients.compression import codec_of
 from hvdkit.compression import Codec
-from hvdkit.engine.loop.core import Engine
+from hvdkit.engine.life.core import Engine
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.errors import HorovodInternalError, MismatchError

@@ -7,7 +7,6 @@ from typing import Any
 
 from hvdkit.collectives.group import Steps
 from hvdkit.compression import Tally, codec_with_summary
-from hvdkit.engine.life.groups import Groups
 from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import LEFT, MISMATCH, STALLED, Reject, Run
 from hvdkit.engine.loop.operation import Operation
@@ -17,6 +16,7 @@ from hvdkit.engine.ops.device_operations import staged, zeros_on_device
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.requests import Key, Signature, automatic_number
 from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
 

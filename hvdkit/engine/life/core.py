@@ -14,31 +14,32 @@ from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Array
 from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
-from hvdkit.engine.life.groups import Groups
-from hvdkit.engine.life.topology import Topology
+from hvdkit.engine.life.joining import Joining
+from hvdkit.engine.life.watch import Watch
+from hvdkit.engine.loop.batches import Batches
 from hvdkit.engine.loop.driver import Driver, spin_seconds
-from hvdkit.engine.loop.joining import Joining
 from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import Lost
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.wakeup import new_bell
 from hvdkit.engine.ops import Submission
-from hvdkit.engine.ops.batches import Batches
 from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest, Signature
 from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.ranks.groups import Groups
+from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.plan import Plan, Reduction, Slot
 from hvdkit.engine.steps.registration import register
 from hvdkit.engine.steps.schedule import Network, choose_sizes
+from hvdkit.engine.telemetry.compression_report import CompressionStatistics, compression_statistics
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.engine.telemetry.telemetry import Telemetry
-from hvdkit.engine.telemetry.watch import Watch
 from hvdkit.errors import ForkedChildError, HorovodInternalError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
@@ -150,6 +151,11 @@ class Engine(NamedOperations):
     def communication_statistics(self) -> CommunicationStatistics:
         """What communication cost this rank since init."""
         return self.telemetry.statistics.totals(self.groups.bytes_sent())
+
+    def compression_statistics(self) -> CompressionStatistics:
+        """What compression did on this rank since init."""
+        reports = ((lane.name, lane.reducer.reports()) for lane in list(self.lanes.values()))
+        return compression_statistics(reports, self.telemetry.statistics.encoded_by_name())
 
     def busy(self) -> bool:
         """Whether anything waits to be driven."""

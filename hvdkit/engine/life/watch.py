@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
-from hvdkit.engine.loop.joining import Joining
+from hvdkit.engine.life.joining import Joining
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.life.repetitions import PLACES, Repetitions, most_bytes
-from hvdkit.engine.steps.plan import Slot, small_offsets
-
-if TYPE_CHECKING:
-    from hvdkit.engine.steps.node_pass import NodePass
+from hvdkit.engine.ranks.repetitions import PLACES, Repetitions, most_bytes
 
 
 # The places of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
@@ -64,23 +58,3 @@ def repetitions_of(group: Group) -> Repetitions | None:
     area = Repeated(staging.window, begin, group.size, group.rank, PLACES, most)
     nbytes = Repeated.bytes_needed(group.size, PLACES, most)
     return Repetitions(area, most, partial(staging.window.give_back, begin, nbytes))
-
-
-def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePass | None, str]:
-    """Where a lane's gradients meet on this node, or why they cannot; both nothing with one rank of the group here."""
-    staging = None if group.layout is None else group.layout.staging
-    if staging is None:
-        return None, ""
-    from hvdkit.engine.steps.node_pass import NodePass
-    from hvdkit.transports.node.transport import NodeTransport
-
-    assert isinstance(group.transport, NodeTransport)
-    here = None
-    try:
-        here = NodePass(group.transport, staging.members, lane_place(lane_id), slots, staging.spin_seconds)
-        here.populate()
-    except OSError as error:
-        if here is not None:
-            here.discard()
-        return None, f"no room for {small_offsets(slots)[1]} bytes on each rank ({error})"
-    return here, ""
