@@ -185,8 +185,8 @@ class Transport(ABC):
     def set_waker(self, waker: Callable[[], None]) -> None:
         """Register what an event-driven transport calls when a transfer or a control message has come in."""
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        """New collectives of ``members`` (ascending) on this rank's device ``place`` ("cuda:0"). Blocks.
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        """New collectives of ``members`` (ascending) on this rank's ``device`` ("cuda:0"). Blocks.
 
         All members call this with the same ``label``, used once; all get None where their tensors must be staged in
         host memory. Raises PeerLostError where not all come.
@@ -243,8 +243,8 @@ class Layer(Transport):
     def set_waker(self, waker: Callable[[], None]) -> None:
         self.inner.set_waker(waker)
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        return self.inner.collectives_for(place, members, label)
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        return self.inner.collectives_for(device, members, label)
 
     def close(self, graceful: bool) -> None:
         self.inner.close(graceful)

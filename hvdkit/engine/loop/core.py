@@ -107,13 +107,13 @@ class Engine(NamedOperations):
             transport.set_waker(self.driver.wake)
             self.driver.start()
 
-    def join(self, place: str | None = None) -> Handle:
+    def join(self, device: str | None = None) -> Handle:
         """Take part in what others reduce, with zeros, until all ranks have joined; the result is the last to join.
 
-        ``place``: the device for zeros where this rank has used none so far.
+        ``device``: the device for zeros where this rank has used none so far.
         """
         self.check_usable()
-        self.groups.device = self.groups.device or place
+        self.groups.device = self.groups.device or device
         handle = Handle("join()", None, self._drive)
         self.joining.join(handle)
         return handle
@@ -131,16 +131,16 @@ class Engine(NamedOperations):
         codecs: Sequence[Codec] = (CASTS["none"],),
         process_set_id: int = 0,
         groups: Sequence[Sequence[int]] = (),
-        place: str = "cpu",
+        device: str = "cpu",
     ) -> Lane:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
-        ``codecs``: those that slots number. ``place``: the device ("cuda:0") on which slots shall live if the transport
+        ``codecs``: those that slots number. ``device``: the device ("cuda:0") on which slots shall live if the transport
         has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
-        plan = Plan(name, list(slots), reduction, process_set_id, groups, place)
+        plan = Plan(name, list(slots), reduction, process_set_id, groups, device)
         lane = register(self, self.topology, self.settings, self.lanes, plan)
         self.lanes[lane.lane_id] = lane
         return lane
@@ -319,7 +319,7 @@ class Engine(NamedOperations):
         submission = Submission(key, signature, list(arrays), detail, handle, at, codec)
         self.submissions.enter(submission)
         if arrays and isinstance(arrays[0], DeviceArray):
-            self.groups.device = arrays[0].place
+            self.groups.device = arrays[0].device
         self.watch.threads.add(get_ident())
         if self.telemetry.timeline is not None:
             self.telemetry.begin(key, f"NEGOTIATE_{kind.upper()}")

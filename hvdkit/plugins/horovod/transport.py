@@ -143,9 +143,9 @@ class HorovodTransport(Layer):
             )
         return self.inner
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        if place != "cpu":
-            return super().collectives_for(place, members, label)
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        if device != "cpu":
+            return super().collectives_for(device, members, label)
         if self._native is None or list(members) != list(range(self.size)):
             return None
         launches = Launches(label, self._native, self._waiters, lambda: self._waker())

@@ -58,12 +58,12 @@ def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:
     return [ranks for ranks in by_gpu.values() if len(ranks) > 1]
 
 
-def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
-    """Connect the ranks that use ``store``, each with its GPU ``place``. Collective, and blocks.
+def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
+    """Connect the ranks that use ``store``, each with its GPU ``name``. Collective, and blocks.
 
     None, on every rank, where ranks share a GPU. Raises PeerLostError where not all come in time.
     """
-    device = torch.device(place)
+    device = torch.device(name)
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     gpus = exchange(store, rank, size, gpu_of(device), timeout_seconds)
