@@ -55,10 +55,10 @@ def counterparts(group: Group, layout: Layout) -> Group | None:
     """
     rank = group.members[group.rank]
     node = next(node for node in layout.nodes if rank in node)
-    place = list(node).index(rank)
-    if place >= layout.carriers:
+    index = list(node).index(rank)
+    if index >= layout.carriers:
         return None
-    return Group(group.transport, [node[place] for node in layout.nodes], group.choice)
+    return Group(group.transport, [node[index] for node in layout.nodes], group.choice)
 
 
 def node_shares(count: int, itemsize: int, layout: Layout, ranks: int) -> list[tuple[int, int]]:

@@ -90,7 +90,7 @@ class Pass:
 
     def awaited(self) -> list[int]:
         """The ranks that have not done their part yet."""
-        return [self._members[place] for place in self._staged.awaited()]
+        return [self._members[index] for index in self._staged.awaited()]
 
 
 def staging_bytes(ranks: int) -> int:

@@ -84,11 +84,11 @@ class Policy:
         numbers = []
         for name, parameter in parameters:
             codec = self.codec(name, parameter)
-            place = next((place for place, one in enumerate(codecs) if one.summary == codec.summary), None)
-            if place is None:
-                place = len(codecs)
+            index = next((index for index, one in enumerate(codecs) if one.summary == codec.summary), None)
+            if index is None:
+                index = len(codecs)
                 codecs.append(codec)
-            numbers.append(place)
+            numbers.append(index)
         return codecs, numbers
 
 

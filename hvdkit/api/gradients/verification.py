@@ -60,7 +60,7 @@ def _differing(names: Sequence[str], hashes: dict[int, Array]) -> str:
     if len(counts) > 1:
         return "; ".join(f"rank {rank} has {len(one)} of them" for rank, one in sorted(hashes.items()))
     table = np.stack(list(hashes.values()))
-    found = [f"'{names[place]}'" for place in np.nonzero((table != table[0]).any(axis=0))[0].tolist()]
+    found = [f"'{names[index]}'" for index in np.nonzero((table != table[0]).any(axis=0))[0].tolist()]
     more = len(found) - MOST_NAMES
     return ", ".join(found[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "") + f" (of {len(names)}) differ"
 
@@ -158,9 +158,9 @@ class Verification:
     def _judge(self, heard: Heard, title: str, step: int, members: Sequence[int]) -> None:
         if not heard.differs:
             return
-        ranks = {members[place]: place for place in heard.places}
-        hashes = {rank: heard.hashes(place) for rank, place in ranks.items()}
-        machines = {rank: heard.machine(place) for rank, place in ranks.items()}
+        ranks = {members[index]: index for index in heard.present}
+        hashes = {rank: heard.hashes(index) for rank, index in ranks.items()}
+        machines = {rank: heard.machine(index) for rank, index in ranks.items()}
         text, is_error = compare(title, step, self._names, hashes, machines, self._broadcast)
         if text is not None and is_error:
             raise ParametersDifferError(text)

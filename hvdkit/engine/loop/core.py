@@ -135,7 +135,7 @@ class Engine(NamedOperations):
     ) -> Lane:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
-        ``codecs``: those that slots number. ``device``: the device ("cuda:0") on which slots shall live if the transport
+        ``codecs``: those that slots number. ``device``: the one ("cuda:0") on which slots shall live if the transport
         has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """

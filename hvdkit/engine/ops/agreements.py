@@ -19,8 +19,8 @@ def plan_mismatch(key: Key, requests: Requests) -> str | None:
 
 def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
     counts = {rank: len(listed) for rank, listed in slots.items()}
-    for place in range(max(counts.values(), default=0)):
-        here = {rank: listed[place] if place < len(listed) else None for rank, listed in slots.items()}
+    for index in range(max(counts.values(), default=0)):
+        here = {rank: listed[index] if index < len(listed) else None for rank, listed in slots.items()}
         first = here[min(here)]
         if all(value == first for value in here.values()):
             continue
@@ -33,7 +33,7 @@ def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
             for rank, value in here.items()
         )
         return (
-            f"Mismatched parameters for {key}, parameter number {place}: {told}.\n"
+            f"Mismatched parameters for {key}, parameter number {index}: {told}.\n"
             "HINT: build the same model and freeze the same parameters on every rank."
         )
     return None

@@ -221,18 +221,18 @@ class Lane:
 
         All ranks start the operations of a lane in the same order, so they number them alike.
         """
-        place, sequence = self._started, self.sequence
-        self._started, self.sequence = place + 1, sequence + 1
+        index, sequence = self._started, self.sequence
+        self._started, self.sequence = index + 1, sequence + 1
         tag = lane_tag(self.lane_id, sequence)
-        if place < len(self.arrangement.pieces):
-            self._in_flight[sequence] = self._load(place)
-            marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[place].bucket]
-            steps = self.reducer.reduce(self.arrangement.pieces[place], joined, marks, sequence, tag)
-            steps = self._records.reduction(place, joined, steps)
-            what = self._records.summary(place)
+        if index < len(self.arrangement.pieces):
+            self._in_flight[sequence] = self._load(index)
+            marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
+            steps = self.reducer.reduce(self.arrangement.pieces[index], joined, marks, sequence, tag)
+            steps = self._records.reduction(index, joined, steps)
+            what = self._records.summary(index)
         else:
             self._in_flight[sequence] = 0
-            steps, what = self._exchange(place - len(self.arrangement.pieces), joined, tag)
+            steps, what = self._exchange(index - len(self.arrangement.pieces), joined, tag)
 
         def completed(_: Any) -> None:
             del self._in_flight[sequence], self._running[sequence]
@@ -258,8 +258,8 @@ class Lane:
             # Others may have stopped before these: nobody would ever end them.
             self._lanes.drop_later(self._running.values())
             count = len(self.arrangement.pieces)
-            for place in range(min(self._completed, count), min(self._started, count)):
-                self._records.ended(place)
+            for index in range(min(self._completed, count), min(self._started, count)):
+                self._records.ended(index)
 
     def given_up_by(self, rank: int, step: int) -> None:
         """``rank`` does not use the results of ``step``."""
@@ -273,9 +273,9 @@ class Lane:
                 self._ended = rank, step
             self._fail_if_ended()
 
-    def names_in(self, place: int) -> list[str]:
+    def names_in(self, index: int) -> list[str]:
         """The tensors of an operation of this step, for messages."""
-        return self._records.names_in(place)
+        return self._records.names_in(index)
 
     def waiting_for(self) -> str:
         """What this lane is at, for messages."""
@@ -292,11 +292,11 @@ class Lane:
     def _planned(self) -> int:
         return len(self.arrangement.pieces) + self._observes + self._verifies
 
-    def _load(self, place: int) -> int:
+    def _load(self, index: int) -> int:
         now = self.arrangement
-        bucket = now.buckets[now.pieces[place].bucket]
+        bucket = now.buckets[now.pieces[index].bucket]
         codec = self.plan.reduction.codecs[bucket.codec]
-        return load(now.nbytes[place], bucket.dtype, codec, self._sizes)
+        return load(now.nbytes[index], bucket.dtype, codec, self._sizes)
 
     def _arrange(self) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""

@@ -51,9 +51,9 @@ def check_names(
     if not isinstance(named_parameters, Iterable):
         raise TypeError(NO_PAIRS.format(got=f"{named_parameters!r}"))
     pairs = list(named_parameters)
-    for place, pair in enumerate(pairs):
+    for index, pair in enumerate(pairs):
         if not _is_named_parameter(pair):
-            raise ValueError(NO_PAIRS.format(got=f"{_told(pair)} at index {place}"))
+            raise ValueError(NO_PAIRS.format(got=f"{_told(pair)} at index {index}"))
     duplicates = find_duplicates(name for name, _ in pairs)
     if duplicates:
         raise ValueError(

@@ -39,7 +39,7 @@ class DeviceMemory:
         self._device = device
         self.arrays: dict[str, Tensor | None] = dict.fromkeys(names)
         self.vectors: dict[Place, Tensor] = {}  # of PowerSGD: [rank, columns]
-        self._gaps = torch.tensor([place for begin, end in gaps for place in range(begin, end)], dtype=torch.int64)
+        self._gaps = torch.tensor([index for begin, end in gaps for index in range(begin, end)], dtype=torch.int64)
         self._is_paid = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def array(self, name: str) -> Tensor | None:

@@ -45,8 +45,8 @@ def watching_pairs(nodes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """
     pairs = set()
     for node in nodes:
-        for place, rank in enumerate(node):
-            watchers = [other[place % len(other)] for other in nodes if other is not node]
+        for index, rank in enumerate(node):
+            watchers = [other[index % len(other)] for other in nodes if other is not node]
             pairs |= {(min(rank, watcher), max(rank, watcher)) for watcher in watchers}
     return sorted(pairs)
 
