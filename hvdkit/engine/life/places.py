@@ -1,4 +1,4 @@
-"""Who has which place of a node's memory: the transport, the staging of each process set, the buckets of each lane."""
+"""Who has which segment of a node's memory: the transport, each process set's staging, each lane's buckets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hvdkit.engine.steps.node_pass import NodePass
 
 
-# The places of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
-def staging_place(process_set_id: int) -> int:
+# The segments of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
+def staging_segment(process_set_id: int) -> int:
     """Where the ranks of a process set stage tensors."""
     return 2 * process_set_id + 1
 
@@ -29,7 +29,7 @@ def group_bytes(ranks: int) -> int:
     return staging_bytes(ranks) + Repeated.bytes_needed(ranks, PLACES, most_bytes(ranks))
 
 
-def lane_place(lane_id: int) -> int:
+def lane_segment(lane_id: int) -> int:
     """Where a lane's buckets live."""
     return 2 * lane_id + 2
 
@@ -46,7 +46,7 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     from hvdkit.transports.node.transport import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    window = transport.memory.window(staging_place(process_set_id), group_bytes(len(node)))
+    window = transport.memory.window(staging_segment(process_set_id), group_bytes(len(node)))
     return Layout(nodes, Staging(node, rank, window, 0, transport.bells_of(node), spin_seconds))
 
 
@@ -77,7 +77,7 @@ def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePa
     assert isinstance(group.transport, NodeTransport)
     here = None
     try:
-        here = NodePass(group.transport, staging.members, lane_place(lane_id), slots, staging.spin_seconds)
+        here = NodePass(group.transport, staging.members, lane_segment(lane_id), slots, staging.spin_seconds)
         here.populate()
     except OSError as error:
         if here is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
 from hvdkit.config import Settings
-from hvdkit.engine.life.places import group_bytes, staging_place
+from hvdkit.engine.life.places import group_bytes, staging_segment
 from hvdkit.engine.life.topology import Topology, nodes_that_share
 from hvdkit.transports.base import Exchange, Transport
 
@@ -136,7 +136,7 @@ def _obtain(
         windows = map_arenas(arenas)
         memory = NodeMemory(descriptor, node.index(rank), len(node))
         # What every job needs is mapped while the ranks can still agree to do without.
-        memory.map_in_advance(staging_place(0), group_bytes(len(node)))
+        memory.map_in_advance(staging_segment(0), group_bytes(len(node)))
         return (memory, memory.window(0, window_bytes(len(node), size)), windows), ""
     except OSError as error:
         if memory is not None:

@@ -75,10 +75,10 @@ class Order:
 
 
 class NodePass:
-    """The window of one lane, and this rank's place among the ``members`` of its node (ranks of the transport)."""
+    """The window of one lane, and this rank's index among the ``members`` of its node (ranks of the transport)."""
 
     def __init__(
-        self, transport: NodeTransport, members: Sequence[int], place: int, slots: Sequence[Slot], spin_seconds: float
+        self, transport: NodeTransport, members: Sequence[int], segment: int, slots: Sequence[Slot], spin_seconds: float
     ) -> None:
         from hvdkit.kernels._native import Cells, InPlace
 
@@ -86,7 +86,7 @@ class NodePass:
         self._under_way: set[int] = set()  # operations that this rank is ready for and not through with
         self._withdrawn = False
         self.me = self.members.index(transport.rank)
-        self._transport, self._place = transport, place
+        self._transport, self._segment = transport, segment
         self._bells = transport.bells_of([rank for rank in self.members if rank != transport.rank])
         count = len(self.members)
         offsets, small_bytes = small_offsets(slots)
@@ -94,7 +94,7 @@ class NodePass:
         self._head_bytes = _pages(cells_bytes + InPlace.table_bytes(count, len(slots)))
         self._region_bytes = _pages(small_bytes)
         staging_begin = self._head_bytes + count * self._region_bytes
-        self.window: Any = transport.memory.window(place, staging_begin + staging_bytes(count))
+        self.window: Any = transport.memory.window(segment, staging_begin + staging_bytes(count))
         self._cells = Cells(self.window, 0, 2 * count * CELLS)
         self._in_place = InPlace(
             self.window,
@@ -125,11 +125,11 @@ class NodePass:
 
         What they have in common goes with this rank's.
         """
-        self._transport.memory.populate(self.window, self._place, 0, self._head_bytes)
+        self._transport.memory.populate(self.window, self._segment, 0, self._head_bytes)
         for step in range(len(self.members) if self._region_bytes else 0):
             rank = (self.me + step) % len(self.members)
             begin = self._region(rank)
-            self._transport.memory.populate(self.window, self._place, begin, self._region_bytes)
+            self._transport.memory.populate(self.window, self._segment, begin, self._region_bytes)
 
     def offer(self, slot: int, where: Where, offset: int = 0) -> None:
         """This rank's gradient of a large slot lies there, at an offset of its arena."""

@@ -141,8 +141,8 @@ class Watch:
                 key = next((k for k, s in self._submissions.items() if s.handle is what), None)
                 if key is None:
                     continue  # it runs; what it waits for is data
-                place = [key.process_set, key.kind, key.name]
-                message = Waits(place, [], what.what, what.label)
+                at = [key.process_set, key.kind, key.name]
+                message = Waits(at, [], what.what, what.label)
             self._negotiation.send_to_coordinator(message)
 
     def _awaited_on_lanes(self) -> set[int]:

@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Meeting(ThreadingHTTPServer):
-    """The server, from now until ``close``; ``place`` is its host and port as the other ranks see them."""
+    """The server, from now until ``close``; ``address`` is its host and port as the other ranks see them."""
 
     daemon_threads = True
     request_queue_size = 1024  # all ranks come at once
@@ -80,7 +80,7 @@ class Meeting(ThreadingHTTPServer):
         address, ranks = addresses_for(world)[0], world.size
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Handler)
-        self.place = address, int(self.server_address[1])
+        self.address = address, int(self.server_address[1])
         self.values: dict[str, bytes] = {}
         self._refused: set[str] = set()
         self._members: frozenset[str] = frozenset()

@@ -77,7 +77,7 @@ class HorovodTransport(Layer):
             mine = {
                 "problem": problem,
                 "controller": controller,
-                "meeting": meeting and meeting.place,
+                "meeting": meeting and meeting.address,
                 "addresses": own_addresses(),
                 "by_number": controller == "mpi" and native is not None and native.needs_ranks(launched),
             }
@@ -89,14 +89,14 @@ class HorovodTransport(Layer):
             self._native = native
             if meeting is not None:
                 meeting.admit(address for one in told for address in one["addresses"])
-            place = told[0]["meeting"]
+            address = told[0]["meeting"]
             members = launched if any(one["by_number"] for one in told) else []
             problem = native.start(
                 controller,
                 self.rank,
                 self.size,
                 members,
-                place and (place[0], place[1]),
+                address and (address[0], address[1]),
                 start_seconds,
                 silence_seconds,
                 interface,

@@ -54,7 +54,7 @@ def saved(lane: Lane, indices: Sequence[int | None]) -> Saved | None:
         "format": FORMAT,
         "rank": lane.group.rank,
         "size": lane.group.size,
-        "place": state.place,
+        "place": state.fingerprint,
         "parameters": list(indices),
         "shapes": [list(slot.shape) for slot in lane.slots],
         "kept": [{name: torch.from_numpy(array) for name, array in kept.items()} for kept in state.slots],

@@ -2,7 +2,7 @@
 
 A library that keeps Python's lock keeps a rank from answering, but not a thread of C++ from beating. Ranks of a node
 see each other's beats in its memory. Between nodes nothing that is there can carry them (MPI and Gloo answer only to
-Python), so they have connections of their own, a byte each time: a rank with that of its place on each other node,
+Python), so they have connections of their own, a byte each time: a rank with that of its index on each other node,
 whose beats it counts for all ranks of its own. Who breaks in there can at most make a rank look alive that was stopped,
 until the longer timeout.
 """
@@ -41,7 +41,7 @@ RANK_BYTES = 4
 def watching_pairs(nodes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """The pairs of ranks, the lower one first, that have a connection so that each node sees each rank elsewhere.
 
-    A rank is watched by the one with its place on another node, modulo the number of ranks there.
+    A rank is watched by the one with its index on another node, modulo the number of ranks there.
     """
     pairs = set()
     for node in nodes:

@@ -47,7 +47,7 @@ class NodeTransport(Layer):
         # Where this node's ranks map each other's gradients, by index in the node; None where not all of them do.
         self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
         self.members = next(node for node in self.nodes if inner.rank in node)
-        self.memory = memory  # place 0 of it is taken
+        self.memory = memory  # segment 0 of it is taken
         self.polling = inner.polling and len(self.members) < inner.size
         self._index_of = {rank: index for index, rank in enumerate(self.members)}
         count = len(self.members)
