@@ -104,12 +104,12 @@ class Staging:
     """What the ranks ``members`` of a node (ranks of the transport, ascending) share for one group.
 
     There are two areas, since the second half of an operation may come after a trip to other nodes: were there only
-    one, a later operation's first half would have to wait for that. They lie in ``window`` from ``begin`` on; ``bells``
-    are the members'.
+    one, a later operation's first half would have to wait for that. They lie in ``window`` from ``begin`` on;
+    ``wakeups`` are the members'.
     """
 
     def __init__(
-        self, members: Sequence[int], rank: int, window: Any, begin: int, bells: list[Any], spin_seconds: float
+        self, members: Sequence[int], rank: int, window: Any, begin: int, wakeups: list[Any], spin_seconds: float
     ) -> None:
         from hvdkit.kernels._native import Area, Staged
 
@@ -119,7 +119,7 @@ class Staging:
         self._staged = Staged
         count = len(self.members)
         self._begins = (begin, begin + staging_bytes(count) // 2)  # of the areas in the window
-        self.lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, bells)) for at in self._begins]
+        self.lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, wakeups)) for at in self._begins]
         self.spin_seconds = spin_seconds
         self.window = window
 

@@ -130,7 +130,7 @@ class Transport(ABC):
     # Ranks that share memory, by node; empty: no two do.
     nodes: Sequence[Sequence[int]] = ()
     # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.loop.wakeup.
-    bell: Any = None
+    wakeup: Any = None
     # The window, and the place in it, where this node's ranks count the signs of life of all; None: each by itself.
     signs_of_life: Any = None
     # Whether ranks must beat for others to see that they live; not if they are threads of one process.

@@ -18,7 +18,7 @@ from hvdkit.config import Settings
 from hvdkit.engine.life.topology import Topology, topology_of
 from hvdkit.engine.loop.driver import usable_cores
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.wakeup import new_bell
+from hvdkit.engine.loop.wakeup import new_wakeup
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
@@ -98,11 +98,11 @@ def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, p
     """
     result: list[Any] = []
     operation = Operation("hvd.init()", steps, transport, result.append)
-    bell = transport.bell or new_bell()
-    transport.set_waker(bell.ring)
+    wakeup = transport.wakeup or new_wakeup()
+    transport.set_waker(wakeup.ring)
     deadline = monotonic() + timeout_seconds
     while True:
-        seen = bell.count()
+        seen = wakeup.count()
         transport.advance()
         if operation.advance():
             return result[0]
@@ -114,4 +114,4 @@ def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, p
                 f"hvd.init() on rank {transport.rank} waited {timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) for ranks "
                 f"{sorted(operation.awaited_peers())}.\nHINT: see what those ranks printed."
             )
-        bell.sleep(seen, pause if transport.polling else 0.05)
+        wakeup.sleep(seen, pause if transport.polling else 0.05)

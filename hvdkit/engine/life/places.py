@@ -47,7 +47,7 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
 
     assert isinstance(transport, NodeTransport)
     window = transport.memory.window(staging_segment(process_set_id), group_bytes(len(node)))
-    return Layout(nodes, Staging(node, rank, window, 0, transport.bells_of(node), spin_seconds))
+    return Layout(nodes, Staging(node, rank, window, 0, transport.wakeups_of(node), spin_seconds))
 
 
 def repetitions_of(group: Group) -> Repetitions | None:

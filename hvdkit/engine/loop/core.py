@@ -22,7 +22,7 @@ from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import Lost
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.wakeup import new_bell
+from hvdkit.engine.loop.wakeup import new_wakeup
 from hvdkit.engine.ops import Submission
 from hvdkit.engine.ops.batches import Batches
 from hvdkit.engine.ops.device_operations import DeviceArray
@@ -78,7 +78,7 @@ class Engine(NamedOperations):
         self.driver = Driver(
             self._round,
             self.busy,
-            transport.bell or new_bell(),
+            transport.wakeup or new_wakeup(),
             transport.polling,
             spin,
             settings.cycle_time_ms * 1e-3,

@@ -87,7 +87,7 @@ class NodePass:
         self._withdrawn = False
         self.me = self.members.index(transport.rank)
         self._transport, self._segment = transport, segment
-        self._bells = transport.bells_of([rank for rank in self.members if rank != transport.rank])
+        self._wakeups = transport.wakeups_of([rank for rank in self.members if rank != transport.rank])
         count = len(self.members)
         offsets, small_bytes = small_offsets(slots)
         cells_bytes = 2 * count * CELLS * CACHE_LINE
@@ -108,8 +108,8 @@ class NodePass:
             self._region_bytes,
             transport.arenas_of(self.members),
         )  # fmt: skip
-        bells = transport.bells_of(self.members)
-        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, bells, spin_seconds)
+        wakeups = transport.wakeups_of(self.members)
+        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, spin_seconds)
         memory: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)[self._region(self.me) :]
         self.small: dict[int, Array] = {}
         for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True)):
@@ -195,8 +195,8 @@ class NodePass:
         if self._withdrawn:  # this rank's own number, which it will never tell
             return [CellWait(self._cells, self._index(kind, self.me, number), mine, self._transport.rank)]
         self._cells.set(self._index(kind, self.me, number), mine)
-        for bell in self._bells:
-            bell.ring()
+        for wakeup in self._wakeups:
+            wakeup.ring()
         return [
             CellWait(self._cells, self._index(kind, rank, number), theirs, member)
             for rank, member in enumerate(self.members)

@@ -10,9 +10,9 @@
   (``Transport.nodes``), since algorithms follow from it.
 - Messages (``csrc/post``): two rings of bytes for each pair of ranks, one for control messages. ``NodeTransport`` takes
   them for ranks of the node and the transport below for others; with one node the transport below is never polled.
-- Waiting: each rank has a bell, an event counter with a futex. Whoever moved something for a rank rings it; threads of
-  the rank ring it too. A thread that waits for a result watches it for ``HVDKIT_SPIN_MICROSECONDS`` if the node has a
-  core for each rank, then sleeps.
+- Waiting: each rank has a wake-up, an event counter with a futex. Whoever moved something for a rank rings it; threads
+  of the rank ring it too. A thread that waits for a result watches it for ``HVDKIT_SPIN_MICROSECONDS`` if the node has
+  a core for each rank, then sleeps.
 - Tensors anywhere (``csrc/staged``, ``collectives/staging.py``): chunk by chunk, each rank copies what others need into
   its slot, reduces its own share in rank order and copies the others' results out of their slots. On one node, small
   tensors are reduced whole by everyone: one exchange. Each operation of 256 KiB or more times how long a line that

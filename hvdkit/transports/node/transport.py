@@ -23,7 +23,7 @@ def _data_ring(ranks: int) -> int:
 
 
 def _rings_bytes(ranks: int) -> int:
-    """The bells of so many ranks of a node, and the rings of each pair."""
+    """The wake-ups of so many ranks of a node, and the rings of each pair."""
     return ranks * CACHE_LINE + Post.bytes_needed(ranks, _data_ring(ranks), CONTROL_RING)
 
 
@@ -51,9 +51,11 @@ class NodeTransport(Layer):
         self.polling = inner.polling and len(self.members) < inner.size
         self._index_of = {rank: index for index, rank in enumerate(self.members)}
         count = len(self.members)
-        self.bells = [Bell(rings, index * CACHE_LINE) for index in range(count)]
-        self.bell = self.bells[memory.index]
-        self._post = Post(rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.bells)
+        self.wakeups = [Bell(rings, index * CACHE_LINE) for index in range(count)]
+        self.wakeup = self.wakeups[memory.index]
+        self._messages = Post(
+            rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.wakeups
+        )
         self.signs_of_life = (rings, _rings_bytes(count))
         self._gone: dict[int, str] = {}
         self._next_look = 0.0
@@ -62,26 +64,26 @@ class NodeTransport(Layer):
         index = self._index_of.get(peer)
         if index is None:
             return self.inner.isend(buffer, peer, tag)
-        return _transfer(self._post.send(index, tag, buffer), peer)
+        return _transfer(self._messages.send(index, tag, buffer), peer)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         index = self._index_of.get(peer)
         if index is None:
             return self.inner.irecv(buffer, peer, tag)
-        return _transfer(self._post.receive(index, tag, buffer), peer)
+        return _transfer(self._messages.receive(index, tag, buffer), peer)
 
     def send_control(self, peer: int, payload: bytes) -> None:
         index = self._index_of.get(peer)
         if index is None:
             self.inner.send_control(peer, payload)
         else:
-            self._post.send_control(index, payload)
+            self._messages.send_control(index, payload)
 
     def advance(self) -> bool:
-        return self._post.progress()
+        return self._messages.progress()
 
     def poll_control(self) -> list[tuple[int, bytes]]:
-        messages = [(self.members[index], payload) for index, payload in self._post.take_control()]
+        messages = [(self.members[index], payload) for index, payload in self._messages.take_control()]
         if len(self.members) < self.size:
             messages += self.inner.poll_control()
         return messages
@@ -104,9 +106,9 @@ class NodeTransport(Layer):
         """The arenas of ranks of this node."""
         return [self.arenas[self._index_of[rank]] for rank in members]
 
-    def bells_of(self, members: Sequence[int]) -> list[Bell]:
-        """The bells of ranks of this node."""
-        return [self.bells[self._index_of[rank]] for rank in members]
+    def wakeups_of(self, members: Sequence[int]) -> list[Bell]:
+        """The wake-ups of ranks of this node."""
+        return [self.wakeups[self._index_of[rank]] for rank in members]
 
     def close(self, graceful: bool) -> None:
         super().close(graceful)
