@@ -9,10 +9,10 @@ from typing import Any
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.engine.loop.messages import Ended, GivenUp, LaneFailed
+from hvdkit.engine.loop.messages import Abandoned, Ended, LaneFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.tags import lane_tag
-from hvdkit.engine.steps.abandoned import ENDED, GIVEN_UP, GivenUpSteps
+from hvdkit.engine.steps.abandoned import ABANDONED, ENDED, AbandonedSteps
 from hvdkit.engine.steps.arrangement import arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lanes import Lanes
@@ -53,7 +53,7 @@ class Lane:
         self._sizes = without_overlap(lanes.sizes) if reducer.takes_turns else lanes.sizes
         self._records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
-        self._given_up = GivenUpSteps()
+        self._abandoned = AbandonedSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
         self._lock = threading.Lock()
         self._step = 0  # steps that are over
@@ -135,7 +135,7 @@ class Lane:
         if self._verifies:
             self.verification.prepare()
         self._end()
-        rank = self._given_up.use(step)
+        rank = self._abandoned.use(step)
         if rank is not None:
             self._fail_everywhere(rank)
             raise self.error or AssertionError("a lane that failed has no error")
@@ -155,8 +155,8 @@ class Lane:
         Where another rank does use them, the lane fails on all ranks.
         """
         if self.in_flight and self.error is None:
-            self._given_up.here(self._step)
-            self._mailbox.tell_later(self.group.members, GivenUp(self.lane_id, self._step))
+            self._abandoned.here(self._step)
+            self._mailbox.tell_later(self.group.members, Abandoned(self.lane_id, self._step))
             for slot in self.unready_slots():
                 self.ready(slot, None)
             self._end()
@@ -261,9 +261,9 @@ class Lane:
             for index in range(min(self._completed, count), min(self._started, count)):
                 self._records.ended(index)
 
-    def given_up_by(self, rank: int, step: int) -> None:
+    def abandoned_by(self, rank: int, step: int) -> None:
         """``rank`` does not use the results of ``step``."""
-        if self._given_up.heard(rank, step):
+        if self._abandoned.heard(rank, step):
             self._fail_everywhere(rank)
 
     def ended_by(self, rank: int, step: int) -> None:
@@ -285,7 +285,7 @@ class Lane:
 
     def _fail_everywhere(self, rank: int) -> None:
         """``rank`` gave a step up that was used here."""
-        text = GIVEN_UP % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
+        text = ABANDONED % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
         self.fail(MismatchError(text))
         self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
 
