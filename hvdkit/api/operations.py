@@ -173,6 +173,6 @@ def _refuse(problem: Exception, submit: Callable[[str], Handle]) -> NoReturn:
     """
     try:
         submit(str(problem)[:LONGEST_TEXT]).wait()
-    except HorovodInternalError as told:
-        raise problem from told
+    except HorovodInternalError as error:
+        raise problem from error
     raise AssertionError(f"an alltoall ran with wrong splits: {problem}")

@@ -155,9 +155,9 @@ def _halve(hops: _Hops, buffer: Array, virtual_rank: int, ranks: Sequence[int]) 
         partner = ranks[virtual_rank ^ distance]
         middle = (first + stop) // 2
         lower, upper = (first, middle), (middle, stop)
-        (first, stop), given = (upper, lower) if virtual_rank & distance else (lower, upper)
+        (first, stop), sent = (upper, lower) if virtual_rank & distance else (lower, upper)
         distance *= 2
-        own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, given, len(ranks))
+        own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, sent, len(ranks))
         yield from hops.reduce(outgoing, partner, own, partner, last=distance == len(ranks))
     return first
 

@@ -165,10 +165,10 @@ def choose_handover(nbytes: int, line_seconds: Sequence[float]) -> tuple[list[bo
     slowest = max(line_seconds)
     if nbytes < MEASURED_BYTES:
         return [False] * len(line_seconds), f"less than {MEASURED_BYTES} bytes: handed over in the cache"
-    told = f"a line that another rank wrote takes {1e9 * slowest:.0f} ns" if slowest else "not measured yet"
+    measured = f"a line that another rank wrote takes {1e9 * slowest:.0f} ns" if slowest else "not measured yet"
     far = [seconds > FAR_SECONDS for seconds in line_seconds]
     way = f"through memory, for {sum(far)} of {len(far) - 1} others to sum" if any(far) else "in the cache"
-    return far, f"{told}: handed over {way}"
+    return far, f"{measured}: handed over {way}"
 
 
 def choose_pass(nbytes: int) -> tuple[Mode, str]:

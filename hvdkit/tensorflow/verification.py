@@ -50,7 +50,7 @@ def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool
 
 
 class VariableVerification(Verification):
-    """Of the sources of a step. ``look`` and ``told`` come between the step's begin and its end."""
+    """Of the sources of a step. ``look`` and ``looked`` come between the step's begin and its end."""
 
     def __init__(self) -> None:
         super().__init__(BROADCAST)
@@ -65,7 +65,7 @@ class VariableVerification(Verification):
         """Hash one value, an array or an eager tensor; one at a time is copied from a device."""
         self._hashes[index] = kernels.checksum(np.ascontiguousarray(as_array(value)).reshape(-1).view(np.uint8))
 
-    def told(self, variables: Sequence[Verified]) -> None:
+    def looked(self, variables: Sequence[Verified]) -> None:
         """All that is wanted of these variables was looked at."""
         if self._hashes:
             threads = tf.config.threading.get_intra_op_parallelism_threads()
@@ -85,7 +85,7 @@ def look_now(verification: VariableVerification, variables: Sequence[Verified], 
     for index, variable in enumerate(variables):
         if wanted >= variable.level:
             verification.look(index, variable.read())
-    verification.told(variables)
+    verification.looked(variables)
 
 
 @as_written
@@ -102,7 +102,7 @@ def look_in_graph(verification: VariableVerification, variables: Sequence[Verifi
             with tf.control_dependencies(done):
                 done = [tf.cond(wanted >= level, look, lambda: tf.constant(0, tf.int64))]
     if done:
-        tell = in_graph(partial(verification.told, variables))
+        tell = in_graph(partial(verification.looked, variables))
         with tf.control_dependencies(done):
             done = [tf.numpy_function(tell, [], tf.int64, name="hvdkit_told")]
     return done

@@ -47,11 +47,11 @@ def compare(
     for rank in sorted(hashes):
         by_machine.setdefault(machines[rank], []).append(rank)
     is_error = any(len({hashes[rank].tobytes() for rank in ranks}) > 1 for ranks in by_machine.values())
-    text = DIFFER.format(title=title, step=step, names=_differing(names, hashes), groups=_told(list(alike.values())))
+    text = DIFFER.format(title=title, step=step, names=_differing(names, hashes), groups=_grouped(list(alike.values())))
     hint = (NEVER_BROADCAST if step == 1 else LATER) + CAUSES
     if not is_error:
-        told = "; ".join(f"{_ranks(ranks)}: {machine}" for machine, ranks in by_machine.items())
-        text = f"{text} {OTHER_MACHINES.format(machines=told).rstrip()}"
+        listed = "; ".join(f"{_ranks(ranks)}: {machine}" for machine, ranks in by_machine.items())
+        text = f"{text} {OTHER_MACHINES.format(machines=listed).rstrip()}"
     return f"{text}\n{hint.format(broadcast=broadcast)}", is_error
 
 
@@ -69,7 +69,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _told(groups: list[list[int]]) -> str:
+def _grouped(groups: list[list[int]]) -> str:
     """Who differs from whom: from the largest group, if there is one."""
     groups = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
     if len(groups[0]) == 1 and len(groups) > 2:

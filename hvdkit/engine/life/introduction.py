@@ -51,21 +51,21 @@ def introduce(
     payloads = [json.dumps(mine).encode()]
     if transport.size > 1:
         payloads = exchange_blobs(transport, payloads[0], settings.timeout_seconds)
-    told = [json.loads(payload) for payload in payloads]
-    _check_same(told, "version", "hvdkit has different versions", "install one version on all hosts.")
+    reports = [json.loads(payload) for payload in payloads]
+    _check_same(reports, "version", "hvdkit has different versions", "install one version on all hosts.")
     _check_same(
-        told,
+        reports,
         "process_sets",
         "hvd.init() was given different process sets",
         "pass the same process_sets in the same order on every rank.",
     )
-    settings = dataclasses.replace(settings, **{name: told[0][name] for name in SHARED_SETTINGS})
-    return topology_of(transport.rank, told), settings
+    settings = dataclasses.replace(settings, **{name: reports[0][name] for name in SHARED_SETTINGS})
+    return topology_of(transport.rank, reports), settings
 
 
-def _check_same(told: Sequence[dict[str, Any]], field: str, fact: str, hint: str) -> None:
+def _check_same(reports: Sequence[dict[str, Any]], field: str, fact: str, hint: str) -> None:
     by_value: dict[str, list[int]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reports):
         by_value.setdefault(str(one[field]), []).append(rank)
     if len(by_value) > 1:
         listed = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())

@@ -42,12 +42,12 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
         invitation, reason = _invite()
         if invitation is not None:
             mine = {"address": invitation.address, "secret": invitation.secret}
-    told = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
-    reason = next((told[member]["reason"] for member in node if told[member]["reason"]), "")
+    reports = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
+    reason = next((reports[member]["reason"] for member in node if reports[member]["reason"]), "")
     obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
     if len(node) > 1 and not reason:
         arena = ARENA.open(settings.arena)
-        obtained, reason = _obtain(invitation, told[node[0]], node, rank, transport.size, seconds, arena)
+        obtained, reason = _obtain(invitation, reports[node[0]], node, rank, transport.size, seconds, arena)
     elif invitation is not None:
         invitation.withdraw()
     # Getting it may have failed on one rank only; an arena is used by a node's ranks if all of them have mapped it.

@@ -236,10 +236,10 @@ class Coordinator:
 
     def _other_kind_text(self, key: Key, rival: Key) -> str:
         """A name is one operation at a time, so two kinds under it are a mistake on one of the ranks."""
-        told = "; ".join(
+        listed = "; ".join(
             f"rank {', '.join(map(str, sorted(self._pending[one].requests)))} sent {one.kind}" for one in (rival, key)
         )
-        return f"Mismatched operations for '{key.name}': {told}.\nHINT: let every rank make the same calls."
+        return f"Mismatched operations for '{key.name}': {listed}.\nHINT: let every rank make the same calls."
 
     def _missing(self, key: Key, entry: Entry) -> list[int]:
         """Members that have neither asked nor joined."""
@@ -251,7 +251,7 @@ class Coordinator:
         return [] if entry is None else self._missing(key, entry)
 
     def _break_dead_lock(self, rank: int, message: Waits) -> None:
-        found = self._dead_locks.told(rank, message)
+        found = self._dead_locks.report(rank, message)
         if found is not None:
             self._fail([key for key in found.keys if key in self._pending], found.text)
             for lane, stuck in found.lanes:

@@ -27,19 +27,19 @@ def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
         present = {rank: value for rank, value in here.items() if value is not None}
         if first is not None and len(present) == len(here) and all(one[:-1] == first[:-1] for one in present.values()):
             codecs = by_value({rank: value[-1] for rank, value in present.items()}, "codec")
-            return f"Mismatched compressions for {key}, parameter {_slot_told(first)}: {codecs}."
-        told = "; ".join(
-            f"rank {rank} has {'no such parameter' if value is None else _slot_told(value)}"
+            return f"Mismatched compressions for {key}, parameter {_slot_text(first)}: {codecs}."
+        differing = "; ".join(
+            f"rank {rank} has {'no such parameter' if value is None else _slot_text(value)}"
             for rank, value in here.items()
         )
         return (
-            f"Mismatched parameters for {key}, parameter number {index}: {told}.\n"
+            f"Mismatched parameters for {key}, parameter number {index}: {differing}.\n"
             "HINT: build the same model and freeze the same parameters on every rank."
         )
     return None
 
 
-def _slot_told(slot: Sequence[Any]) -> str:
+def _slot_text(slot: Sequence[Any]) -> str:
     name, shape, dtype, _ = slot
     return f"'{name}' {dtype}{list(shape)}"
 

@@ -11,7 +11,7 @@ from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.steps.schedule import Piece
-from hvdkit.engine.telemetry.compression_report import told
+from hvdkit.engine.telemetry.compression_report import timeline_fields
 from hvdkit.engine.telemetry.telemetry import Telemetry
 
 
@@ -99,4 +99,4 @@ class LaneRecords:
         tally, timeline = self._reducer.residuals.finished(piece), self._telemetry.timeline
         if timeline is not None and self._reducer.residuals.encodes(piece.bucket):
             norm = self._reducer.residual_norm(piece)
-            timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
+            timeline.span(row, "COMPRESSION", started, perf_counter(), **timeline_fields(tally, norm))

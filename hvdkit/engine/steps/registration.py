@@ -73,9 +73,9 @@ def _host_reducer(named: NamedOperations, topology: Topology, in_turns: bool, pl
     node, problem = node_pass(group, lane_id, plan.slots)
     everyone = topology.size
     # The first rank that is short of memory, and whether all compute where they sum.
-    told = np.array([topology.rank if problem else everyone, plan.device in ("cpu", HOST)])
-    named.allreduce([told], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
-    short, all_on_host = int(told[0]), bool(told[1])
+    agreed = np.array([topology.rank if problem else everyone, plan.device in ("cpu", HOST)])
+    named.allreduce([agreed], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
+    short, all_on_host = int(agreed[0]), bool(agreed[1])
     if short == topology.rank:
         logger.warning(
             "%s: the gradients of '%s' are not in shared memory, which is slower: %s",

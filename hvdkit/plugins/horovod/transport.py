@@ -81,16 +81,16 @@ class HorovodTransport(Layer):
                 "addresses": own_addresses(),
                 "by_number": controller == "mpi" and native is not None and native.needs_ranks(launched),
             }
-            told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
-            problem = common_problem(told)
+            reports = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            problem = common_problem(reports)
             if problem:
                 return self._without(problem)
             assert native is not None, "a rank without the library has a problem"
             self._native = native
             if meeting is not None:
-                meeting.admit(address for one in told for address in one["addresses"])
-            address = told[0]["meeting"]
-            members = launched if any(one["by_number"] for one in told) else []
+                meeting.admit(address for one in reports for address in one["addresses"])
+            address = reports[0]["meeting"]
+            members = launched if any(one["by_number"] for one in reports) else []
             problem = native.start(
                 controller,
                 self.rank,
@@ -122,8 +122,8 @@ class HorovodTransport(Layer):
         try:
             native = load(self._native_part)
         except (AttributeError, ImportError, OSError) as error:
-            told = str(error).splitlines()[0]
-            return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {told}"
+            cause = str(error).splitlines()[0]
+            return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {cause}"
         if self.inner.carrier == "mpi" and "mpi" in native.controllers:
             return native, "mpi", native.problem() or _mpi_problem()
         if "gloo" not in native.controllers:

@@ -164,7 +164,7 @@ class Gradients:
         theirs, kept = states[0]["shapes"], [one for state in states for one in state["kept"]]
         if theirs and theirs != self._shapes:
             pairs = zip_longest(theirs, self._shapes)
-            index, was, has = next((index, *map(_told, pair)) for index, pair in enumerate(pairs) if pair[0] != pair[1])
+            index, was, has = next((index, *map(_dims, pair)) for index, pair in enumerate(pairs) if pair[0] != pair[1])
             raise ValueError(
                 f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
             )
@@ -175,7 +175,7 @@ class Gradients:
         self._earlier = states[0]["turn"] - lane.steps
 
 
-def _told(shape: Sequence[int] | None) -> str:
+def _dims(shape: Sequence[int] | None) -> str:
     return "missing" if shape is None else " x ".join(map(str, shape))
 
 
@@ -202,12 +202,12 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
         raise ValueError(f"{LOADING}: expected the state_dicts of all ranks, got none")
     for number, state in enumerate(states):
         if not isinstance(state, Mapping) or not state.keys() >= KEYS:
-            told = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise TypeError(f"{LOADING}: expected the state_dict of a ddp_hook, got {told} as number {number}")
-        for key, told in ALIKE.items():
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise TypeError(f"{LOADING}: expected the state_dict of a ddp_hook, got {got} as number {number}")
+        for key, what in ALIKE.items():
             if state[key] != states[0][key]:
                 raise ValueError(
-                    f"{LOADING}: the state_dicts are not of one moment of one job: number {number} has another {told} "
+                    f"{LOADING}: the state_dicts are not of one moment of one job: number {number} has another {what} "
                     "than number 0\nHINT: load those that all ranks saved after the same step."
                 )
         if any(state["rank"] == other["rank"] for other in states[:number]):

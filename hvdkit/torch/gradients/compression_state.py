@@ -107,7 +107,7 @@ def _check_arrays(saved: Mapping[str, Any], shapes: Shapes) -> None:
         name, here = shapes.get(index, (f"parameter {index}", shape))
         if list(shape) != list(here):
             raise ValueError(
-                f"{IN_STATE} {name!r} was {_told(shape)} when it was saved, and is {_told(here)} here\n"
+                f"{IN_STATE} {name!r} was {_dims(shape)} when it was saved, and is {_dims(here)} here\n"
                 "HINT: load the state of the same model, or leave it out, which loses what was not sent yet."
             )
         unknown = sorted(arrays.keys() - ARRAYS)
@@ -120,7 +120,7 @@ def _check_arrays(saved: Mapping[str, Any], shapes: Shapes) -> None:
                 )
 
 
-def _told(shape: Sequence[int]) -> str:
+def _dims(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a number"
 
 

@@ -53,7 +53,7 @@ def check_names(
     pairs = list(named_parameters)
     for index, pair in enumerate(pairs):
         if not _is_named_parameter(pair):
-            raise ValueError(NO_PAIRS.format(got=f"{_told(pair)} at index {index}"))
+            raise ValueError(NO_PAIRS.format(got=f"{_brief(pair)} at index {index}"))
     duplicates = find_duplicates(name for name, _ in pairs)
     if duplicates:
         raise ValueError(
@@ -76,8 +76,8 @@ def _is_named_parameter(pair: Any) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
 
 
-def _told(value: Any) -> str:
+def _brief(value: Any) -> str:
     """What somebody passed, in few words: no tensor's values."""
     if isinstance(value, tuple):
-        return f"({', '.join(_told(member) for member in value)})"
+        return f"({', '.join(_brief(member) for member in value)})"
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)

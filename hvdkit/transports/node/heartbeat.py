@@ -97,15 +97,15 @@ class _Connecting:
             except TransportUnavailableError as error:
                 problem = str(error).splitlines()[0]
         try:
-            told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            reports = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
             if not self._native:
                 return {}
             deadline = monotonic() + seconds
-            lower = [rank for rank in self._lower if "place" in told[rank]]
-            higher = [rank for rank in self._higher if told[rank]["beats"]]
+            lower = [rank for rank in self._lower if "place" in reports[rank]]
+            higher = [rank for rank in self._higher if reports[rank]["beats"]]
             with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # nobody waits for one who waits for him
                 accepting = None if listener is None else pool.submit(self._accept, listener, secret, higher, deadline)
-                connections = self._reach(lower, told, deadline)
+                connections = self._reach(lower, reports, deadline)
                 if accepting is not None:
                     connections |= accepting.result()
         finally:
@@ -149,12 +149,14 @@ class _Connecting:
             connection.close()
         return came
 
-    def _reach(self, ranks: Sequence[int], told: Sequence[dict[str, Any]], deadline: float) -> dict[int, socket.socket]:
+    def _reach(
+        self, ranks: Sequence[int], reports: Sequence[dict[str, Any]], deadline: float
+    ) -> dict[int, socket.socket]:
         """Those of the ranks that answered in time and showed what only they can know."""
         reached: dict[int, socket.socket] = {}
         for rank in ranks:
-            host, port = told[rank]["place"]
-            credentials = self._credentials(bytes.fromhex(told[rank]["secret"]))
+            host, port = reports[rank]["place"]
+            credentials = self._credentials(bytes.fromhex(reports[rank]["secret"]))
             connection = None
             try:
                 connection = socket.create_connection((host, port), max(0.001, deadline - monotonic()))

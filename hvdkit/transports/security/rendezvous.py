@@ -107,14 +107,14 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
 def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
     """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
     MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
-    served, told = None, bytearray(ADDRESS_BYTES)
+    served, message = None, bytearray(ADDRESS_BYTES)
     if world.rank == 0:
         try:
             served = _serve(addresses_for(world)[0])
             words = f"{secrets.token_hex(SECRET_BYTES)} {served.host} {served.port}"
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
-        told[:] = words.encode()[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
+        message[:] = words.encode()[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
     late = (
         f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
     )
@@ -122,13 +122,13 @@ def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> 
     tag = ADDRESS_TAG + generation % 1000
     with ends_process_after(timeout_seconds, late):
         if world.rank == 0:
-            sent = [MPI.COMM_WORLD.Isend([told, MPI.BYTE], rank, tag) for rank in world.launched[1:]]
+            sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, tag) for rank in world.launched[1:]]
             MPI.Request.Waitall(sent)
         else:
-            MPI.COMM_WORLD.Recv([told, MPI.BYTE], world.launched[0], tag)
-    if told.startswith(b"!"):
-        raise TransportUnavailableError(told.decode(errors="replace").strip("! "))
-    secret, _, address = bytes(told).partition(b" ")
+            MPI.COMM_WORLD.Recv([message, MPI.BYTE], world.launched[0], tag)
+    if message.startswith(b"!"):
+        raise TransportUnavailableError(message.decode(errors="replace").strip("! "))
+    secret, _, address = bytes(message).partition(b" ")
     return served or _rendezvous_at(address), secret
 
 
