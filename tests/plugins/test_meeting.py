@@ -51,14 +51,14 @@ def test_nobody_is_let_in_but_clients_of_the_jobs_hosts(meeting, caplog):
 
 
 def test_who_comes_before_it_is_known_who_takes_part_waits(meeting):
-    told = []
-    client = threading.Thread(target=lambda: told.append(ask(meeting, "GET", "/global/0")[0]))
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(ask(meeting, "GET", "/global/0")[0]))
     client.start()
     client.join(0.1)
-    assert told == []
+    assert answers == []
     meeting.admit(own_addresses())
     client.join(10)
-    assert told == [NOT_FOUND]
+    assert answers == [NOT_FOUND]
 
 
 def test_what_was_written_first_stays(meeting):
