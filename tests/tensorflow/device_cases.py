@@ -182,7 +182,7 @@ def case_the_engine_is_told_of_the_device(hvd: Any) -> None:
 
     for operation in ("allreduce", "broadcast", "allgather"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job, "place", "cuda:3")
+            patch.setattr(job, "torch_name", "cuda:3")
             patch.setattr(job, "take", list)
             patch.setattr(runtime.engine(), operation, tell)
             arguments = (0,) if operation == "broadcast" else ()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.life.repetitions import PLACES, Repetitions, most_bytes
+from hvdkit.engine.life.repetitions import REGIONS, Repetitions, most_bytes
 from hvdkit.engine.steps.plan import Slot, small_offsets
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def group_bytes(ranks: int) -> int:
     """What a process set's ranks on one node, so many, share: their staging, and operations that come again."""
     from hvdkit.kernels._native import Repeated
 
-    return staging_bytes(ranks) + Repeated.bytes_needed(ranks, PLACES, most_bytes(ranks))
+    return staging_bytes(ranks) + Repeated.bytes_needed(ranks, REGIONS, most_bytes(ranks))
 
 
 def lane_segment(lane_id: int) -> int:
@@ -61,8 +61,8 @@ def repetitions_of(group: Group) -> Repetitions | None:
     from hvdkit.kernels._native import Repeated
 
     begin, most = staging_bytes(group.size), most_bytes(group.size)
-    area = Repeated(staging.window, begin, group.size, group.rank, PLACES, most)
-    nbytes = Repeated.bytes_needed(group.size, PLACES, most)
+    area = Repeated(staging.window, begin, group.size, group.rank, REGIONS, most)
+    nbytes = Repeated.bytes_needed(group.size, REGIONS, most)
     return Repetitions(area, most, partial(staging.window.give_back, begin, nbytes))
 
 

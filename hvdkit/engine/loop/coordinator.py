@@ -91,8 +91,8 @@ class Coordinator:
         self._sequence = 0
         self._lanes = 0
         self._process_sets = 0
-        self._repeated: dict[object, Signature | None] = {}  # what came once, or, with None, has a place
-        self._places = 0
+        self._repeated: dict[object, Signature | None] = {}  # what came once, or, with None, has a region
+        self._regions = 0
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Coordinator:
         self._lanes += 1
         return self._lanes
 
-    def next_place(self, what: object, signature: Signature) -> int | None:
+    def next_region(self, what: object, signature: Signature) -> int | None:
         """A number that no operation has had, for one that comes for the second time as it was; None at other times.
 
         Where all ranks take part themselves: one that has joined does not count how often it came.
@@ -144,8 +144,8 @@ class Coordinator:
         self._repeated[what] = signature if is_new or (known is not None and not comes_again) else None
         if len(self._repeated) > REPEATED_KEYS:
             self._repeated.pop(next(iter(self._repeated)))  # the one that came last before all others
-        self._places += comes_again
-        return self._places - 1 if comes_again else None
+        self._regions += comes_again
+        return self._regions - 1 if comes_again else None
 
     def depart(self, rank: int, reason: str) -> None:
         """A rank has left the job: what waits for it fails, a join included."""
