@@ -157,6 +157,7 @@ def assign(signature, key=Key(0, "allreduce", "x")):  # noqa: B008 (it never cha
 def test_only_small_and_simple_operations_have_regions():
     assert assign(allreduce()) == 7
     assert assign(allreduce(device="cuda")) is None
+    assert assign({**allreduce(), "direct": True}) is None
     assert assign(allreduce(op=int(ReduceOp.ADASUM))) is None
     assert assign({**allreduce(), "prescale": 2.0}) is None
     assert assign({**allreduce(), "codec": "int8"}) is None
