@@ -178,12 +178,12 @@ def peers(count: int) -> list[Operation]:
 
     def topk(gradient: Array) -> int:
         values = torch.from_numpy(gradient)
-        places = torch.topk(values.abs(), wanted, sorted=False).indices
-        return (values[places].numel() + places.numel()) * 4
+        indices = torch.topk(values.abs(), wanted, sorted=False).indices
+        return (values[indices].numel() + indices.numel()) * 4
 
     def argpartition(gradient: Array) -> int:
-        places = np.argpartition(np.abs(gradient), count - wanted)[count - wanted :]
-        return (gradient[places].size + places.size) * 4
+        indices = np.argpartition(np.abs(gradient), count - wanted)[count - wanted :]
+        return (gradient[indices].size + indices.size) * 4
 
     def int8(gradient: Array) -> int:
         blocks = torch.from_numpy(gradient).view(-1, BLOCK)
@@ -308,9 +308,9 @@ def draw(results: dict[str, Any]) -> Any:
         bars = [[one["median"] - one["q1"] for one in times], [one["q3"] - one["median"] for one in times]]
         colours = ["tab:gray" if name in (COPY, ADD) else common.colour(name) for name in names]
         axes.barh(names, middle, xerr=bars, capsize=2, color=colours)
-        for place, value in enumerate(middle):
+        for index, value in enumerate(middle):
             at_left = axes.get_yaxis_transform()
-            axes.text(0.01, place, f"{value:.3g}", va="center", fontsize=8, color="white", transform=at_left)
+            axes.text(0.01, index, f"{value:.3g}", va="center", fontsize=8, color="white", transform=at_left)
         copy = middle[names.index(COPY)]
         axes.axvline(copy, color="black", linestyle="--", label=f"copy: {copy:.3g} ms")
         axes.invert_yaxis()

@@ -50,9 +50,9 @@ def operations(ranks: int, count: int) -> Iterable[float]:
         coordinator.receive(0, Ask(SIGNATURE, "gradient", None), 0.0)
         for rank, payload in enumerate(asked, 1):
             coordinator.receive(rank, decode(payload), 0.0)
-        told = [(to, encode(message)) for to, message in coordinator.take_outgoing()]
+        sent = [(to, encode(message)) for to, message in coordinator.take_outgoing()]
         yield perf_counter() - began
-        assert sum(len(to) for to, _ in told) == ranks, told
+        assert sum(len(to) for to, _ in sent) == ranks, sent
 
 
 def measure(args: argparse.Namespace) -> None:

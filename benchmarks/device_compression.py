@@ -77,8 +77,8 @@ def _encoded(codec: LossyCodec, elements: int, device: torch.device) -> Callable
     way = "gather" if isinstance(codec, TopK) else codec.way(elements, 1)[0]
 
     def run(gradient: Tensor, turn: int) -> None:
-        place = Exchange(Mirror(), 0, 1, 1.0, codec, way, turn, matrices, lambda work: None)
-        reduce_encoded(place, gradient, memory)
+        exchange = Exchange(Mirror(), 0, 1, 1.0, codec, way, turn, matrices, lambda work: None)
+        reduce_encoded(exchange, gradient, memory)
 
     return run
 

@@ -18,7 +18,7 @@ from hvdkit.transports.node.transport import NodeTransport
 
 LINE = 64
 # Places of the node's memory that no lane or process set reaches in a benchmark.
-FIRST_PLACE = 1 << 20
+FIRST_SEGMENT = 1 << 20
 
 
 def open_fusion() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
@@ -63,7 +63,7 @@ def open_one_pass() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]
     transport = runtime.engine().transport
     assert isinstance(transport, NodeTransport), "the bound needs ranks that share memory"
     rank, ranks = hvd.rank(), hvd.size()
-    cells = Cells(transport.memory.window(FIRST_PLACE, ranks * LINE), 0, ranks)
+    cells = Cells(transport.memory.window(FIRST_SEGMENT, ranks * LINE), 0, ranks)
     met = 0
     shares: dict[int, list[Any]] = {}
 
@@ -78,7 +78,7 @@ def open_one_pass() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]
         count = x.numel()
         if count in shares:
             return one_pass(shares[count])
-        window = transport.memory.window(FIRST_PLACE + 1 + len(shares), ranks * count * 4)
+        window = transport.memory.window(FIRST_SEGMENT + 1 + len(shares), ranks * count * 4)
         window.populate(0, ranks * count * 4)
         buffers = np.frombuffer(window, dtype=np.float32).reshape(ranks, count)
         buffers[rank] = x.numpy()

@@ -99,10 +99,10 @@ def compare(args: argparse.Namespace) -> None:
         )
     headers = ["fit", "ms a step", "alone / it", "one process / it", "eager 4 KB, ms", "part in a graph, ms"]
     print(common.table(headers, rows))
-    told = {name: reason(error) for name, error in errors.items()}
-    for name, line in told.items():
+    reasons = {name: reason(error) for name, error in errors.items()}
+    for name, line in reasons.items():
         print(f"{name}: does not run: {line}")
-    common.save("keras_fit", args, {"rounds": rounds, "errors": told}, draw(times))
+    common.save("keras_fit", args, {"rounds": rounds, "errors": reasons}, draw(times))
     common.finish(errors)
 
 

@@ -132,11 +132,11 @@ def draw(summary: list[dict[str, Any]]) -> Any:
     plt = common.pyplot()
     figure, axes = plt.subplots(figsize=(9, 4.5))
     others = [one for one in summary if one["peer"] != PLAIN]
-    places = np.arange(len(others))
+    positions = np.arange(len(others))
     for number, key in enumerate(MEASURES):
         middle = [one["extra_in_gradients"][key]["median"] for one in others]
-        axes.bar(places + 0.2 * number - 0.3, middle, width=0.2, label=key.upper())
-    axes.set_xticks(places, [one["peer"].replace(" + ", "\n+ ").replace(" wrapped", "\nwrapped") for one in others])
+        axes.bar(positions + 0.2 * number - 0.3, middle, width=0.2, label=key.upper())
+    axes.set_xticks(positions, [one["peer"].replace(" + ", "\n+ ").replace(" wrapped", "\nwrapped") for one in others])
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(ylabel="more than plain, in gradients' bytes", title="Memory of a rank")
     axes.legend()

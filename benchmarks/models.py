@@ -62,7 +62,7 @@ def _words(optimizer: Callable[..., torch.optim.Optimizer], args: argparse.Names
 def _tensors(args: argparse.Namespace) -> Workload:
     sizes = torch.linspace(SMALLEST, LARGEST, SMALL_TENSORS).long().tolist()
     order = torch.randperm(SMALL_TENSORS, generator=torch.Generator().manual_seed(0)).tolist()
-    model = Products([sizes[place] for place in order])
+    model = Products([sizes[index] for index in order])
     return Workload(
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),

@@ -246,7 +246,7 @@ def digest(args: argparse.Namespace, peer: Peer, reports: Sequence[dict[str, Any
     seconds = by_rank[..., 1].max(axis=0)
     held_out = np.mean([one["evaluations"] for one in reports], axis=0)
     taken = [0, *(step for step in range(1, args.steps + 1) if step % args.evaluate_every == 0 or step == args.steps)]
-    smoothed = [float(np.mean(held_out[max(0, place + 1 - SMOOTHED) : place + 1])) for place in range(len(taken))]
+    smoothed = [float(np.mean(held_out[max(0, index + 1 - SMOOTHED) : index + 1])) for index in range(len(taken))]
     diverged = not all(map(math.isfinite, [*losses, *held_out])) or smoothed[-1] >= smoothed[0]
     return {
         "diverged": bool(diverged),
@@ -321,13 +321,13 @@ def draw(results: Sequence[dict[str, Any]]) -> Any:
     figure, panels = plt.subplots(len(results), 2, figsize=(15, 6 * len(results)), squeeze=False)
     for row, result in zip(panels, results, strict=True):
         for axes, key, divisor, label in ((row[0], "seconds", 1, "seconds"), (row[1], "bytes", 1e6, "MB per host")):
-            for place, one in enumerate(result["summary"]):
+            for index, one in enumerate(result["summary"]):
                 run = result["rounds"][0][one["peer"]]
                 shown = [pair for pair in zip(run["curve"][key], run["curve"]["loss"], strict=True) if pair[1]]
                 axes.plot(
                     [x / divisor for x, _ in shown],
                     [loss for _, loss in shown],
-                    color=plt.get_cmap("tab20")(place % 20),
+                    color=plt.get_cmap("tab20")(index % 20),
                     linestyle=":" if one["peer"].endswith(" SGD") else "--" if one["peer"].startswith(DDP) else "-",
                     label=one["peer"] + " (diverged)" * one["diverged"],
                 )

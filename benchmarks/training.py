@@ -229,8 +229,8 @@ def draw(axes: Any, summary: Sequence[dict[str, Any]], title: str, what: str = "
     bars = [[one["median"] - one["q1"] for one in times], [one["q3"] - one["median"] for one in times]]
     colours = ["tab:gray" if name == ALONE else common.colour(name) for name in names]
     axes.barh(names, [one["median"] for one in times], xerr=bars, capsize=3, color=colours)
-    for place, one in enumerate(times):
-        axes.text(0, place, f" {one['median']:.0f}", color="white", va="center")
+    for index, one in enumerate(times):
+        axes.text(0, index, f" {one['median']:.0f}", color="white", va="center")
     axes.invert_yaxis()
     axes.set_xlabel(f"ms per {what} (median, quartiles)")
     axes.set_title(title)

@@ -77,8 +77,8 @@ class _Finder(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self, is_package=True)
         package, _, name = fullname.rpartition(".")
         if package.partition(".")[0] == "horovod" and name in absent.HINTS:
-            told = f"horovod is hvdkit here, which has no {fullname}\nHINT: {absent.HINTS[name]}"
-            raise ModuleNotFoundError(told, name=fullname)
+            text = f"horovod is hvdkit here, which has no {fullname}\nHINT: {absent.HINTS[name]}"
+            raise ModuleNotFoundError(text, name=fullname)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

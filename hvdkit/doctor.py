@@ -60,12 +60,12 @@ class Finding:
 
     what: str
     good: bool | None
-    told: str
+    text: str
     hint: str = ""
 
     def __str__(self) -> str:
         mark = {True: "ok", False: "!!", None: "--"}[self.good]
-        return f"[{mark}] {self.what + ':':<15} {self.told}" + (f"\n{'':<21}-> {self.hint}" if self.hint else "")
+        return f"[{mark}] {self.what + ':':<15} {self.text}" + (f"\n{'':<21}-> {self.hint}" if self.hint else "")
 
 
 def probe(module: str, program: str) -> dict[str, Any] | str:
@@ -80,11 +80,11 @@ def probe(module: str, program: str) -> dict[str, Any] | str:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
-    told = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
-    if process.returncode != 0 or not told:
+    answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
+    if process.returncode != 0 or not answers:
         last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         return f"{version_of(module)} is installed, but cannot be imported: {last}"
-    answer: dict[str, Any] = json.loads(told[0])
+    answer: dict[str, Any] = json.loads(answers[0])
     return answer
 
 
@@ -166,8 +166,8 @@ def _launcher() -> Finding:
     try:
         world = environments.detect()
     except EnvironmentConflictError as error:
-        told, _, hint = str(error).partition("\nHINT: ")
-        return Finding("launcher", False, told, hint)
+        text, _, hint = str(error).partition("\nHINT: ")
+        return Finding("launcher", False, text, hint)
     if world.launcher == "none":
         return Finding("launcher", None, "none: this process is a job of one rank", "hvdkitrun -np 4 python train.py")
     return Finding("launcher", True, f"{world.launcher}: rank {world.rank} of {world.size}")
@@ -175,15 +175,15 @@ def _launcher() -> Finding:
 
 def _interfaces() -> Finding:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    told = [
+    listed = [
         f"{name} {address.address}"
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
         if name in up and address.family in (socket.AF_INET, socket.AF_INET6) and not address.address.startswith("fe80")
     ]
-    outside = [one for one in told if not one.split()[1].startswith(("127.", "::1"))]
+    outside = [one for one in listed if not one.split()[1].startswith(("127.", "::1"))]
     hint = "" if outside else "this machine can only run jobs of its own"
-    return Finding("interfaces", True if outside else None, ", ".join(told) or "none is up", hint)
+    return Finding("interfaces", True if outside else None, ", ".join(listed) or "none is up", hint)
 
 
 def _shared_memory() -> Finding:

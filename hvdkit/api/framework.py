@@ -50,17 +50,17 @@ class Framework(ABC, Generic[T]):
     def arrays(self, buffers: list[Any]) -> list[Any]:
         """The buffers as the engine takes them: numpy arrays, or DeviceArrays of a device."""
 
-    def place(self, tensor: T) -> Any:
+    def device_of(self, tensor: T) -> Any:
         """Where a tensor lies and in what form, without the tensor, which may be gone before there are results."""
         return None
 
     @abstractmethod
-    def results(self, places: Sequence[Any], made: Sequence[Any]) -> list[T]:
-        """New tensors at ``places`` of buffers or of what the engine has returned."""
+    def results(self, devices: Sequence[Any], made: Sequence[Any]) -> list[T]:
+        """New tensors on ``devices``, of buffers or of what the engine has returned."""
 
     @abstractmethod
-    def integers(self, numbers: Sequence[int], splits: Any, place: Any) -> T:
-        """A new vector of the kind that the caller's ``splits`` are, who passed them with a tensor at ``place``."""
+    def integers(self, numbers: Sequence[int], splits: Any, device: Any) -> T:
+        """A new vector of the kind that the caller's ``splits`` are, who passed them with a tensor on ``device``."""
 
     def check_writable(self, function: str, tensors: Sequence[T]) -> None:
         """Raises ValueError for a tensor that cannot be written in place."""

@@ -42,9 +42,9 @@ def check_process_sets(process_sets: Any, comm: Any = None) -> list[ProcessSet] 
     if not isinstance(process_sets, Iterable):
         raise TypeError(f"{expected}, got {process_sets!r}")
     sets = list(process_sets)
-    for place, process_set in enumerate(sets):
+    for index, process_set in enumerate(sets):
         if not isinstance(process_set, ProcessSet):
-            raise TypeError(f"{expected}, got {process_set!r} at index {place}")
+            raise TypeError(f"{expected}, got {process_set!r} at index {index}")
         if comm and not is_communicator(comm) and process_set.ranks is None:
             raise NotImplementedError(
                 "At this time process sets defined via MPI communicators are only supported when calling hvd.init() "

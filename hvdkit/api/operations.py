@@ -129,11 +129,11 @@ class Operations(Generic[T]):
         except (TypeError, ValueError) as problem:
             _refuse(problem, lambda words: engine.alltoall(rows, words, call))
         handle = engine.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
-        place = framework.place(tensor)
+        device = framework.device_of(tensor)
 
         def finish(result: tuple[Any, Sequence[int]]) -> tuple[T, T]:
             output, received = result
-            return framework.results([place], [output])[0], framework.integers(received, wanted, place)
+            return framework.results([device], [output])[0], framework.integers(received, wanted, device)
 
         return HANDLES.add(handle, finish)
 
@@ -153,14 +153,14 @@ def _add(
     tensors are not kept: who let go of one while the operation is in flight has its memory back.
     """
     targets = tensors if in_place else None
-    places = [] if in_place else [framework.place(tensor) for tensor in tensors]
+    devices = [] if in_place else [framework.device_of(tensor) for tensor in tensors]
     made_before = None if framework.is_device else buffers
 
     def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
         made = results if made_before is None else made_before
         if targets is not None and writes:
             framework.write(targets, made)
-        outputs = framework.results(places, made) if targets is None else targets
+        outputs = framework.results(devices, made) if targets is None else targets
         return outputs[0] if asked.single else tuple(outputs)
 
     return HANDLES.add(handle, finish)
@@ -173,6 +173,6 @@ def _refuse(problem: Exception, submit: Callable[[str], Handle]) -> NoReturn:
     """
     try:
         submit(str(problem)[:LONGEST_TEXT]).wait()
-    except HorovodInternalError as told:
-        raise problem from told
+    except HorovodInternalError as error:
+        raise problem from error
     raise AssertionError(f"an alltoall ran with wrong splits: {problem}")

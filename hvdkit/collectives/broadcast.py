@@ -25,14 +25,14 @@ def broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
 
 def tree_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
     """Binomial tree: in round k, the 2**k ranks that have the data send it to the next 2**k."""
-    place = (group.rank - root) % group.size
+    virtual_rank = (group.rank - root) % group.size
     reach = 1 << (group.size - 1).bit_length()  # the least power of two that is no less than the size
     transfers = []
     while reach > 1:
         half = reach // 2
-        if place % reach == half:
+        if virtual_rank % reach == half:
             yield [group.irecv(buffer, (group.rank - half) % group.size, tag)]
-        elif place % reach == 0 and place + half < group.size:
+        elif virtual_rank % reach == 0 and virtual_rank + half < group.size:
             transfers.append(group.isend(buffer, (group.rank + half) % group.size, tag))
         reach = half
     yield transfers

@@ -134,41 +134,41 @@ def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale,
     else:
         if paired:
             yield from hops.reduce(buffer[:0], group.rank - 1, buffer, group.rank - 1, last=False)
-        place = group.rank // 2 if paired else group.rank - extras
+        virtual_rank = group.rank // 2 if paired else group.rank - extras
         ranks = [2 * other + 1 if other < extras else other + extras for other in range(core)]
-        index = yield from _halve(hops, buffer, place, ranks)
+        index = yield from _halve(hops, buffer, virtual_rank, ranks)
         encoded = [codec.encode(chunk) for chunk in chunks]
-        yield from _double(hops, buffer, encoded, index, place, ranks)
+        yield from _double(hops, buffer, encoded, index, virtual_rank, ranks)
         if paired:
             yield [group.isend(part, group.rank - 1, tag + 1) for part in _messages(buffer, encoded, everything, codec)]
     decode_final(codec, encoded, chunks)
 
 
-def _halve(hops: _Hops, buffer: Array, place: int, ranks: Sequence[int]) -> Steps[int]:
+def _halve(hops: _Hops, buffer: Array, virtual_rank: int, ranks: Sequence[int]) -> Steps[int]:
     """Reduce-scatter among ``ranks``: with a partner, each reduces one half of what both hold; returns the last chunk.
 
-    ``place`` is this rank's in ``ranks``.
+    ``virtual_rank`` is this rank's index in ``ranks``.
     """
     first, stop = 0, len(ranks)
     distance = 1
     while distance < len(ranks):
-        partner = ranks[place ^ distance]
+        partner = ranks[virtual_rank ^ distance]
         middle = (first + stop) // 2
         lower, upper = (first, middle), (middle, stop)
-        (first, stop), given = (upper, lower) if place & distance else (lower, upper)
+        (first, stop), sent = (upper, lower) if virtual_rank & distance else (lower, upper)
         distance *= 2
-        own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, given, len(ranks))
+        own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, sent, len(ranks))
         yield from hops.reduce(outgoing, partner, own, partner, last=distance == len(ranks))
     return first
 
 
 def _double(
-    hops: _Hops, buffer: Array, encoded: Sequence[Array], index: int, place: int, ranks: Sequence[int]
+    hops: _Hops, buffer: Array, encoded: Sequence[Array], index: int, virtual_rank: int, ranks: Sequence[int]
 ) -> Steps[None]:
     """Allgather among ``ranks``, of which this one has chunk ``index``: the partners of the halving, last one first."""
     first, width = index, 1
     while width < len(ranks):
-        partner = ranks[place ^ (len(ranks) // 2 // width)]
+        partner = ranks[virtual_rank ^ (len(ranks) // 2 // width)]
         other = first ^ width
         outgoing = _messages(buffer, encoded, (first, first + width), hops.codec)
         incoming = _messages(buffer, encoded, (other, other + width), hops.codec)

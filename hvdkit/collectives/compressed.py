@@ -221,9 +221,9 @@ class _Wire:
         most = {peer: self._most(count) for peer, count in elements.items() if count}
         lengths = most
         if not self._codec.fixed:
-            told = {peer: np.empty(1, dtype=np.int64) for peer in most}
-            yield [group.irecv(told[peer], peer, tag) for peer in most]
-            lengths = {peer: int(told[peer][0]) for peer in most}
+            announced = {peer: np.empty(1, dtype=np.int64) for peer in most}
+            yield [group.irecv(announced[peer], peer, tag) for peer in most]
+            lengths = {peer: int(announced[peer][0]) for peer in most}
             for peer, length in lengths.items():
                 if not frames.HEADER_BYTES <= length <= most[peer]:
                     problem = f"it shall have {length} bytes, where {frames.HEADER_BYTES} to {most[peer]} are possible"

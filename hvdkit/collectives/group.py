@@ -19,7 +19,7 @@ Runs = Sequence[tuple[int, int]]  # the elements (begin, end) of each rank
 
 
 class Group:
-    """The ranks ``members`` of a transport, in one order on all of them; ``rank`` is the place in ``members``.
+    """The ranks ``members`` of a transport, in one order on all of them; ``rank`` is the index in ``members``.
 
     Counts the payload bytes that this rank sends, so that an algorithm's traffic can be held against its formula.
     ``choice`` is how an allreduce among these ranks chooses its algorithm: the same on all of them.

@@ -55,10 +55,10 @@ def counterparts(group: Group, layout: Layout) -> Group | None:
     """
     rank = group.members[group.rank]
     node = next(node for node in layout.nodes if rank in node)
-    place = list(node).index(rank)
-    if place >= layout.carriers:
+    index = list(node).index(rank)
+    if index >= layout.carriers:
         return None
-    return Group(group.transport, [node[place] for node in layout.nodes], group.choice)
+    return Group(group.transport, [node[index] for node in layout.nodes], group.choice)
 
 
 def node_shares(count: int, itemsize: int, layout: Layout, ranks: int) -> list[tuple[int, int]]:
@@ -121,15 +121,15 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | Non
         return why_encoded(group, nbytes, cast("LossyCodec", codec))
     if layout is not None and nodes == 1:
         assert layout.staging is not None
-        mode, told = choose_pass(nbytes)
-        return told if mode == Mode.WHOLE else f"{told}; {layout.staging.why_handover(nbytes)}"
+        mode, reason = choose_pass(nbytes)
+        return reason if mode == Mode.WHOLE else f"{reason}; {layout.staging.why_handover(nbytes)}"
     share = nbytes // pieces // (1 if layout is None else layout.carriers)
     name, reason = choose_allreduce(share, nodes, choice)
-    told = f"{name}: {reason}" if layout is None else f"the sum of each node, then {name}: {reason} between nodes"
+    text = f"{name}: {reason}" if layout is None else f"the sum of each node, then {name}: {reason} between nodes"
     if pieces > 1:
-        told += f", {choose_pieces(nbytes, nodes, choice.asked)[1]}"
+        text += f", {choose_pieces(nbytes, nodes, choice.asked)[1]}"
     staging = None if layout is None else layout.staging
-    return told if staging is None else f"{told}; {staging.why_handover(nbytes // pieces)}"
+    return text if staging is None else f"{text}; {staging.why_handover(nbytes // pieces)}"
 
 
 def why_encoded(group: Group, nbytes: int, codec: LossyCodec) -> str:
@@ -137,8 +137,8 @@ def why_encoded(group: Group, nbytes: int, codec: LossyCodec) -> str:
     layout = None if codec.everywhere else group.layout
     nodes, carriers = (group.size, 1) if layout is None else (len(layout.nodes), layout.carriers)
     name, reason = codec.way(nbytes // 4 // carriers, nodes)
-    told = f"{name} of {codec.summary}: {reason}"
-    return told if layout is None else f"the sum of each node, then {told} between nodes"
+    text = f"{name} of {codec.summary}: {reason}"
+    return text if layout is None else f"the sum of each node, then {text} between nodes"
 
 
 def layout_allreduce(

@@ -90,7 +90,7 @@ class Pass:
 
     def awaited(self) -> list[int]:
         """The ranks that have not done their part yet."""
-        return [self._members[place] for place in self._staged.awaited()]
+        return [self._members[index] for index in self._staged.awaited()]
 
 
 def staging_bytes(ranks: int) -> int:
@@ -104,12 +104,12 @@ class Staging:
     """What the ranks ``members`` of a node (ranks of the transport, ascending) share for one group.
 
     There are two areas, since the second half of an operation may come after a trip to other nodes: were there only
-    one, a later operation's first half would have to wait for that. They lie in ``window`` from ``begin`` on; ``bells``
-    are the members'.
+    one, a later operation's first half would have to wait for that. They lie in ``window`` from ``begin`` on;
+    ``wakeups`` are the members'.
     """
 
     def __init__(
-        self, members: Sequence[int], rank: int, window: Any, begin: int, bells: list[Any], spin_seconds: float
+        self, members: Sequence[int], rank: int, window: Any, begin: int, wakeups: list[Any], spin_seconds: float
     ) -> None:
         from hvdkit.kernels._native import Area, Staged
 
@@ -119,7 +119,7 @@ class Staging:
         self._staged = Staged
         count = len(self.members)
         self._begins = (begin, begin + staging_bytes(count) // 2)  # of the areas in the window
-        self.lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, bells)) for at in self._begins]
+        self.lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, wakeups)) for at in self._begins]
         self.spin_seconds = spin_seconds
         self.window = window
 
@@ -165,10 +165,10 @@ def choose_handover(nbytes: int, line_seconds: Sequence[float]) -> tuple[list[bo
     slowest = max(line_seconds)
     if nbytes < MEASURED_BYTES:
         return [False] * len(line_seconds), f"less than {MEASURED_BYTES} bytes: handed over in the cache"
-    told = f"a line that another rank wrote takes {1e9 * slowest:.0f} ns" if slowest else "not measured yet"
+    measured = f"a line that another rank wrote takes {1e9 * slowest:.0f} ns" if slowest else "not measured yet"
     far = [seconds > FAR_SECONDS for seconds in line_seconds]
     way = f"through memory, for {sum(far)} of {len(far) - 1} others to sum" if any(far) else "in the cache"
-    return far, f"{told}: handed over {way}"
+    return far, f"{measured}: handed over {way}"
 
 
 def choose_pass(nbytes: int) -> tuple[Mode, str]:

@@ -15,8 +15,8 @@ def check_flag(codec: str, argument: str, value: Any) -> None:
 def check_choice(codec: str, argument: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless it is one of ``choices``."""
     if value not in choices:
-        told = " or ".join(repr(choice) for choice in choices)
-        raise ValueError(f"Compression.{codec}: {argument} must be {told}, got {value!r}")
+        listed = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"Compression.{codec}: {argument} must be {listed}, got {value!r}")
 
 
 def check_integer(codec: str, argument: str, value: Any, least: int, most: int) -> None:

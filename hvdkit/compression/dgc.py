@@ -83,6 +83,6 @@ class DGC(TopK):
         if velocity is not None and pairs is None:
             velocity[np.isfinite(values)] = 0.0
         elif velocity is not None and pairs is not None:
-            places, picked = pairs
-            velocity[places[np.isfinite(picked)]] = 0.0
+            indices, picked = pairs
+            velocity[indices[np.isfinite(picked)]] = 0.0
         return nbytes

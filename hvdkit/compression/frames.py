@@ -16,9 +16,9 @@ _MAGIC = b"hvdC"
 HEADER_BYTES = 64  # a cache line, so that payloads are aligned
 
 
-def identity(told: str) -> int:
+def identity(summary: str) -> int:
     """A number for a codec and its parameters."""
-    return zlib.crc32(told.encode())
+    return zlib.crc32(summary.encode())
 
 
 def seal(frame: Bytes, nbytes: int, elements: int, codec: int) -> Bytes:

@@ -15,7 +15,7 @@ from hvdkit import kernels
 from hvdkit.compression.checks import check_integer, check_seed
 from hvdkit.compression.codec import Array
 from hvdkit.compression.lossy import LinearCodec
-from hvdkit.compression.memory import Memory, Place
+from hvdkit.compression.memory import Key, Memory
 from hvdkit.kernels import ReduceOp, Scale
 
 RIGHT = "right"
@@ -63,7 +63,7 @@ class PowerSGD(LinearCodec):
     def start(self, memory: Memory, begin: int, rows: int, cols: int) -> Array:
         """The vectors as long as a row to begin with: the last step's; random ones, alike on all ranks, for zeros."""
         count = self.vectors(rows, cols)
-        kept = memory.shared.vectors.get(self.place(memory, begin, rows, cols))
+        kept = memory.shared.vectors.get(self.key(memory, begin, rows, cols))
         right = np.zeros(count * cols, dtype=np.float32) if kept is None else kept
         for k, vector in enumerate(right.reshape(count, cols)):
             if not vector.any():
@@ -72,7 +72,7 @@ class PowerSGD(LinearCodec):
         return right
 
     @staticmethod
-    def place(memory: Memory, begin: int, rows: int, cols: int) -> Place:
+    def key(memory: Memory, begin: int, rows: int, cols: int) -> Key:
         """Where the vectors of a matrix are kept."""
         return RIGHT, memory.begin + begin, memory.begin + begin + rows * cols
 
@@ -107,10 +107,10 @@ class PowerSGD(LinearCodec):
         matrices = []
         left = right = 0
         for begin, rows, cols in memory.matrices():
-            count, place = self.vectors(rows, cols), slice(begin, begin + rows * cols)
+            count, elements = self.vectors(rows, cols), slice(begin, begin + rows * cols)
             lefts, rights = (count * rows if count else rows * cols), count * cols
-            mine = values[place]
-            residual = None if memory.residual is None else memory.residual[place]
+            mine = values[elements]
+            residual = None if memory.residual is None else memory.residual[elements]
             ends = first[left : left + lefts], second[right : right + rights]
             matrices.append(_Matrix(mine, residual, rows, cols, *ends, _is_finite(mine), begin))
             left, right = left + lefts, right + rights
@@ -143,7 +143,7 @@ class PowerSGD(LinearCodec):
         kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, known)
         if factor is None:
             kernels.scale_into(one.values, one.values, scale)
-        memory.shared.vectors[self.place(memory, one.begin, one.rows, one.cols)] = one.right.copy()
+        memory.shared.vectors[self.key(memory, one.begin, one.rows, one.cols)] = one.right.copy()
 
 
 @dataclass

@@ -14,8 +14,8 @@ RESIDUAL = "residual"
 # What is added once to this rank's next gradient: of what was kept elsewhere.
 OWED = "owed"
 TURN = "turn"
-# What is remembered of a place: its name, and the elements (begin, end) counted from the start of the memory.
-Place = tuple[str, int, int]
+# Of what is remembered: its name, and the elements (begin, end) counted from the start of the memory.
+Key = tuple[str, int, int]
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Shared:
     """What all parts of a memory have in common."""
 
     turn: int = 0  # of elements that have no number of their own
-    numbers: dict[Place, float] = field(default_factory=dict)
-    vectors: dict[Place, Array] = field(default_factory=dict)
+    numbers: dict[Key, float] = field(default_factory=dict)
+    vectors: dict[Key, Array] = field(default_factory=dict)
     matrices: list[tuple[int, int, int]] = field(default_factory=list)  # where each tensor begins, its rows and columns
 
 

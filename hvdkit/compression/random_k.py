@@ -1,4 +1,4 @@
-"""Random-k: values at random places, which all ranks draw alike, so that no place needs to be sent."""
+"""Random-k: values at random indices, which all ranks draw alike, so that no index needs to be sent."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hvdkit.compression.payload import PayloadCodec
 
 @dataclass(frozen=True)
 class RandomK(PayloadCodec):
-    """One value out of each run of 1 / ``ratio`` values, at a place that changes from step to step.
+    """One value out of each run of 1 / ``ratio`` values, at an index that changes from step to step.
 
-    Stich et al., 2018, "Sparsified SGD with memory", with a place in each stratum. Values are sent as they are,
+    Stich et al., 2018, "Sparsified SGD with memory", with an index in each stratum. Values are sent as they are,
     not multiplied by 1 / ``ratio``. What a value gathered in that many steps is sent at once, so that small ratios want
     small learning rates.
     """
@@ -40,49 +40,49 @@ class RandomK(PayloadCodec):
         count = self._count(elements)
         return np.asarray(np.arange(count + 1, dtype=np.int64) * elements // max(1, count))
 
-    def _places(self, elements: int, turn: int, begin: int) -> Array:
+    def _indices(self, elements: int, turn: int, begin: int) -> Array:
         starts = self._starts(elements)
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[turn, begin, 0, 0]))
         drawn = generator.random(starts.size - 1)
         return np.asarray(starts[:-1] + (drawn * np.diff(starts)).astype(np.int64))
 
     def most_bytes(self, elements: int) -> int:
-        """Where the places are drawn from, and the values."""
+        """Where the indices are drawn from, and the values."""
         return 16 + 4 * self._count(elements)
 
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """The values at this turn's places; NaN for a run in which a value, sent or not, is not finite."""
+        """The values at this turn's indices; NaN for a run in which a value, sent or not, is not finite."""
         payload[:16].view(np.int64)[...] = memory.turn, memory.begin
-        places = self._places(values.size, memory.turn, memory.begin)
+        indices = self._indices(values.size, memory.turn, memory.begin)
         picked, residual = payload[16:].view(np.float32), memory.residual
         with np.errstate(all="ignore"):
             wanted = values if residual is None else values + residual
         odd = ~np.isfinite(wanted)
         any_odd = bool(odd.any())
-        picked[...] = wanted[places]
-        before = None if residual is None else residual[places]
+        picked[...] = wanted[indices]
+        before = None if residual is None else residual[indices]
         if residual is not None:
             np.copyto(residual, wanted, where=~odd if any_odd else True)
-            residual[places] = 0.0
+            residual[indices] = 0.0
         if any_odd:
             runs = np.searchsorted(self._starts(values.size), np.flatnonzero(odd), side="right") - 1
             picked[runs] = np.nan
             if residual is not None and before is not None:
-                residual[places[runs]] = before[runs]
+                residual[indices[runs]] = before[runs]
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        """Draws the same places again."""
+        """Draws the same indices again."""
         if payload.nbytes != self.most_bytes(out.size):
             raise ValueError(f"expected {self.most_bytes(out.size)} bytes, got {payload.nbytes}")
         turn, begin = (int(number) for number in payload[:16].view(np.int64))
         if turn < 0 or begin < 0:
             raise ValueError(f"expected a turn and a place, got {turn} and {begin}")
-        places = self._places(out.size, turn, begin)
+        indices = self._indices(out.size, turn, begin)
         with np.errstate(all="ignore"):
             scaled = payload[16:].view(np.float32) * np.float32(scale)
             if add:
-                out[places] += scaled
+                out[indices] += scaled
             else:
                 out[...] = 0.0
-                out[places] = scaled
+                out[indices] = scaled

@@ -37,11 +37,11 @@ def _classes() -> dict[str, type[LossyCodec]]:
     return {one.name: one for one in reversed(found) if hasattr(one, "name")}
 
 
-def codec_with_summary(told: str) -> Codec:
+def codec_with_summary(summary: str) -> Codec:
     """The codec of which ``Codec.summary`` is this. Raises ValueError where this process has no such codec."""
-    if told in CASTS:
-        return CASTS[told]
-    name, _, fields = told.removesuffix(")").partition("(")
+    if summary in CASTS:
+        return CASTS[summary]
+    name, _, fields = summary.removesuffix(")").partition("(")
     known = _classes().get(name)
     if known is None:
         raise ValueError(
@@ -50,6 +50,6 @@ def codec_with_summary(told: str) -> Codec:
     call = ast.parse(f"codec({fields})", mode="eval").body
     assert isinstance(call, ast.Call)
     codec = known(**{str(field.arg): ast.literal_eval(field.value) for field in call.keywords})
-    if codec.summary != told:
-        raise ValueError(f"the codec '{name}' has other parameters here: {codec.summary}, where others have {told}")
+    if codec.summary != summary:
+        raise ValueError(f"the codec '{name}' has other parameters here: {codec.summary}, where others have {summary}")
     return codec

@@ -1,6 +1,6 @@
-"""The largest values, with their places: top-k, and all above a threshold.
+"""The largest values, with their indices: top-k, and all above a threshold.
 
-A payload is a mode, a count, that many places (uint32, ascending) and values; or, where that is no longer than half of
+A payload is a mode, a count, that many indices (uint32, ascending) and values; or, where that is no longer than half of
 the values, all of them.
 """
 
@@ -37,10 +37,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def write_pairs(payload: Bytes, count: int, capacity: int) -> int:
-    """Complete a payload whose places and values were written with room for ``capacity``; returns its bytes."""
+    """Complete a payload whose indices and values were written with room for ``capacity``; returns its bytes."""
     payload[:_HEAD].view(np.uint32)[...] = _PAIRS, count
-    places, values = _HEAD + 4 * count, _HEAD + 4 * capacity
-    payload[places : places + 4 * count] = payload[values : values + 4 * count]
+    target, source = _HEAD + 4 * count, _HEAD + 4 * capacity
+    payload[target : target + 4 * count] = payload[source : source + 4 * count]
     return _HEAD + 8 * count
 
 
@@ -58,32 +58,32 @@ def write_all(payload: Bytes, values: Array, residual: Array | None) -> int:
 
 
 def room_for_pairs(payload: Bytes, capacity: int) -> tuple[Array, Array]:
-    """Where places and values are written to, before it is known how many they are."""
-    places, values = _HEAD + 4 * capacity, _HEAD + 8 * capacity
-    return payload[_HEAD:places].view(np.uint32), payload[places:values].view(np.float32)
+    """Where indices and values are written to, before it is known how many they are."""
+    middle, end = _HEAD + 4 * capacity, _HEAD + 8 * capacity
+    return payload[_HEAD:middle].view(np.uint32), payload[middle:end].view(np.float32)
 
 
 def pairs_in(payload: Bytes) -> tuple[Array, Array] | None:
-    """The places and values of a payload that was just written; None if it has all values."""
+    """The indices and values of a payload that was just written; None if it has all values."""
     mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
     return None if mode == _ALL else room_for_pairs(payload, count)
 
 
-def emit_odd(places: Array, picked: Array, values: Array, residual: Array | None, emitted: int) -> bool:
+def emit_odd(indices: Array, picked: Array, values: Array, residual: Array | None, emitted: int) -> bool:
     """Whether a value that is not finite found no room; then the last that was emitted makes room for it."""
-    last = int(places[emitted - 1])
+    last = int(indices[emitted - 1])
     odd = np.flatnonzero(~np.isfinite(values[last + 1 :]))
     if not odd.size:
         return False
     if residual is not None and np.isfinite(picked[emitted - 1]):
         residual[last] = picked[emitted - 1]
-    place = last + 1 + int(odd[0])
-    places[emitted - 1], picked[emitted - 1] = place, values[place]
+    index = last + 1 + int(odd[0])
+    indices[emitted - 1], picked[emitted - 1] = index, values[index]
     return True
 
 
 def estimate(values: Array | None, residual: Array | None, count: int, seed: int) -> float:
-    """A threshold above which about ``count`` magnitudes lie, from a sample with a random place in each stratum."""
+    """A threshold above which about ``count`` magnitudes lie, from a sample with a random index in each stratum."""
     either = values if values is not None else residual
     assert either is not None
     wanted = max(SMALLEST_SAMPLE, SAMPLED_ABOVE * either.size // count)
@@ -179,7 +179,7 @@ class TopK(_Sparse):
     ) -> int:
         """The payload of values plus residual; with no values, of the residual alone."""
         wanted = self._wanted(memory.elements, memory)
-        places, picked = room_for_pairs(payload, capacity)
+        indices, picked = room_for_pairs(payload, capacity)
         recalled, distrust = memory.recall(THRESHOLD), memory.recall(DISTRUST) or 0.0
         carried = recalled is not None and distrust == 0.0
         for attempt in range(1 + RETRIES):
@@ -188,14 +188,14 @@ class TopK(_Sparse):
             else:
                 seed = (self.seed + 31 * memory.turn + 7 * attempt + memory.begin) % 2**32
                 threshold = estimate(values, residual, wanted, seed)
-            emitted, found = kernels.select_into(places, picked, values, residual, threshold)
-            if found > emitted and values is not None and emit_odd(places, picked, values, residual, emitted):
+            emitted, found = kernels.select_into(indices, picked, values, residual, threshold)
+            if found > emitted and values is not None and emit_odd(indices, picked, values, residual, emitted):
                 break
             fits = FEWEST * wanted <= found <= MOST * wanted or (threshold == 0.0 and found <= capacity)
             if fits or attempt == RETRIES or not np.isfinite(picked[:emitted]).all():
                 break
             if residual is not None:  # everything is there now but what was emitted
-                residual[places[:emitted]] = picked[:emitted]
+                residual[indices[:emitted]] = picked[:emitted]
                 values = None
         memory.keep(DISTRUST, SAMPLED_STEPS if carried and attempt else max(0.0, distrust - 1.0))
         if threshold > 0.0 and found:
@@ -220,15 +220,15 @@ class Threshold(_Sparse):
         """One pass; where there is no room for all that it finds, one more."""
         residual = memory.residual
         capacity = values.size // 2
-        places, picked = room_for_pairs(payload, capacity)
-        emitted, found = kernels.select_into(places, picked, values, residual, self.threshold)
+        indices, picked = room_for_pairs(payload, capacity)
+        emitted, found = kernels.select_into(indices, picked, values, residual, self.threshold)
         if found == emitted:
             return write_pairs(payload, emitted, capacity)
         if residual is None:
             return write_all(payload, values, None)
         # What was emitted goes back, and all is sent.
         finite = np.isfinite(picked[:emitted])
-        residual[places[:emitted][finite]] = picked[:emitted][finite]
+        residual[indices[:emitted][finite]] = picked[:emitted][finite]
         everything = np.where(np.isfinite(values), residual, values)
         residual[np.isfinite(values)] = 0.0
         return write_all(payload, everything, None)

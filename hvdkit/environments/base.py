@@ -43,14 +43,14 @@ class World:
         return tuple(range(self.size)) if self.members is None else self.members
 
     def part(self, members: Sequence[int]) -> World:
-        """The smaller job of some of the ranks, this one among them; ranks are the places in ``members``."""
-        place, size = members.index(self.rank), len(members)
+        """The smaller job of some of the ranks, this one among them; ranks are the indices in ``members``."""
+        index, size = members.index(self.rank), len(members)
         here = self.local_size == self.size  # all on one host, and so is a part of them
         return replace(
             self,
-            rank=place,
+            rank=index,
             size=size,
-            local_rank=place if here else None,
+            local_rank=index if here else None,
             local_size=size if here else None,
             cross_rank=None,
             cross_size=None,

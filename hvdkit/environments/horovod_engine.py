@@ -19,7 +19,7 @@ def variables(
     ``controller``: how its ranks talk, ``"mpi"`` or ``"gloo"``; ``meeting``: for Gloo, host and port of a key-value
     server; ``interface``: where Gloo listens, if the user names none.
     """
-    told: dict[str, str | None] = {
+    common: dict[str, str | None] = {
         "HOROVOD_CONTROLLER": controller,
         # A bucket is fused already. What Horovod fused besides would depend on what happens to be ready, and with it
         # the order in which an element is summed.
@@ -38,10 +38,10 @@ def variables(
         "HOROVOD_DYNAMIC_PROCESS_SETS": "0",  # one more exchange in every cycle, for sets that it does not carry
     }
     if controller == "mpi":
-        return {**told, "HOROVOD_CPU_OPERATIONS": os.environ.get("HOROVOD_CPU_OPERATIONS", "mpi")}
+        return {**common, "HOROVOD_CPU_OPERATIONS": os.environ.get("HOROVOD_CPU_OPERATIONS", "mpi")}
     assert meeting is not None, "Gloo's ranks meet somewhere"
     return {
-        **told,
+        **common,
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting[0],
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(meeting[1]),

@@ -23,7 +23,7 @@ _LISTENER = "HVDKIT_RENDEZVOUS_FD"
 
 def detect(environ: Mapping[str, str]) -> World | None:
     """The World that hvdkitrun describes, None if it did not start this process."""
-    world = _told(environ, "hvdkitrun", "HVDKIT", "HVDKIT_RENDEZVOUS", "tcp", _HINT)
+    world = _world(environ, "hvdkitrun", "HVDKIT", "HVDKIT_RENDEZVOUS", "tcp", _HINT)
     if world is None or world.rendezvous is None or world.rank != 0 or _LISTENER not in environ:
         return world
     return replace(world, rendezvous=replace(world.rendezvous, kind="fd", listen_fd=integer(environ, _LISTENER)))
@@ -32,10 +32,10 @@ def detect(environ: Mapping[str, str]) -> World | None:
 def detect_horovodrun(environ: Mapping[str, str]) -> World | None:
     """The World that horovodrun describes, None if it did not start this process."""
     # It serves keys and values over HTTP where ranks meet; that is no TCPStore.
-    return _told(environ, HOROVODRUN, "HOROVOD", "HOROVOD_GLOO_RENDEZVOUS", "http", _HOROVODRUNS_HINT)
+    return _world(environ, HOROVODRUN, "HOROVOD", "HOROVOD_GLOO_RENDEZVOUS", "http", _HOROVODRUNS_HINT)
 
 
-def _told(environ: Mapping[str, str], launcher: str, prefix: str, meeting: str, kind: str, hint: str) -> World | None:
+def _world(environ: Mapping[str, str], launcher: str, prefix: str, meeting: str, kind: str, hint: str) -> World | None:
     names = Names(*(f"{prefix}_{part}" for part in _PARTS))
     address, port_name = f"{meeting}_ADDR", f"{meeting}_PORT"
     world = read_world(launcher, environ, names, hint)

@@ -76,9 +76,9 @@ class MetricAverage:
         names = sorted(name for name, value in logs.items() if isinstance(value, int | float) or _is_scalar(value))
         everyones = objects.allgather_object(names, name="MetricAverageCallback.names")
         if any(others != names for others in everyones):
-            told = "; ".join(f"rank {rank}: {', '.join(others) or 'none'}" for rank, others in enumerate(everyones))
+            listed = "; ".join(f"rank {rank}: {', '.join(others) or 'none'}" for rank, others in enumerate(everyones))
             raise ValueError(
-                f"MetricAverageCallback: ranks have different metrics at the end of epoch {epoch + 1}: {told}\n"
+                f"MetricAverageCallback: ranks have different metrics at the end of epoch {epoch + 1}: {listed}\n"
                 "HINT: pass validation_data, and the same metrics, on all ranks."
             )
         averages = average_numbers([float(logs[name]) for name in names], "MetricAverageCallback")

@@ -114,14 +114,14 @@ class DistributedStep:
         if self._gradients is None:
             self._gradients = backend().gradients(self.settings)
         replaced = [
-            place
-            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            index
+            for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if gradient is not None and is_overwritten(variable) and id(variable) not in self.local
         ]
-        others = [None if place in replaced else gradient for place, gradient in enumerate(gradients)]
+        others = [None if index in replaced else gradient for index, gradient in enumerate(gradients)]
         reduced = self._gradients.reduce(others, variables, self.local)
-        for place, value in zip(replaced, self._largest([gradients[place] for place in replaced]), strict=True):
-            reduced[place] = value
+        for index, value in zip(replaced, self._largest([gradients[index] for index in replaced]), strict=True):
+            reduced[index] = value
         return reduced
 
     def _largest(self, values: list[Any]) -> list[Any]:

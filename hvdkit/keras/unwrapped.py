@@ -87,8 +87,8 @@ def _warn_if_alone(optimizer: Any, grads: Any, variables: Any) -> None:
     vars(optimizer)[_WARNED] = True
     topology = runtime.topology()
     name, kind = keras_2.name_of(optimizer), type(optimizer).__name__
-    told = NOT_WRAPPED.format(name=name, kind=kind, rank=topology.rank, size=topology.size)
-    warnings.warn(told, stacklevel=4)
+    text = NOT_WRAPPED.format(name=name, kind=kind, rank=topology.rank, size=topology.size)
+    warnings.warn(text, stacklevel=4)
 
 
 def _without_jit(resolve: Any) -> Any:

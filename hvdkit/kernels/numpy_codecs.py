@@ -124,13 +124,13 @@ def unsign_into(
             out[elements] = out[elements] + x if accumulate else x
 
 
-def random_words(places: Array, seed: int) -> Array:
-    """A uint32 for each of ``places`` (uint32), anything from 0 to 2**32 - 1.
+def random_words(counters: Array, seed: int) -> Array:
+    """A uint32 for each of ``counters`` (uint32), anything from 0 to 2**32 - 1.
 
     The finaliser "lowbias32" of Chris Wellons, "Prospecting for Hash Functions" (2018), on a counter that begins where
     the seed says.
     """
-    words = places + np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
+    words = counters + np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x7FEB352D)
     words ^= words >> np.uint32(15)
@@ -167,8 +167,8 @@ def _quantised(v: Array, limit: int, begin: int, seed: int | None) -> tuple[Arra
     if seed is None:
         x = np.rint(x)
     else:
-        places = np.arange(begin, begin + v.size, dtype=np.uint64).astype(np.uint32)
-        uniform = (random_words(places, seed) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+        counters = np.arange(begin, begin + v.size, dtype=np.uint64).astype(np.uint32)
+        uniform = (random_words(counters, seed) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
         x = np.floor(x + uniform.reshape(v.shape))
     return np.clip(x, -limit, limit).astype(np.int8), scale, bad
 

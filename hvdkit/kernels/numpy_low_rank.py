@@ -71,11 +71,11 @@ def reconstruct_into(
             row = factors[0] * right[:cols]
             for k in range(1, rank):
                 row += factors[k] * right[k * cols : (k + 1) * cols]
-            place = slice(i * cols, (i + 1) * cols)
+            row_slice = slice(i * cols, (i + 1) * cols)
             if matrix is not None:
-                matrix[place] -= row
+                matrix[row_slice] -= row
             if out is not None:
-                out[place] = row * np.float32(scale)
+                out[row_slice] = row * np.float32(scale)
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -36,9 +36,9 @@ def select_into(
         for begin in range(0, count, _CHUNK):
             chunk = slice(begin, begin + _CHUNK)
             v = _elements(values, residual, chunk)
-            places = np.flatnonzero(~(np.abs(v) <= np.float32(threshold)))
-            taken = places[: indices.size - emitted]
-            found += places.size
+            positions = np.flatnonzero(~(np.abs(v) <= np.float32(threshold)))
+            taken = positions[: indices.size - emitted]
+            found += positions.size
             into = slice(emitted, emitted + taken.size)
             indices[into] = taken + begin
             picked[into] = v[taken]
@@ -46,7 +46,7 @@ def select_into(
             if residual is not None:
                 left = v.copy()
                 left[taken] = 0
-                special = places[~np.isfinite(v[places])]
+                special = positions[~np.isfinite(v[positions])]
                 left[special] = 0 if values is None else residual[chunk][special]
                 residual[chunk] = left
     return emitted, found
@@ -63,17 +63,17 @@ def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1
     bad = indices >= out.size
     bad[1:] |= indices[1:] <= indices[:-1]
     if bad.any():
-        place = int(bad.argmax())
-        got = str(indices[place]) + (f" after {indices[place - 1]}" if place > 0 else "")
+        first = int(bad.argmax())
+        got = str(indices[first]) + (f" after {indices[first - 1]}" if first > 0 else "")
         raise ValueError(f"scatter_add_into: indices: expected ascending indices below {out.size}, got {got}")
     with np.errstate(all="ignore"), DefaultFloats():
         out[indices] += values * np.float32(scale)
 
 
 def abs_sample_into(sample: Array, values: Array | None, residual: Array | None, stride: int, seed: int) -> None:
-    """``|v|`` of one element of each ``stride``, at a place that depends on ``seed``; v as in ``select_into``.
+    """``|v|`` of one element of each ``stride``, at an index that depends on ``seed``; v as in ``select_into``.
 
-    Stratified sampling: a random place in each stratum, so that gradients with a period do not bias what is estimated.
+    Stratified sampling: a random index in each stratum, so that gradients with a period do not bias what is estimated.
     The last stratum may be shorter. What is not finite counts as infinite.
 
     The errors are those of ``select_into``, and ValueError for a stride or a seed outside of 32 bits.

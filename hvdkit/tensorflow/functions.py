@@ -23,10 +23,10 @@ def broadcast_variables(
     HorovodInternalError on every rank where ranks disagree.
     """
     variables = list(variables)  # an iterator gives them once
-    for place, variable in enumerate(variables):
+    for index, variable in enumerate(variables):
         if getattr(variable, "shape", None) is None:
             raise ValueError(
-                f"broadcast_variables: variables[{place}] has no value yet\n"
+                f"broadcast_variables: variables[{index}] has no value yet\n"
                 "HINT: build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
             )
     broadcast_(variables, root_rank, None, process_set)

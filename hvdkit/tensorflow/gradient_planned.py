@@ -31,7 +31,7 @@ from hvdkit.compression import Codec
 from hvdkit.engine.life import runtime
 from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot
-from hvdkit.engine.steps.registration import HOST, place_for
+from hvdkit.engine.steps.registration import HOST, lane_device
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops.arrays import as_array, as_tensor, copy_of, empty_like
@@ -79,20 +79,20 @@ class PlannedGradients:
         if device is None:
             return None
         engine = runtime.engine()
-        place = place_for(engine.groups, engine.topology, device.place, self.codecs, self.process_set_id)
-        return None if place == HOST else device
+        name = lane_device(engine.groups, engine.topology, device.torch_name, self.codecs, self.process_set_id)
+        return None if name == HOST else device
 
     def parts(self) -> list[list[int]]:
         """The slots in parts of a few MB, the last ones first, as the backward pass computes them."""
         parts: list[list[int]] = []
         most = PART_BYTES if self.device() is None else DEVICE_PART_BYTES
         nbytes = most
-        for place in range(len(self.slots) - 1, -1, -1):
+        for index in range(len(self.slots) - 1, -1, -1):
             if nbytes >= most:
                 parts.append([])
                 nbytes = 0
-            parts[-1].append(place)
-            nbytes += self.slots[place].elements * self.slots[place].dtype.itemsize
+            parts[-1].append(index)
+            nbytes += self.slots[index].elements * self.slots[index].dtype.itemsize
         return parts
 
     def begin(self) -> int:
@@ -115,7 +115,7 @@ class PlannedGradients:
                 postscale=postscale,
                 codecs=self.codecs,
                 process_set_id=self.process_set_id,
-                place=HOST if self._device is None else self._device.place,
+                device=HOST if self._device is None else self._device.torch_name,
                 groups=self.groups,
             )
             self.verification.attach(self._lane, engine)
@@ -128,26 +128,28 @@ class PlannedGradients:
         self._left, self._results = set(range(len(self.slots))), {}
         return self.verification.begin()
 
-    def hand_over(self, places: Sequence[int], gradients: Sequence[Any]) -> None:
+    def hand_over(self, indices: Sequence[int], gradients: Sequence[Any]) -> None:
         """Let gradients, eager tensors or arrays, be reduced: TensorFlow's own are read, and never written."""
         started = perf_counter()
         if self._on_device is not None:
             copies = self._on_device.copies(gradients)
             offers = [Offer(0, partial(copy.view, -1)) for copy in copies]
-            self._results.update(zip(places, copies, strict=True))
+            self._results.update(zip(indices, copies, strict=True))
         else:
-            offers = [self._offer(place, as_array(gradient)) for place, gradient in zip(places, gradients, strict=True)]
-        for place, offer in zip(places, offers, strict=True):
-            self._lane.copied([place], started)
-            self._left.discard(place)
-            self._lane.ready(place, offer)
+            offers = [
+                self._offer(index, as_array(gradient)) for index, gradient in zip(indices, gradients, strict=True)
+            ]
+        for index, offer in zip(indices, offers, strict=True):
+            self._lane.copied([index], started)
+            self._left.discard(index)
+            self._lane.ready(index, offer)
 
-    def _offer(self, place: int, array: Any) -> Offer:
-        small, flat = self._lane.small(place), np.reshape(array, -1)
+    def _offer(self, index: int, array: Any) -> Offer:
+        small, flat = self._lane.small(index), np.reshape(array, -1)
         if small is not None:
             small[...] = flat
             return FILLED
-        result = self._results[place] = empty_like(flat)
+        result = self._results[index] = empty_like(flat)
         return offer_of(result, source=flat)
 
     def finish(self) -> list[Any]:
@@ -162,12 +164,12 @@ class PlannedGradients:
         self.verification.finished()
         results, self._results = self._results, {}
         if self._on_device is not None:
-            return self._on_device.give([results[place] for place in range(len(self.slots))])
+            return self._on_device.give([results[index] for index in range(len(self.slots))])
         return [
-            results[place].reshape(slot.shape)
-            if place in results
-            else copy_of(self._lane.small(place).reshape(slot.shape))
-            for place, slot in enumerate(self.slots)
+            results[index].reshape(slot.shape)
+            if index in results
+            else copy_of(self._lane.small(index).reshape(slot.shape))
+            for index, slot in enumerate(self.slots)
         ]
 
     @property
@@ -202,7 +204,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
     if tf.executing_eagerly():
         look_now(plan.verification, variables, plan.begin())
         for part in plan.parts():
-            plan.hand_over(part, [gradients[place] for place in part])
+            plan.hand_over(part, [gradients[index] for index in part])
         return [as_tensor(one) if isinstance(one, np.ndarray) else tf.identity(one) for one in plan.finish()]
     check_functions()
     handed_over = []
@@ -233,7 +235,7 @@ def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, grad
         plan.hand_over(part, arrays)
         return np.int64(wanted)
 
-    return call(plan.device(), begin, [gradients[place] for place in part], tf.int64, "hvdkit_begin")
+    return call(plan.device(), begin, [gradients[index] for index in part], tf.int64, "hvdkit_begin")
 
 
 def plan_of(key: Any, variables: Sequence[Any], make: Callable[[], PlannedGradients]) -> PlannedGradients:

@@ -58,23 +58,23 @@ def reduce_gradients(
     planned: list[int] = []
     sparse: list[int] = []
     named: list[int] = []
-    for place, (gradient, source) in enumerate(zip(gradients, sources, strict=True)):
+    for index, (gradient, source) in enumerate(zip(gradients, sources, strict=True)):
         if gradient is None:
             continue
         if id(source) in local:
-            results[place] = _scaled(gradient, settings) if settings.scale_local_gradients else gradient
+            results[index] = _scaled(gradient, settings) if settings.scale_local_gradients else gradient
         elif isinstance(gradient, tf.IndexedSlices) and not settings.sparse_as_dense:
-            sparse.append(place)
+            sparse.append(index)
         else:
-            results[place] = _of_known_shape(tf.convert_to_tensor(gradient), source)
-            (planned if _can_be_planned(settings, results[place], source) else named).append(place)
+            results[index] = _of_known_shape(tf.convert_to_tensor(gradient), source)
+            (planned if _can_be_planned(settings, results[index], source) else named).append(index)
     reduced = sorted([*planned, *named, *sparse])
-    variables = verified(_these(names, reduced), _these(sources, reduced), [place in sparse for place in reduced])
-    for places, way in ((planned, partial(_planned, variables)), (named, _named), (sparse, _sparse)):
-        if places:
-            some = (_these(results, places), _these(sources, places), _these(names, places))
-            for place, result in zip(places, way(settings, *some), strict=True):
-                results[place] = result
+    variables = verified(_these(names, reduced), _these(sources, reduced), [index in sparse for index in reduced])
+    for indices, way in ((planned, partial(_planned, variables)), (named, _named), (sparse, _sparse)):
+        if indices:
+            some = (_these(results, indices), _these(sources, indices), _these(names, indices))
+            for index, result in zip(indices, way(settings, *some), strict=True):
+                results[index] = result
     return results
 
 
@@ -103,8 +103,8 @@ def _ranks(process_set: ProcessSet) -> tuple[int | None, list[int]]:
     return process_set.process_set_id, members
 
 
-def _these(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    return [items[place] for place in places]
+def _these(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [items[index] for index in indices]
 
 
 def _of_known_shape(gradient: Any, source: Any) -> Any:
@@ -167,8 +167,8 @@ def _plan(
         Slot(name, tuple(gradient.shape), np.dtype(gradient.dtype.as_numpy_dtype), number)
         for name, gradient, number in zip(names, gradients, numbers, strict=True)
     ]
-    index = {id(source): place for place, source in enumerate(sources)}
-    groups = [[index[id(member)] for member in group] for group in form_groups(sources, settings.groups)]
+    index_of = {id(source): index for index, source in enumerate(sources)}
+    groups = [[index_of[id(member)] for member in group] for group in form_groups(sources, settings.groups)]
     process_set_id = checks.check_process_set(settings.title, settings.process_set)
     key = (
         settings.title,

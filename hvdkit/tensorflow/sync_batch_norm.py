@@ -60,16 +60,16 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         self.supports_jit = False  # or model.compile() would choose XLA, which cannot talk to other processes
 
     @as_written
-    def _moments(self, inputs: Any, *given: Any, **options: Any) -> tuple[Any, Any]:
+    def _moments(self, inputs: Any, *positional: Any, **options: Any) -> tuple[Any, Any]:
         """Mean and variance of each channel, in the type of ``inputs``.
 
         Keras 3 calls this with the mask; tf_keras with the axes, then ``keep_dims`` and ``mask`` by name.
         """
         checks.check_registered("SyncBatchNormalization", self.process_set)
         if not self.process_set.included() or checks.size_of(self.process_set) == 1:
-            moments: tuple[Any, Any] = super()._moments(inputs, *given, **options)
+            moments: tuple[Any, Any] = super()._moments(inputs, *positional, **options)
             return moments
-        mask = options["mask"] if "mask" in options else given[0]
+        mask = options["mask"] if "mask" in options else positional[0]
         axes = [self.axis] if isinstance(self.axis, int) else self.axis
         channels = {axis % inputs.shape.rank for axis in axes}
         over = [dimension for dimension in range(inputs.shape.rank) if dimension not in channels]

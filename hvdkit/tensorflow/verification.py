@@ -50,28 +50,28 @@ def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool
 
 
 class VariableVerification(Verification):
-    """Of the sources of a step. ``look`` and ``told`` come between the step's begin and its end."""
+    """Of the sources of a step. ``look`` and ``looked`` come between the step's begin and its end."""
 
     def __init__(self) -> None:
         super().__init__(BROADCAST)
-        self._hashes: dict[int, int] = {}  # by place, of the step that is under way
+        self._hashes: dict[int, int] = {}  # by index, of the step that is under way
 
     def begin(self) -> int:
         """A step begins: what is wanted of it."""
         self._hashes.clear()
         return NOTHING if not self.wants(self.step) else ALL if self.wants_sparse(self.step) else DENSE
 
-    def look(self, place: int, value: Any) -> None:
+    def look(self, index: int, value: Any) -> None:
         """Hash one value, an array or an eager tensor; one at a time is copied from a device."""
-        self._hashes[place] = kernels.checksum(np.ascontiguousarray(as_array(value)).reshape(-1).view(np.uint8))
+        self._hashes[index] = kernels.checksum(np.ascontiguousarray(as_array(value)).reshape(-1).view(np.uint8))
 
-    def told(self, variables: Sequence[Verified]) -> None:
+    def looked(self, variables: Sequence[Verified]) -> None:
         """All that is wanted of these variables was looked at."""
         if self._hashes:
             threads = tf.config.threading.get_intra_op_parallelism_threads()
             where = machine(f"{threads} threads", f"tensorflow {tf.__version__}", *_devices())
-            hashes = np.array([self._hashes[place] for place in sorted(self._hashes)], dtype=np.uint64)
-            self.state([variables[place].name for place in sorted(self._hashes)], Statement(where, hashes))
+            hashes = np.array([self._hashes[index] for index in sorted(self._hashes)], dtype=np.uint64)
+            self.state([variables[index].name for index in sorted(self._hashes)], Statement(where, hashes))
 
 
 def _devices() -> list[str]:
@@ -82,10 +82,10 @@ def _devices() -> list[str]:
 
 def look_now(verification: VariableVerification, variables: Sequence[Verified], wanted: int) -> None:
     """In eager execution."""
-    for place, variable in enumerate(variables):
+    for index, variable in enumerate(variables):
         if wanted >= variable.level:
-            verification.look(place, variable.read())
-    verification.told(variables)
+            verification.look(index, variable.read())
+    verification.looked(variables)
 
 
 @as_written
@@ -96,30 +96,30 @@ def look_in_graph(verification: VariableVerification, variables: Sequence[Verifi
     """
     done: list[Any] = []
     for level in (DENSE, ALL):
-        places = [place for place, variable in enumerate(variables) if variable.level == level]
-        if places:
-            look = _looking_at(verification, variables, places)
+        indices = [index for index, variable in enumerate(variables) if variable.level == level]
+        if indices:
+            look = _looking_at(verification, variables, indices)
             with tf.control_dependencies(done):
                 done = [tf.cond(wanted >= level, look, lambda: tf.constant(0, tf.int64))]
     if done:
-        tell = in_graph(partial(verification.told, variables))
+        tell = in_graph(partial(verification.looked, variables))
         with tf.control_dependencies(done):
             done = [tf.numpy_function(tell, [], tf.int64, name="hvdkit_told")]
     return done
 
 
 def _looking_at(
-    verification: VariableVerification, variables: Sequence[Verified], places: Sequence[int]
+    verification: VariableVerification, variables: Sequence[Verified], indices: Sequence[int]
 ) -> Callable[[], Any]:
     """The branch that looks at some variables, one after the other."""
 
     @as_written
     def branch() -> Any:
         last = tf.constant(0, tf.int64)
-        for place in places:
-            look = in_graph(partial(verification.look, place))
+        for index in indices:
+            look = in_graph(partial(verification.look, index))
             with tf.control_dependencies([last]):
-                last = tf.numpy_function(look, [variables[place].read()], tf.int64, name="hvdkit_hash")
+                last = tf.numpy_function(look, [variables[index].read()], tf.int64, name="hvdkit_hash")
         return last
 
     return branch

@@ -45,9 +45,9 @@ class _Synchronizer(GradientSynchronizer):
     def _hand_over_early(self, parameter: torch.Tensor) -> None:
         # What goes by name has no way to be given up.
         planned = self._routes.planned if self._routes is not None and is_current(self._engine) else None
-        place = None if planned is None else planned.index.get(id(parameter))
-        if planned is not None and place is not None:
-            planned.hand_over(place)
+        index = None if planned is None else planned.index.get(id(parameter))
+        if planned is not None and index is not None:
+            planned.hand_over(index)
 
     def begin(self, local: Collection[int]) -> None:
         """A backward pass begins, whose gradients come to ``synchronize()`` as they are."""
@@ -101,22 +101,22 @@ class TorchGradients(backends.Gradients):
             self._synchronizer.hooks.end()
         size = settings.process_set.size() if settings.process_set.included() else 1
         results = list(gradients)
-        places = []
-        for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        indices = []
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if id(variable) not in local:
-                places.append(place)
+                indices.append(index)
             elif settings.scale_local_gradients:
-                results[place] = gradient / size
+                results[index] = gradient / size
             else:  # which may have been no local one in the step before, and be reduced once more
-                results[place] = gradient.clone()
-        if size == 1 or not places:
+                results[index] = gradient.clone()
+        if size == 1 or not indices:
             return results
-        parameters = [variables[place].value for place in places]
-        for parameter, place in zip(parameters, places, strict=True):
-            if parameter.grad is not gradients[place]:  # the caller's own, which must stay as they are
-                parameter.grad = gradients[place].clone()
+        parameters = [variables[index].value for index in indices]
+        for parameter, index in zip(parameters, indices, strict=True):
+            if parameter.grad is not gradients[index]:  # the caller's own, which must stay as they are
+                parameter.grad = gradients[index].clone()
         if self._synchronizer is None:
             self._synchronizer = self._made(variables)
         self._parameters.param_groups[0]["params"] = parameters
@@ -129,8 +129,8 @@ class TorchGradients(backends.Gradients):
             if isinstance(error, ChangedInFlightError):
                 raise AssertionError(CHANGED.format(names=error.names)) from None
             raise
-        for parameter, place in zip(parameters, places, strict=True):
-            results[place] = parameter.grad
+        for parameter, index in zip(parameters, indices, strict=True):
+            results[index] = parameter.grad
         return results
 
     def _made(self, variables: Sequence[Any]) -> _Synchronizer:
@@ -149,7 +149,7 @@ class TorchGradients(backends.Gradients):
 @torch.no_grad()
 def _broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     # By place: of a model that one rank loaded the variables have other paths.
-    named = [(f"variables[{place}]", variable.value.data) for place, variable in enumerate(variables)]
+    named = [(f"variables[{index}]", variable.value.data) for index, variable in enumerate(variables)]
     broadcast_tensors(named, root_rank)
 
 

@@ -130,7 +130,7 @@ class Transport(ABC):
     # Ranks that share memory, by node; empty: no two do.
     nodes: Sequence[Sequence[int]] = ()
     # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.loop.wakeup.
-    bell: Any = None
+    wakeup: Any = None
     # The window, and the place in it, where this node's ranks count the signs of life of all; None: each by itself.
     signs_of_life: Any = None
     # Whether ranks must beat for others to see that they live; not if they are threads of one process.
@@ -192,8 +192,8 @@ class Transport(ABC):
     def set_waker(self, waker: Callable[[], None]) -> None:
         """Register what an event-driven transport calls when a transfer or a control message has come in."""
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        """New collectives of ``members`` (ascending) on this rank's device ``place`` ("cuda:0"). Blocks.
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        """New collectives of ``members`` (ascending) on this rank's ``device`` ("cuda:0"). Blocks.
 
         All members call this with the same ``label``, used once; all get None where their tensors must be staged in
         host memory. Raises PeerLostError where not all come.
@@ -253,8 +253,8 @@ class Layer(Transport):
     def set_waker(self, waker: Callable[[], None]) -> None:
         self.inner.set_waker(waker)
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        return self.inner.collectives_for(place, members, label)
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        return self.inner.collectives_for(device, members, label)
 
     def close(self, graceful: bool) -> None:
         self.inner.close(graceful)

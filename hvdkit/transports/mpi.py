@@ -196,12 +196,12 @@ def _meet(mpi: Any, world: Any, members: Sequence[int], timeout_seconds: float) 
     me = world.Get_rank()
     others = [rank for rank in members if rank != me]
     heard = {rank: world.Irecv([bytearray(1), 1, mpi.BYTE], rank, MEETING_TAG) for rank in others}
-    told = [world.Isend([b"!", 1, mpi.BYTE], rank, MEETING_TAG) for rank in others]
+    sent = [world.Isend([b"!", 1, mpi.BYTE], rank, MEETING_TAG) for rank in others]
     deadline = monotonic() + timeout_seconds
     while True:
         heard = {rank: request for rank, request in heard.items() if not request.Test()}
-        told = [request for request in told if not request.Test()]
-        if not heard and not told:
+        sent = [request for request in sent if not request.Test()]
+        if not heard and not sent:
             return
         if monotonic() > deadline:
             for request in heard.values():

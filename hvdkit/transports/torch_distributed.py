@@ -239,19 +239,19 @@ class TorchTransport(GlooTransport):
         self._start_timeout_seconds = start_timeout_seconds
         self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
 
-    def _sealed(self, place: str) -> Any:
+    def _sealed(self, prefix: str) -> Any:
         """A part of the store in which nobody but the ranks can write what is believed, if there is a secret."""
         if self._session is None:
-            return PrefixStore(place, self._store)
-        return SealedStore(self._store, place, self._session)
+            return PrefixStore(prefix, self._store)
+        return SealedStore(self._store, prefix, self._session)
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        if place.partition(":")[0] not in self.device_types:
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        if device.partition(":")[0] not in self.device_types:
             return None
         # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
         store = self._sealed(f"device/{label}/{'-'.join(map(str, members))}")
         members = list(members)
-        opened = self._open_device(store, members.index(self.rank), len(members), place, self._start_timeout_seconds)
+        opened = self._open_device(store, members.index(self.rank), len(members), device, self._start_timeout_seconds)
         if opened is not None:
             self._device_collectives.append(opened)
         return opened

@@ -82,7 +82,7 @@ def test_only_what_all_ranks_that_take_part_have_hashed_is_compared():
     assert not heard(statement(1, 2), None).differs
     joined = heard(statement(1, 2), None, statement(1, 3))
     assert joined.differs
-    assert joined.places == [0, 2]
+    assert joined.present == [0, 2]
     assert joined.hashes(2).tolist() == [1, 3]
     assert joined.machine(2) == "a"
 

@@ -29,9 +29,9 @@ NEAR, FAR = 0.3 * FAR_SECONDS, 1.6 * FAR_SECONDS
     ],
 )
 def test_far_readers_get_their_chunks_through_memory(nbytes, line_seconds, past_cache, reason):
-    chosen, told = choose_handover(nbytes, line_seconds)
+    chosen, reason_given = choose_handover(nbytes, line_seconds)
     assert chosen == past_cache
-    assert told.endswith(reason)
+    assert reason_given.endswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_far_readers_get_their_chunks_through_memory(nbytes, line_seconds, past_
     ],
 )
 def test_large_tensors_go_between_nodes_in_pieces(nbytes, nodes, asked, pieces, reason):
-    count, told = choose_pieces(nbytes, nodes, asked)
+    count, reason_given = choose_pieces(nbytes, nodes, asked)
     assert count == pieces
-    assert reason in told
+    assert reason in reason_given
 
 
 def test_shares_of_whole_tensors_begin_where_tensors_do_and_cover_all():

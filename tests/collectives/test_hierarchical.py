@@ -135,10 +135,10 @@ def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
     carriers, itemsize = min(map(len, nodes)), {"none": 4, "fp16": 2}[codec]
     expected = crossing(name, ELEMENTS * itemsize, carriers, len(nodes))
     for node in nodes:
-        for place, rank in enumerate(node):
+        for index, rank in enumerate(node):
             to, counted = sent[rank]
-            carries = place < carriers
-            counterparts = {other[place] for other in nodes if other is not node} if carries else set()
+            carries = index < carriers
+            counterparts = {other[index] for other in nodes if other is not node} if carries else set()
             assert set(to) == counterparts
             assert sum(to.values()) == expected * carries
             of_node = two_phase_bytes(inputs[0].nbytes, len(node)) if len(node) > 1 else 0
@@ -181,11 +181,11 @@ def test_the_share_of_a_tensor_that_a_rank_sends_in_each_phase(nodes: list[list[
 
 
 def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> None:
-    told: dict[int, list[str]] = {0: [], 1: []}
+    found: dict[int, list[str]] = {0: [], 1: []}
 
     def steps_of(group: Group) -> Steps[None]:
         for _ in range(3):
-            told[group.rank].append(why_allreduce(group, buffer.nbytes))
+            found[group.rank].append(why_allreduce(group, buffer.nbytes))
             own = buffer.copy()
             yield from layout_allreduce(
                 group, group.layout, own, ReduceOp.SUM, ONE, CASTS["none"], 6, group.layout.draw()
@@ -193,6 +193,6 @@ def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> 
 
     buffer = np.ones(100_000, np.float32)
     run_on_nodes([[0, 1]], Choice(), steps_of)
-    for reasons in told.values():
+    for reasons in found.values():
         assert [" ns: handed over " in reason for reason in reasons] == [False, False, True], reasons
         assert all("each rank of the node reduces its share; " in reason for reason in reasons)

@@ -71,13 +71,13 @@ def test_adding_adds_and_scaling_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 1, 2500, 4999])
+@pytest.mark.parametrize("index", [0, 1, 2500, 4999])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, place: int, odd: float) -> None:
+def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int, odd: float) -> None:
     codec = CODECS[name]
     values = values_of("normal", 5000)
     memory = memory_for(codec, values.size, seed=1)
-    values[place] = odd
+    values[index] = odd
     codec.prepare(values, memory, 2)
     payload = encoded(codec, values, memory)
     assert not np.isfinite(decoded(codec, payload, values.size)).all()

@@ -57,7 +57,7 @@ def main(seed: int) -> None:
     hvd.init()
     shared, own = random.Random(seed), random.Random(seed * 100 + hvd.rank())
     for number in range(PROGRAMS):
-        steps = [made_up(shared, f"program{number}.step{place}") for place in range(shared.randint(1, 25))]
+        steps = [made_up(shared, f"program{number}.step{index}") for index in range(shared.randint(1, 25))]
         handles = {step: step.submit() for step in own.sample(steps, len(steps))}
         for step in own.sample(steps, len(steps)):
             np.testing.assert_array_equal(hvd.synchronize(handles[step]).numpy(), step.expected(), err_msg=str(step))

@@ -124,13 +124,13 @@ class Stress:
     def step(self, number: int, count: int) -> None:
         """All ranks' gradients are small whole numbers, so their sum is exact."""
         self.optimizer.zero_grad()
-        for place, parameter in enumerate(self.model.parameters()):
-            weights = values(number * 10 + place, hvd.rank(), parameter.numel()).view_as(parameter)
+        for index, parameter in enumerate(self.model.parameters()):
+            weights = values(number * 10 + index, hvd.rank(), parameter.numel()).view_as(parameter)
             (parameter * weights).sum().backward()
         self.optimizer.synchronize()
-        for place, parameter in enumerate(self.model.parameters()):
-            all_weights = [values(number * 10 + place, rank, parameter.numel()) for rank in range(hvd.size())]
-            assert torch.equal(parameter.grad.flatten(), sum(all_weights)), (number, place)
+        for index, parameter in enumerate(self.model.parameters()):
+            all_weights = [values(number * 10 + index, rank, parameter.numel()) for rank in range(hvd.size())]
+            assert torch.equal(parameter.grad.flatten(), sum(all_weights)), (number, index)
             parameter.grad.mul_(0.5)  # each rank's own, to change in place
         with self.optimizer.skip_synchronize():
             self.optimizer.step()

@@ -49,8 +49,8 @@ def test_every_slot_lies_in_one_bucket_of_its_dtype_aligned_and_apart_from_the_o
 @settings(deadline=None)
 def test_buckets_stand_in_the_order_in_which_they_are_complete(slots, threshold):
     order = observed_order([1] if len(slots) > 1 else [], len(slots))
-    place = {slot: position for position, slot in enumerate(order)}
-    complete = [max(place[slot] for slot in bucket.slots) for bucket in lay_out(slots, order, threshold)]
+    index_of = {slot: position for position, slot in enumerate(order)}
+    complete = [max(index_of[slot] for slot in bucket.slots) for bucket in lay_out(slots, order, threshold)]
     assert complete == sorted(complete)
 
 
@@ -151,7 +151,7 @@ def test_who_leaves_blames_nobody_for_the_silence_while_the_whole_machine_was_pa
     assert watch.lost_since([1], 0.0, 106.0) == [SILENT_1]
 
 
-def told(
+def report(
     host, local_rank=None, local_size=None, cross_rank=None, cross_size=None, cores=(0, 1, 2, 3, 4, 5, 6, 7), threads=1
 ):
     return {
@@ -163,13 +163,13 @@ def told(
 @pytest.mark.parametrize(
     ("ranks", "is_full"),
     [
-        ([told("a", cores=[0, 1]), told("a", cores=[0, 1])], True),
-        ([told("a", cores=[0, 1, 2]), told("a", cores=[0, 1, 2])], False),
-        ([told("a", cores=[0, 1]), told("a", cores=[2, 3])], False),  # bound to sockets
-        ([told("a", cores=[0, 1], threads=2), told("a", cores=[2, 3], threads=2)], True),
-        ([told("a", cores=[0, 1, 2, 3], threads=3), told("a", cores=[0, 1, 2, 3])], True),
-        ([told("a", cores=[0, 1]), told("a", cores=[0, 1]), told("b", cores=[0, 1])], False),
-        ([told("a", cores=[0]), told("b", cores=[0])], True),
+        ([report("a", cores=[0, 1]), report("a", cores=[0, 1])], True),
+        ([report("a", cores=[0, 1, 2]), report("a", cores=[0, 1, 2])], False),
+        ([report("a", cores=[0, 1]), report("a", cores=[2, 3])], False),  # bound to sockets
+        ([report("a", cores=[0, 1], threads=2), report("a", cores=[2, 3], threads=2)], True),
+        ([report("a", cores=[0, 1, 2, 3], threads=3), report("a", cores=[0, 1, 2, 3])], True),
+        ([report("a", cores=[0, 1]), report("a", cores=[0, 1]), report("b", cores=[0, 1])], False),
+        ([report("a", cores=[0]), report("b", cores=[0])], True),
     ],
 )
 def test_a_job_is_full_where_every_ranks_threads_have_all_cores_of_its_node(ranks, is_full):
@@ -177,16 +177,16 @@ def test_a_job_is_full_where_every_ranks_threads_have_all_cores_of_its_node(rank
 
 
 def test_ranks_are_grouped_by_host_where_the_launcher_does_not_say():
-    topology = topology_of(2, [told("a"), told("b"), told("a")])
+    topology = topology_of(2, [report("a"), report("b"), report("a")])
     assert (topology.local_rank, topology.local_size) == (1, 2)
     assert (topology.cross_rank, topology.cross_size) == (0, 1)
     assert not topology.is_homogeneous
-    assert topology_of(1, [told("a"), told("b"), told("a")]).cross_rank == 1
+    assert topology_of(1, [report("a"), report("b"), report("a")]).cross_rank == 1
 
 
 def test_the_launchers_word_wins_over_host_names():
     # Two nodes whose containers have the same name, two ranks each.
-    ranks = [told("box", 0, 2), told("box", 1, 2), told("box", 0, 2), told("box", 1, 2)]
+    ranks = [report("box", 0, 2), report("box", 1, 2), report("box", 0, 2), report("box", 1, 2)]
     topology = topology_of(3, ranks)
     assert (topology.local_rank, topology.local_size) == (1, 2)
     assert (topology.cross_rank, topology.cross_size) == (1, 2)
@@ -195,7 +195,7 @@ def test_the_launchers_word_wins_over_host_names():
 
 def test_local_ranks_may_have_another_order_than_ranks():
     # As mpirun maps ranks by package.
-    ranks = [told("box", 0, 3), told("box", 2, 3), told("box", 1, 3)]
+    ranks = [report("box", 0, 3), report("box", 2, 3), report("box", 1, 3)]
     for rank, one in enumerate(ranks):
         topology = topology_of(rank, ranks)
         assert topology.nodes == ((0, 1, 2),)
@@ -204,7 +204,7 @@ def test_local_ranks_may_have_another_order_than_ranks():
 
 
 def test_nodes_of_one_name_and_different_sizes_are_told_apart():
-    ranks = [told("box", 0, 2), told("box", 1, 2), told("box", 0, 3), told("box", 1, 3), told("box", 2, 3)]
+    ranks = [report("box", 0, 2), report("box", 1, 2), report("box", 0, 3), report("box", 1, 3), report("box", 2, 3)]
     topology = topology_of(4, ranks)
     assert topology.nodes == ((0, 1), (2, 3, 4))
     assert (topology.local_rank, topology.cross_rank, topology.cross_size) == (2, 0, 1)

@@ -14,14 +14,14 @@ import pytest
 from hvdkit import kernels
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask, Join
-from hvdkit.engine.ops.repeated import place_for
+from hvdkit.engine.ops.repeated import region_for
 from hvdkit.engine.ops.requests import Key, Request
 from hvdkit.kernels import ReduceOp, Scale
 from tests.engine.test_coordinator import allreduce, sent_to, taken
 
 needs_native = pytest.mark.skipif(kernels.backend() != "native", reason="needs the native kernels")
 
-PLACES, MOST_BYTES, PATIENCE = 4, 1024, 10.0
+REGIONS, MOST_BYTES, PATIENCE = 4, 1024, 10.0
 
 
 def areas(ranks: int) -> list:
@@ -30,12 +30,12 @@ def areas(ranks: int) -> list:
 
     descriptor = os.memfd_create("hvdkit-test")
     try:
-        nbytes = Repeated.bytes_needed(ranks, PLACES, MOST_BYTES)
+        nbytes = Repeated.bytes_needed(ranks, REGIONS, MOST_BYTES)
         os.ftruncate(descriptor, nbytes)
         windows = [Window(descriptor, 0, nbytes) for _ in range(ranks)]
     finally:
         os.close(descriptor)
-    return [Repeated(window, 0, ranks, me, PLACES, MOST_BYTES) for me, window in enumerate(windows)]
+    return [Repeated(window, 0, ranks, me, REGIONS, MOST_BYTES) for me, window in enumerate(windows)]
 
 
 def at_once(*calls: Callable[[], object]) -> list:
@@ -55,8 +55,8 @@ def at_once(*calls: Callable[[], object]) -> list:
     return results
 
 
-def reduce(area, turn, array, seconds=PATIENCE, source=None, place=0, scale=Scale(1.0)):  # noqa: B008 (it never changes)
-    return area.allreduce(place, turn, array, ReduceOp.SUM, scale, source, seconds)
+def reduce(area, turn, array, seconds=PATIENCE, source=None, region=0, scale=Scale(1.0)):  # noqa: B008 (it never changes)
+    return area.allreduce(region, turn, array, ReduceOp.SUM, scale, source, seconds)
 
 
 @needs_native
@@ -89,7 +89,7 @@ def test_what_is_submitted_in_another_way_is_withdrawn():
     two[0].withdraw(0, 1)
     assert not reduce(two[1], 1, np.ones(2, np.float32))
     two[0].withdraw(0, 1)
-    two[1].withdraw(1, 1)  # another place's
+    two[1].withdraw(1, 1)  # another region's
     arrays = [np.ones(2, np.float32), np.ones(2, np.float32)]
     assert at_once(*(lambda me=me: reduce(two[me], 2, arrays[me]) for me in range(2))) == [True, True]
 
@@ -150,13 +150,14 @@ def test_wrong_arguments_are_refused(arguments, error):
 
 
 def assign(signature, key=Key(0, "allreduce", "x")):  # noqa: B008 (it never changes)
-    assigned = SimpleNamespace(next_place=lambda key, signature: 7)
-    return place_for(assigned, key, {0: Request(signature)})
+    assigned = SimpleNamespace(next_region=lambda key, signature: 7)
+    return region_for(assigned, key, {0: Request(signature)})
 
 
-def test_only_small_and_simple_operations_have_places():
+def test_only_small_and_simple_operations_have_regions():
     assert assign(allreduce()) == 7
     assert assign(allreduce(device="cuda")) is None
+    assert assign({**allreduce(), "direct": True}) is None
     assert assign(allreduce(op=int(ReduceOp.ADASUM))) is None
     assert assign({**allreduce(), "prescale": 2.0}) is None
     assert assign({**allreduce(), "codec": "int8"}) is None
@@ -171,20 +172,20 @@ def run_once(coordinator, signature, name="x", ranks=2):
     return message.names[0][1]
 
 
-def test_what_comes_again_gets_a_place_once():
+def test_what_comes_again_gets_a_region_once():
     coordinator = Coordinator(2, 0)
     assert [run_once(coordinator, allreduce()) for _ in range(4)] == [None, 0, None, None]
     assert [run_once(coordinator, allreduce(), "y") for _ in range(3)] == [None, 1, None]
     # What has no name comes again where all but its number does.
     numbers = (f"allreduce.noname.{number}" for number in range(5))
     shapes = ((3,), (4,), (3,), (4,), (3,))
-    places = [run_once(coordinator, allreduce(shape), name) for name, shape in zip(numbers, shapes, strict=True)]
-    assert places == [None, None, 2, 3, None]
+    regions = [run_once(coordinator, allreduce(shape), name) for name, shape in zip(numbers, shapes, strict=True)]
+    assert regions == [None, None, 2, 3, None]
     # Another shape each time is nothing that comes again.
     assert [run_once(coordinator, allreduce((number,)), "z") for number in (1, 2, 1, 1)] == [None, None, None, 4]
 
 
-def test_after_a_join_places_are_given_anew():
+def test_after_a_join_regions_are_given_anew():
     coordinator = Coordinator(2, 0)
     assert [run_once(coordinator, allreduce()) for _ in range(2)] == [None, 0]
     coordinator.receive(1, Join(), 0.0)

@@ -94,8 +94,8 @@ def test_what_the_user_asks_for_wins_and_is_the_reason():
 @given(st.lists(st.tuples(st.integers(0, 100_000), st.sampled_from([1, 2, 4, 8])), max_size=12), st.integers(0, 50_000))
 def test_pieces_cover_each_bucket_once_in_order_and_only_large_ones_are_cut(buckets, largest):
     pieces = cut([count for count, _ in buckets], [itemsize for _, itemsize in buckets], [largest] * len(buckets))
-    for place, (count, itemsize) in enumerate(buckets):
-        mine = [piece for piece in pieces if piece.bucket == place]
+    for index, (count, itemsize) in enumerate(buckets):
+        mine = [piece for piece in pieces if piece.bucket == index]
         assert [piece.part for piece in mine] == list(range(mine[0].parts))
         assert len(mine) == mine[0].parts
         assert mine[0].begin == 0
@@ -128,7 +128,7 @@ def test_on_a_slow_wire_what_the_next_forward_pass_needs_first_overtakes_the_res
 @few
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 20), st.integers(1, 10**7)), min_size=1, max_size=30))
 def test_every_piece_travels_once_and_none_waits_while_the_wire_has_nothing_better(buckets):
-    pieces = [Piece(place, 0, 1, 0, 1) for place in range(len(buckets))]
+    pieces = [Piece(index, 0, 1, 0, 1) for index in range(len(buckets))]
     ready_at = [at for at, _, _ in buckets]
     nbytes = [size for _, _, size in buckets]
     order, reasons = send_order(pieces, ready_at, [needed for _, needed, _ in buckets], nbytes, GIGABIT)
@@ -166,10 +166,10 @@ def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():
 def test_ranks_that_share_cores_do_not_watch_but_sleep():
     def spins(*cores: list[int], polling: bool = True) -> float:
         launcher = dict.fromkeys(["local_rank", "local_size", "cross_rank", "cross_size"])
-        told = [{**launcher, "host": "a", "cores": one, "threads": 1} for one in cores]
-        transport = MemoryTransport(0, len(told), Wires(len(told)))
+        reports = [{**launcher, "host": "a", "cores": one, "threads": 1} for one in cores]
+        transport = MemoryTransport(0, len(reports), Wires(len(reports)))
         transport.polling = polling
-        return spin_seconds(1e-4, transport, topology_of(0, told))
+        return spin_seconds(1e-4, transport, topology_of(0, reports))
 
     everywhere = [0, 1, 2, 3]
     assert spins(*[everywhere] * 4) == 1e-4

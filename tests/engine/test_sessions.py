@@ -52,14 +52,14 @@ steps = st.fixed_dictionaries(
 )
 
 
-def values(place: int, rank: int, step: dict[str, Any]) -> np.ndarray:
+def values(index: int, rank: int, step: dict[str, Any]) -> np.ndarray:
     """Small whole numbers, so that every order of summation gives the same."""
-    return np.random.default_rng([place, rank]).integers(-2, 3, size=step["shape"]).astype(step["dtype"])
+    return np.random.default_rng([index, rank]).integers(-2, 3, size=step["shape"]).astype(step["dtype"])
 
 
-def submit(session: Session, step: dict[str, Any], place: int) -> Any:
+def submit(session: Session, step: dict[str, Any], index: int) -> Any:
     engine, rank = session.engine, session.engine.topology.rank
-    own, call, kind = values(place, rank, step), Call(f"step{place}", step["set"], wake=False), step["kind"]
+    own, call, kind = values(index, rank, step), Call(f"step{index}", step["set"], wake=False), step["kind"]
     if kind == "barrier":
         return engine.submit("barrier", [], {}, call)
     if kind == "broadcast":
@@ -74,8 +74,8 @@ def submit(session: Session, step: dict[str, Any], place: int) -> Any:
     return engine.allreduce([own], ReduceRequest(REDUCTIONS[kind][0]), call)
 
 
-def expected(step: dict[str, Any], place: int, rank: int, members: list[int]) -> np.ndarray | None:
-    everyones, kind, me = [values(place, one, step) for one in members], step["kind"], members.index(rank)
+def expected(step: dict[str, Any], index: int, rank: int, members: list[int]) -> np.ndarray | None:
+    everyones, kind, me = [values(index, one, step) for one in members], step["kind"], members.index(rank)
     if kind == "barrier":
         return None
     if kind == "broadcast":
@@ -111,15 +111,15 @@ def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, 
     def run(session: Session) -> None:
         engine = session.engine
         rank, members = engine.topology.rank, engine.groups.ranks
-        places = [place for place, step in enumerate(program) if rank in members[step["set"]]]
+        indices = [index for index, step in enumerate(program) if rank in members[step["set"]]]
         shuffled = random.Random(seed * 10 + rank)
-        shuffled.shuffle(places)
-        handles = {place: submit(session, program[place], place) for place in places}
-        shuffled.shuffle(places)
-        for place in places:
-            result, step = handles[place].wait(), program[place]
+        shuffled.shuffle(indices)
+        handles = {index: submit(session, program[index], index) for index in indices}
+        shuffled.shuffle(indices)
+        for index in indices:
+            result, step = handles[index].wait(), program[index]
             came = result[0] if isinstance(result, (list, tuple)) else result
-            wanted = expected(step, place, rank, members[step["set"]])
+            wanted = expected(step, index, rank, members[step["set"]])
             if wanted is not None:
                 np.testing.assert_array_equal(came, wanted, err_msg=str(step), strict=True)
         engine.barrier(0).wait()  # ranks that have no part in a set would leave
@@ -243,8 +243,8 @@ def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
         assert lost.value.rank == dead
         return str(lost.value)
 
-    told = on_threads(size, run)
-    assert all(f"rank {dead}" in str(text) for rank, text in enumerate(told) if rank != dead), told
+    texts = on_threads(size, run)
+    assert all(f"rank {dead}" in str(text) for rank, text in enumerate(texts) if rank != dead), texts
 
 
 @given(size=st.integers(2, 4), garbage=st.binary(max_size=40), data=st.data())

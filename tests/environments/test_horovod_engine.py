@@ -11,10 +11,10 @@ from hvdkit.environments.variables import for_a_while
 def test_gloos_ranks_are_told_their_place_and_where_they_meet(monkeypatch):
     monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,eth0")
-    told = variables("gloo", 1, 3, ("10.0.0.1", 4711), 59.2)
-    assert (told["HOROVOD_RANK"], told["HOROVOD_SIZE"]) == ("1", "3")
-    assert (told["HOROVOD_GLOO_RENDEZVOUS_ADDR"], told["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "4711")
-    assert (told["HOROVOD_GLOO_IFACE"], told["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == ("eth1", "60")
+    found = variables("gloo", 1, 3, ("10.0.0.1", 4711), 59.2)
+    assert (found["HOROVOD_RANK"], found["HOROVOD_SIZE"]) == ("1", "3")
+    assert (found["HOROVOD_GLOO_RENDEZVOUS_ADDR"], found["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "4711")
+    assert (found["HOROVOD_GLOO_IFACE"], found["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == ("eth1", "60")
 
 
 def test_gloo_listens_where_the_job_does_if_no_interface_is_named(monkeypatch):
@@ -28,9 +28,9 @@ def test_gloo_listens_where_the_job_does_if_no_interface_is_named(monkeypatch):
 
 def test_under_mpi_the_place_is_mpis(monkeypatch):
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "ccl")
-    told = variables("mpi", 1, 3, None, 60.0)
-    assert "HOROVOD_RANK" not in told
-    assert (told["HOROVOD_CONTROLLER"], told["HOROVOD_CPU_OPERATIONS"]) == ("mpi", "ccl")
+    found = variables("mpi", 1, 3, None, 60.0)
+    assert "HOROVOD_RANK" not in found
+    assert (found["HOROVOD_CONTROLLER"], found["HOROVOD_CPU_OPERATIONS"]) == ("mpi", "ccl")
 
 
 def test_the_environment_is_the_scripts_again_when_the_engine_has_started(monkeypatch):

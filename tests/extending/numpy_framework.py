@@ -39,10 +39,10 @@ class Numpy(Framework[np.ndarray]):
     def arrays(self, buffers: list[Any]) -> list[Any]:
         return buffers
 
-    def results(self, places: Sequence[Any], made: Sequence[Any]) -> list[np.ndarray]:
+    def results(self, devices: Sequence[Any], made: Sequence[Any]) -> list[np.ndarray]:
         return list(made)
 
-    def integers(self, numbers: Sequence[int], splits: Any, place: Any) -> np.ndarray:
+    def integers(self, numbers: Sequence[int], splits: Any, device: Any) -> np.ndarray:
         return np.array(numbers, dtype=getattr(splits, "dtype", np.int32))
 
     def check_writable(self, function: str, tensors: Sequence[np.ndarray]) -> None:

@@ -37,14 +37,14 @@ class UnixTransfer:
 
 
 class UnixSockets(Transport):
-    """``place``: the same on all ranks of a job, another one in every other job."""
+    """``prefix``: the same on all ranks of a job, another one in every other job."""
 
     name = "unix"
     polling = True
 
-    def __init__(self, rank: int, size: int, place: str, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, size: int, prefix: str, timeout_seconds: float) -> None:
         self.rank, self.size = rank, size
-        self._sockets = meet(rank, size, place, timeout_seconds)
+        self._sockets = meet(rank, size, prefix, timeout_seconds)
         self._incoming = {peer: bytearray() for peer in self._sockets}
         self._outgoing = {peer: bytearray() for peer in self._sockets}
         self._messages: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
@@ -122,16 +122,16 @@ class UnixSockets(Transport):
         """The others notice that connections close."""
 
 
-def meet(rank: int, size: int, place: str, timeout_seconds: float) -> dict[int, socket.socket]:
+def meet(rank: int, size: int, prefix: str, timeout_seconds: float) -> dict[int, socket.socket]:
     """A connection to each other rank: this one listens for the ranks above it."""
     deadline, sockets = monotonic() + timeout_seconds, {}
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{place}/{rank}")
+        listener.bind(f"\0{prefix}/{rank}")
         listener.listen(size)
         listener.settimeout(timeout_seconds)
         for peer in range(rank):
             sockets[peer] = socket.socket(socket.AF_UNIX)
-            while sockets[peer].connect_ex(f"\0{place}/{peer}") != 0:
+            while sockets[peer].connect_ex(f"\0{prefix}/{peer}") != 0:
                 if monotonic() > deadline:
                     raise TransportUnavailableError(f"rank {peer} does not listen")
                 sleep(0.01)
@@ -154,8 +154,8 @@ class OfOneHost(Candidate):
 
     def open(self, job: Job) -> Transport:
         world = job.world
-        place = f"hvdkit-tests/{world.job}/{world.rendezvous}/{job.generation}"
-        return UnixSockets(world.rank, world.size, place, job.start_timeout_seconds)
+        prefix = f"hvdkit-tests/{world.job}/{world.rendezvous}/{job.generation}"
+        return UnixSockets(world.rank, world.size, prefix, job.start_timeout_seconds)
 
 
 transports.register(OfOneHost())

@@ -182,13 +182,13 @@ def test_without_what_is_wrong_they_are_fine_with_read_only_inputs(kernels, name
 
 @pytest.mark.parametrize("kernels", CODEC_BACKENDS)
 def test_empty_arrays_are_fine(kernels):
-    none, codes, places = f4[:0].copy(), u1[:0].copy(), u4[:0].copy()
+    none, codes, indices = f4[:0].copy(), u1[:0].copy(), u4[:0].copy()
     for bits in (8, 4):
         kernels.quantise_into(codes, none, none, none, bits, 16, 1)
         kernels.dequantise_into(none, codes, none, bits, 16)
     kernels.sign_into(codes, none, none, None, 512)
     kernels.unsign_into(none, codes, none, 512)
-    assert kernels.select_into(places, none, none, none, 0.0) == (0, 0)
-    kernels.scatter_add_into(none, places, none)
+    assert kernels.select_into(indices, none, none, none, 0.0) == (0, 0)
+    kernels.scatter_add_into(none, indices, none)
     kernels.abs_sample_into(none, none, None, 1, 0)
     assert kernels.momentum_into(none, none, none, 0.5) is True

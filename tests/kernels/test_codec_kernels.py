@@ -58,13 +58,13 @@ def test_quantised_codes_stand_where_the_format_says(kernels, bits):
 
 @each_bits
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 20, 31])
-def test_a_block_that_is_not_finite_is_sent_as_nan_and_its_residual_stays(kernels, bits, bad, place):
+@pytest.mark.parametrize("index", [0, 20, 31])
+def test_a_block_that_is_not_finite_is_sent_as_nan_and_its_residual_stays(kernels, bits, bad, index):
     values, before = np.linspace(-1, 1, 70, dtype=np.float32), np.full(70, 0.25, np.float32)
-    values[place] = bad
+    values[index] = bad
     block, residual = 16, before.copy()
     codes, scales = quantised(kernels, values, residual, bits, block)
-    hit = place // block
+    hit = index // block
     assert scales.view(np.uint32)[hit] == 0x7FC00000
     assert np.isfinite(np.delete(scales, hit)).all()
     inside = slice(hit * block, (hit + 1) * block)

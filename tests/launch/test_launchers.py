@@ -19,7 +19,7 @@ from hvdkit.environments import Rendezvous, World, detect
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.plugins.horovod.library import find_native_part
 from hvdkit.transports.security.credentials import Credentials
-from hvdkit.transports.security.rendezvous import PLACE, _meet_through_http
+from hvdkit.transports.security.rendezvous import ADDRESS_LABEL, _meet_through_http
 from tests.launch.launching import PATIENCE_SECONDS, environment
 from tests.preloaded import preloaded
 from tests.ranks import ROOT, TORCH, free_port, mpirun
@@ -49,19 +49,19 @@ def run(
                 process.communicate()
     assert [process.returncode for process in processes] == [0] * len(processes), ended
     lines = [line for out, _ in ended for line in out.splitlines()]
-    told = [json.loads(line[line.index("{") :]) for line in lines if "{" in line]  # hvdkitrun puts the rank in front
-    return {rank["rank"]: rank for rank in told}
+    reports = [json.loads(line[line.index("{") :]) for line in lines if "{" in line]  # hvdkitrun puts the rank in front
+    return {rank["rank"]: rank for rank in reports}
 
 
 def two_ranks(transport: str, one_host: bool = True) -> dict[int, dict[str, object]]:
     """What two ranks must say: on one host, or one each on two."""
-    places = ["local_rank", "local_size", "cross_rank", "cross_size"]
+    names = ["local_rank", "local_size", "cross_rank", "cross_size"]
     return {
         rank: {
             "transport": transport,
             "rank": rank,
             "size": 2,
-            **dict(zip(places, (rank, 2, 0, 1) if one_host else (0, 1, rank, 2), strict=True)),
+            **dict(zip(names, (rank, 2, 0, 1) if one_host else (0, 1, rank, 2), strict=True)),
             "sum": 3.0,
         }
         for rank in (0, 1)
@@ -200,7 +200,9 @@ def test_under_horovodrun_ranks_with_a_secret_say_where_they_are_to_each_other(s
         assert run(BY_HAND, environments) == two_ranks(UNDER_HOROVODRUN)
 
 
-@pytest.mark.parametrize("said", [b"127.0.0.1 1", b"", b"x" * 5000, Credentials(b"k" * 16, "0", 2).seal(PLACE, b"a 1")])
+@pytest.mark.parametrize(
+    "said", [b"127.0.0.1 1", b"", b"x" * 5000, Credentials(b"k" * 16, "0", 2).seal(ADDRESS_LABEL, b"a 1")]
+)
 def test_under_horovodrun_what_others_say_at_its_server_is_not_believed(said):
     with key_value_server() as server:
         server.values["/hvdkit.0.1/store"] = said

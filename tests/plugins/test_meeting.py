@@ -27,7 +27,7 @@ def meeting() -> Iterator[Meeting]:
 
 
 def ask(meeting: Meeting, method: str, key: str, value: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(*meeting.place, timeout=10)
+    connection = http.client.HTTPConnection(*meeting.address, timeout=10)
     try:
         connection.request(method, key, value, headers)
         answer = connection.getresponse()
@@ -37,7 +37,7 @@ def ask(meeting: Meeting, method: str, key: str, value: bytes | None = None, **h
 
 
 def test_it_is_on_the_loopback_of_a_job_on_one_host(meeting):
-    assert meeting.place[0] == "127.0.0.1"
+    assert meeting.address[0] == "127.0.0.1"
     assert {"127.0.0.1"} <= set(own_addresses())
 
 
@@ -51,14 +51,14 @@ def test_nobody_is_let_in_but_clients_of_the_jobs_hosts(meeting, caplog):
 
 
 def test_who_comes_before_it_is_known_who_takes_part_waits(meeting):
-    told = []
-    client = threading.Thread(target=lambda: told.append(ask(meeting, "GET", "/global/0")[0]))
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(ask(meeting, "GET", "/global/0")[0]))
     client.start()
     client.join(0.1)
-    assert told == []
+    assert answers == []
     meeting.admit(own_addresses())
     client.join(10)
-    assert told == [NOT_FOUND]
+    assert answers == [NOT_FOUND]
 
 
 def test_what_was_written_first_stays(meeting):
@@ -72,7 +72,7 @@ def test_what_was_written_first_stays(meeting):
 
 def test_a_value_that_was_cut_off_may_be_sent_again(meeting):
     meeting.admit(own_addresses())
-    with socket.create_connection(meeting.place, timeout=10) as client:
+    with socket.create_connection(meeting.address, timeout=10) as client:
         client.sendall(b"PUT /global/0 HTTP/1.0\r\nContent-Length: 3\r\n\r\non")
         client.shutdown(socket.SHUT_WR)
         assert client.recv(100).startswith(b"HTTP/1.0 400 ")
@@ -81,7 +81,7 @@ def test_a_value_that_was_cut_off_may_be_sent_again(meeting):
 
 def test_of_a_client_that_goes_away_nothing_is_said(meeting, capfd):
     meeting.admit(own_addresses())
-    client = socket.create_connection(meeting.place, timeout=10)
+    client = socket.create_connection(meeting.address, timeout=10)
     client.sendall(b"PUT /global/0 HTTP/1.0\r\nContent-Length: 3\r\n\r\non")
     deadline = time.monotonic() + 10
     while not handlers():

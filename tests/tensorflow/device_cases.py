@@ -182,7 +182,7 @@ def case_the_engine_is_told_of_the_device(hvd: Any) -> None:
 
     for operation in ("allreduce", "broadcast", "allgather"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job, "place", "cuda:3")
+            patch.setattr(job, "torch_name", "cuda:3")
             patch.setattr(job, "take", list)
             patch.setattr(runtime.engine(), operation, tell)
             arguments = (0,) if operation == "broadcast" else ()
@@ -233,7 +233,7 @@ def case_one_line_says_why_tensors_of_gpus_travel_through_host_memory(hvd: Any) 
             found = [device.device_of_job() for _ in range(2)]
         assert found[0] is found[1]
         if hint is None:
-            assert (found[0].name, found[0].place) == ("GPU:0", "cuda:3")
+            assert (found[0].name, found[0].torch_name) == ("GPU:0", "cuda:3")
         else:
             assert found[0] is None
         spoken = int(hint is not None and hvd.size() > 1 and hvd.local_rank() == 0)

@@ -460,7 +460,7 @@ def _begin_a_step(hvd: Any, model: Model) -> None:
         first_part, *rest = plan.parts()
         assert rest, "all gradients are handed over at once: make the model larger"
         plan.begin()
-        plan.hand_over(first_part, [np.zeros(plan.slots[place].shape, np.float32) for place in first_part])
+        plan.hand_over(first_part, [np.zeros(plan.slots[index].shape, np.float32) for index in first_part])
         assert plan._lane.in_flight
 
 

@@ -353,14 +353,14 @@ def case_variables_become_those_of_the_root(hvd: Any) -> None:
 
 def case_many_variables_are_broadcast_in_chunks(hvd: Any) -> None:
     sizes = (5, 300, 1, 300, 300, 2)
-    variables = [tf.Variable(tf.fill([size], float(hvd.rank() + place))) for place, size in enumerate(sizes)]
+    variables = [tf.Variable(tf.fill([size], float(hvd.rank() + index))) for index, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops_broadcast, "CHUNK_BYTES", 2500)
         assert [len(chunk) for chunk in ops_broadcast._chunks(variables)] == [4, 2]
         for name in (None, "variables"):
             ops_broadcast.broadcast_(variables, hvd.size() - 1, name)
-            for place, variable in enumerate(variables):
-                assert (variable.numpy() == hvd.size() - 1 + place).all()
+            for index, variable in enumerate(variables):
+                assert (variable.numpy() == hvd.size() - 1 + index).all()
                 variable.assign(variable + (hvd.rank() - hvd.size() + 1.0))
 
 

@@ -35,7 +35,7 @@ for name in sorted(DTYPES):
         with tf.device("GPU:0"):
             tensor = tf.cast(tf.constant(values, tf.float64), name)
         (taken,) = device.take([tensor])
-        assert taken.tensor.device == torch.device(device.place)
+        assert taken.tensor.device == torch.device(device.torch_name)
         np.testing.assert_array_equal(taken.tensor.double().cpu().numpy(), values)
         (given,) = device.give([taken.tensor.clone()])
         assert given.device.endswith("GPU:0")
@@ -52,7 +52,7 @@ with tf.device("GPU:0"):
         product = product @ factor
     (taken,) = device.take([product])
 np.testing.assert_array_equal(taken.tensor.cpu().numpy(), product.numpy())
-collective = torch.cuda.Stream(device.place)
+collective = torch.cuda.Stream(device.torch_name)
 with torch.cuda.stream(collective):
     torch.cuda._sleep(10**11)  # as one that waits for another rank
     end = collective.record_event()

@@ -66,10 +66,10 @@ def case_averages_of_64_bits_are_exact(hvd: Any) -> None:
 
 
 def case_a_sparse_average_is_the_sum_divided(hvd: Any) -> None:
-    places = torch.tensor([[0, 2, 3 + hvd.rank()]])
+    indices = torch.tensor([[0, 2, 3 + hvd.rank()]])
     for dtype in (torch.float32, torch.float64, torch.int64):
         mine = (normal(hvd.rank(), 3, torch.float64) * 10).to(dtype)
-        sparse = torch.sparse_coo_tensor(places, mine, (9,), check_invariants=True)
+        sparse = torch.sparse_coo_tensor(indices, mine, (9,), check_invariants=True)
         total = hvd.sparse_allreduce_async(sparse, name="sum", op=hvd.Sum)().to_dense()
         average = hvd.sparse_allreduce_async(sparse, name="average", op=hvd.Average)().to_dense()
         rounding = None if dtype.is_floating_point else "trunc"

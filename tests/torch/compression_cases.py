@@ -100,8 +100,8 @@ def owed(hvd: Any, optimizer: Any) -> list[torch.Tensor]:
     saved = optimizer.state_dict().get("compression")
     mine = [torch.zeros(math.prod(shape), dtype=torch.float64) for shape in SHAPES.values()]
     if saved is not None:
-        for slot, place in enumerate(saved["parameters"]):
-            mine[place] += owed_of(saved, slot)
+        for slot, index in enumerate(saved["parameters"]):
+            mine[index] += owed_of(saved, slot)
     return [hvd.allreduce(one, op=hvd.Sum).to(torch.float32) for one in mine]
 
 

@@ -37,13 +37,13 @@ def case_adasum_combines_the_updates(hvd: Any) -> None:
         starts = [parameter.detach().clone() for parameter in replicas[0].parameters()]
         for rank, replica in enumerate(replicas):
             train_step(plain[rank], replica, batch(rank, step))
-        for place, start in enumerate(starts):
-            members = [list(replica.parameters())[place] for replica in replicas]
+        for index, start in enumerate(starts):
+            members = [list(replica.parameters())[index] for replica in replicas]
             deltas = [(member.detach() - start).flatten().double().numpy() for member in members]
             with torch.no_grad():
                 for member in members:
                     member.copy_(start + torch.from_numpy(adasum(deltas)).float().view_as(start))
-            assert_close(list(net.parameters())[place].detach(), members[0].detach(), 1e-5)
+            assert_close(list(net.parameters())[index].detach(), members[0].detach(), 1e-5)
     assert_identical(hvd, net)
     with expect(AssertionError, "Skipping synchronization is not supported when using Adasum", "HINT"):
         optimizer.skip_synchronize().__enter__()

@@ -40,8 +40,8 @@ def case_the_optimizer_knows_its_parameters_names(hvd: Any) -> None:
     net = make_net()
     assert distributed_sgd(hvd, net)._parameter_names == {one: name for name, one in net.named_parameters()}
     unnamed = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    places = enumerate(net.parameters())
-    assert unnamed._parameter_names == {one: f"allreduce.noname.0.{place}" for place, one in places}
+    numbered = enumerate(net.parameters())
+    assert unnamed._parameter_names == {one: f"allreduce.noname.0.{index}" for index, one in numbered}
 
 
 def case_clearing_gradients_in_flight_raises(hvd: Any) -> None:

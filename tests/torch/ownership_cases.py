@@ -284,8 +284,8 @@ def case_one_tensor_as_the_gradient_of_two_parameters(hvd: Any) -> None:
                 net[2].grad = net[0].grad.detach()  # another tensor on the same bytes
                 optimizer.synchronize()
                 wanted = torch.full((elements,), (hvd.size() + 1) / 2 + step) * factor
-                for place, gradient in enumerate(gradients(net)):
-                    close(gradient, wanted, f"the gradient of parameter {place}", 1e-6)
+                for index, gradient in enumerate(gradients(net)):
+                    close(gradient, wanted, f"the gradient of parameter {index}", 1e-6)
                 step_with(optimizer)
 
 
@@ -363,8 +363,8 @@ def case_gradients_that_go_by_name_are_the_tensors_that_are_reduced_too(hvd: Any
     both = torch.arange(9.0) * (hvd.rank() + 1)
     several[0].grad, several[1].grad, several[2].grad = both[:6], both[:6], both[3:]
     optimizer.synchronize()
-    for place, first in enumerate((0, 0, 3)):
-        assert torch.equal(several[place].grad, torch.arange(first, first + 6.0) * wanted), place
+    for index, first in enumerate((0, 0, 3)):
+        assert torch.equal(several[index].grad, torch.arange(first, first + 6.0) * wanted), index
 
 
 def case_a_gradient_in_flight_that_becomes_another_parameters_too(hvd: Any) -> None:
@@ -423,12 +423,12 @@ def case_views_with_gaps_between_their_elements_are_told_apart_from_overlaps(hvd
         both = torch.empty(rows, 2 * columns)
         net[0].grad, net[1].grad = both[:, ::2], both[:, 1::2]  # interleaved, but with no byte in common
         net[2].grad = both[rows // 2 :, :columns].repeat(2, 1)
-        for place, parameter in enumerate(net):
-            parameter.grad.fill_(hvd.rank() + 10.0 * place + step)
+        for index, parameter in enumerate(net):
+            parameter.grad.fill_(hvd.rank() + 10.0 * index + step)
         taken = gradients(net)
         optimizer.synchronize()
-        for place, gradient in enumerate(gradients(net)):
-            close(gradient, torch.full((rows, columns), (hvd.size() - 1) / 2 + 10 * place + step), str(place), 1e-6)
+        for index, gradient in enumerate(gradients(net)):
+            close(gradient, torch.full((rows, columns), (hvd.size() - 1) / 2 + 10 * index + step), str(index), 1e-6)
         assert gradients(net)[0] is taken[0]
         # The second lies within the bytes of the first, from its beginning to its end.
         wide = torch.zeros(rows, 2 * columns)
@@ -436,9 +436,9 @@ def case_views_with_gaps_between_their_elements_are_told_apart_from_overlaps(hvd
         net[0].grad.fill_(1.0 + hvd.rank())
         mine = [net[0].grad.clone(), net[1].grad.clone()]
         optimizer.synchronize()
-        for place in range(2):
-            everyones = hvd.allgather_object(mine[place])
-            close(net[place].grad, torch.stack(everyones).mean(0), f"overlapping {place}", 1e-6)
+        for index in range(2):
+            everyones = hvd.allgather_object(mine[index])
+            close(net[index].grad, torch.stack(everyones).mean(0), f"overlapping {index}", 1e-6)
         optimizer.zero_grad()
 
 

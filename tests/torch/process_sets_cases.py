@@ -33,9 +33,9 @@ def case_all_operations_stay_inside_the_set(hvd):
             continue
         members = process_set.ranks
         inputs = [values(rank, (4, 3), torch.float32) for rank in members]
-        mine, place, count = inputs[process_set.rank()], process_set.rank(), len(members)
+        mine, index, count = inputs[process_set.rank()], process_set.rank(), len(members)
         assert process_set.size() == count
-        assert members[place] == hvd.rank()
+        assert members[index] == hvd.rank()
         assert equal(hvd.allreduce(mine, op=hvd.Sum, process_set=process_set), total(inputs))
         assert torch.allclose(hvd.allreduce(mine, process_set=process_set), total(inputs) / count)
         assert equal(hvd.allreduce_(mine.clone(), op=hvd.Sum, process_set=process_set), total(inputs))
@@ -43,10 +43,10 @@ def case_all_operations_stay_inside_the_set(hvd):
         assert all(equal(output, total(inputs)) for output in outputs)
         assert equal(hvd.allgather(mine, process_set=process_set), torch.cat(inputs))
         assert equal(hvd.broadcast(mine, members[-1], process_set=process_set), inputs[-1])
-        rows = torch.arange(count) + 10 * place
-        assert equal(hvd.alltoall(rows, process_set=process_set), torch.arange(count) * 10 + place)
+        rows = torch.arange(count) + 10 * index
+        assert equal(hvd.alltoall(rows, process_set=process_set), torch.arange(count) * 10 + index)
         share = hvd.reducescatter(mine, op=hvd.Sum, process_set=process_set)
-        assert equal(share, total(inputs).tensor_split(count)[place])
+        assert equal(share, total(inputs).tensor_split(count)[index])
         hvd.barrier(process_set=process_set)
     _remove(hvd, sets)
 
@@ -91,17 +91,17 @@ def case_gradients_stay_inside_the_set(hvd):
     for process_set in sets:
         if not process_set.included():
             continue
-        count, place, members = process_set.size(), process_set.rank(), process_set.ranks
+        count, index, members = process_set.size(), process_set.rank(), process_set.ranks
         leaf = torch.ones(2, requires_grad=True)
         hvd.allreduce(leaf, op=hvd.Sum, process_set=process_set).sum().backward()
         assert torch.equal(leaf.grad, torch.full((2,), float(count)))
         leaf = torch.ones(2, requires_grad=True)
         gathered = hvd.allgather(leaf, process_set=process_set)
         gathered.backward(torch.arange(2.0 * count))
-        assert torch.equal(leaf.grad, torch.arange(2.0 * count).split(2)[place])
+        assert torch.equal(leaf.grad, torch.arange(2.0 * count).split(2)[index])
         leaf = torch.ones(2, requires_grad=True)
         hvd.broadcast(leaf, members[0], process_set=process_set).sum().backward()
-        assert torch.equal(leaf.grad, torch.full((2,), 1.0 if place == 0 else 0.0))
+        assert torch.equal(leaf.grad, torch.full((2,), 1.0 if index == 0 else 0.0))
         leaf = torch.ones(2 * count, requires_grad=True)
         hvd.reducescatter(leaf, op=hvd.Sum, process_set=process_set).sum().backward()
         assert torch.equal(leaf.grad, torch.full((2 * count,), float(count)))

@@ -68,7 +68,7 @@ def stepped(session: Session, shape: tuple[int, ...]) -> Lane:
 def test_a_lane_of_other_shapes_is_another_place_and_takes_no_state_of_it() -> None:
     def run(session: Session) -> None:
         lane, turned = stepped(session, (50, 60)), stepped(session, (60, 50))
-        assert lane.reducer.place() != turned.reducer.place()
+        assert lane.reducer.fingerprint() != turned.reducer.fingerprint()
         before = str(compression_state.save(turned, [0]))
         with expect(ValueError, "'weight' was 50 x 60", "is 60 x 50 here"):
             compression_state.resume(turned, [0], compression_state.save(lane, [0]) or {}, 0, 2)

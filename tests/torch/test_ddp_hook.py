@@ -304,7 +304,7 @@ def test_errors_of_the_engine_speak_of_the_hook() -> None:
     hook = hvd.ddp_hook(hvd.Compression.int8)
     hook._ranks = [0]
     error = HorovodInternalError("hvd.init() waited 3 s (HVDKIT_TIMEOUT_SECONDS) for optimizer 'ddp_hook', operation 1")
-    assert hook._told(error) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"
+    assert hook._text_of(error) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"
 
 
 def test_turn_and_shapes_are_those_of_all_ranks_whatever_one_keeps() -> None:

@@ -48,13 +48,13 @@ NodeMemory.populate = refuse
 """
 # One rank of the two gets no addresses for the memory through which tensors are staged.
 NO_ADDRESSES = """
-from hvdkit.engine.ranks.places import staging_place
+from hvdkit.engine.ranks.places import staging_segment
 from hvdkit.transports.node.memory import NodeMemory
 window = NodeMemory.window
-def refuse(memory, place, nbytes):
-    if memory.index == 1 and place == staging_place(0):
+def refuse(memory, segment, nbytes):
+    if memory.index == 1 and segment == staging_segment(0):
         raise OSError(12, "Cannot allocate memory")
-    return window(memory, place, nbytes)
+    return window(memory, segment, nbytes)
 NodeMemory.window = refuse
 """
 # What kernels before 5.14 answer: the memory is only set aside.

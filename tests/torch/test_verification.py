@@ -60,9 +60,9 @@ def test_hashes_follow_values_not_strides_and_see_one_bit(hashes) -> None:
     for one, its in zip(some, before, strict=True):
         assert hashes([one.clone()])[0] == its, one.dtype
         flat = one.clone().reshape(-1)
-        for place in range(0, flat.numel(), 13):
+        for index in range(0, flat.numel(), 13):
             other = flat.clone()
-            other[place] = ~other[place] if one.dtype is torch.bool else 3 - other[place]
+            other[index] = ~other[index] if one.dtype is torch.bool else 3 - other[index]
             assert hashes([other])[0] != its
     assert len(set(hashes([torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0]), torch.zeros(2)]).tolist())) == 3
 
@@ -75,8 +75,8 @@ def test_the_hash_of_host_memory_is_the_kernels_checksum() -> None:
 def test_the_hash_on_a_device_is_the_weighted_sum_that_it_says() -> None:
     values = torch.randint(-(2**31), 2**31 - 1, (CHUNK + 3,), dtype=torch.int32)
     words = values.numpy().astype(np.int64).view(np.uint64)
-    places = np.arange(CHUNK, dtype=np.uint64)
-    weights = (places * np.uint64(0x9E3779B97F4A7C15)) ^ (places << np.uint64(21)) | np.uint64(1)
+    offsets = np.arange(CHUNK, dtype=np.uint64)
+    weights = (offsets * np.uint64(0x9E3779B97F4A7C15)) ^ (offsets << np.uint64(21)) | np.uint64(1)
     with np.errstate(over="ignore"):
         first = (words[:CHUNK] * weights).sum(dtype=np.uint64)
         expected = first * np.uint64(0xC2B2AE3D27D4EB4F) + (words[CHUNK:] * weights[:3]).sum(dtype=np.uint64)

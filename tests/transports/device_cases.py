@@ -120,7 +120,7 @@ def case_plans_on_different_devices_are_an_error(hvd):
                 "devices",
                 [Slot("weight", (3,), np.dtype(np.float32))],
                 op=ReduceOp.SUM,
-                place="odd:0" if hvd.rank() else "cpu",
+                device="odd:0" if hvd.rank() else "cpu",
             )
     finally:
         engine.transport.device_types = frozenset({"cpu"})

@@ -60,12 +60,12 @@ class ThreadStream:
         return ThreadEnd(self._thread.submit(run))
 
 
-def open_pretend(store, rank, size, place, timeout_seconds):
-    exchange(store, rank, size, place, timeout_seconds)
+def open_pretend(store, rank, size, device, timeout_seconds):
+    exchange(store, rank, size, device, timeout_seconds)
     if SHARED:
         return None
     group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
-    return TorchDeviceCollectives(group, torch.device(place), ThreadStream())
+    return TorchDeviceCollectives(group, torch.device(device), ThreadStream())
 
 
 def pretend() -> None:

@@ -48,21 +48,21 @@ def until(condition: Any) -> None:
         time.sleep(0.002)
 
 
-def place_of(store: Any) -> Any:
+def store_of(store: Any) -> Any:
     """The part of the store that belongs to the newest attempt."""
     return PrefixStore(f"attempt/{store.get(LEADER)[:NONCE_BYTES].hex()}", store)
 
 
 def keys_said(store: Any) -> set[str]:
-    return {here(rank) for rank in range(SIZE) if place_of(store).check([here(rank)])}
+    return {here(rank) for rank in range(SIZE) if store_of(store).check([here(rank)])}
 
 
 def assert_met(store: Any, ranks: list[Future[Any]]) -> None:
     """All are in the newest attempt, where what one writes all read, and have one session."""
     met = [rank.result(SECONDS) for rank in ranks]
     met[0][0].set("word", b"of this attempt")
-    assert [place.get("word") for place, _ in met] == [b"of this attempt"] * len(met)
-    assert place_of(store).get("word") == b"of this attempt"
+    assert [one.get("word") for one, _ in met] == [b"of this attempt"] * len(met)
+    assert store_of(store).get("word") == b"of this attempt"
     assert len({session for _, session in met}) == 1
 
 
@@ -91,10 +91,10 @@ def test_after_an_attempt_that_met_the_next_one_does_in_any_order(order, credent
 def test_a_dead_rank_0s_answer_is_not_taken(credentials):
     store = HashStore()
     run_attempt(store, credentials)
-    said = place_of(store).get(here(1))
+    said = store_of(store).get(here(1))
     with pytest.raises(TransportUnavailableError, match=r"rank 1 waited 0.3 s for all 3 ranks; missing: \[0\]\nHINT"):
         start(store, 1, credentials, 0.3).result(SECONDS)
-    assert place_of(store).get(here(1)) != said  # it has tried that one
+    assert store_of(store).get(here(1)) != said  # it has tried that one
 
 
 @with_and_without_a_secret
@@ -107,7 +107,7 @@ def test_a_rank_that_follows_a_dead_rank_0_goes_over_to_the_next_one(credentials
         dead[1].result(SECONDS)
     early = [start(store, rank, credentials) for rank in (2, 1)]
     until(lambda: keys_said(store) == {here(rank) for rank in range(SIZE)})  # all that the dead one waited for
-    assert not place_of(store).check([ANSWER])
+    assert not store_of(store).check([ANSWER])
     assert_met(store, [start(store, 0, credentials), *early])
 
 
@@ -116,17 +116,17 @@ def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(creden
     store = HashStore()
     orphan = start(store, 0, credentials)
     until(lambda: store.check([LEADER]))
-    its_place, its_word = place_of(store), store.get(LEADER)
+    its_store, its_word = store_of(store), store.get(LEADER)
     follower = start(store, 1, credentials)
-    until(lambda: its_place.check([here(1)]))
+    until(lambda: its_store.check([here(1)]))
     ranks = [start(store, 0, credentials), follower]
     until(lambda: store.get(LEADER) != its_word)  # till then the newest attempt is the orphan's
     until(lambda: here(1) in keys_said(store))
-    assert not its_place.check([here(2)])
-    its_place.set(here(2), Judge(2, credentials).say(here(2), b"2" * NONCE_BYTES))  # all are there, too late
+    assert not its_store.check([here(2)])
+    its_store.set(here(2), Judge(2, credentials).say(here(2), b"2" * NONCE_BYTES))  # all are there, too late
     with pytest.raises(TransportUnavailableError, match=r"another process has come as rank 0.*\nHINT"):
         orphan.result(SECONDS)
-    assert not its_place.check([ANSWER])
+    assert not its_store.check([ANSWER])
     assert_met(store, [*ranks, start(store, 2, credentials)])
 
 

@@ -67,18 +67,18 @@ def test_one_rank_alone_needs_no_engine_of_horovods():
     assert choose(ALONE, "horovod", for_torch=True) == "solo"
 
 
-def told(problem="", controller="gloo"):
+def report(problem="", controller="gloo"):
     return {"problem": problem, "controller": controller, "meeting": None}
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([told(), told()], ""),
-        ([told("not there"), told("not there")], "not there"),
-        ([told(), told("not there")], "rank 1: not there"),
-        ([told("not there"), told("too old")], "rank 0: not there"),
-        ([told(controller="mpi"), told()], "Horovod was built in different ways"),
+        ([report(), report()], ""),
+        ([report("not there"), report("not there")], "not there"),
+        ([report(), report("not there")], "rank 1: not there"),
+        ([report("not there"), report("too old")], "rank 0: not there"),
+        ([report(controller="mpi"), report()], "Horovod was built in different ways"),
     ],
 )
 def test_all_ranks_know_what_stands_in_the_way_of_horovods_engine_on_one(ranks, expected):

@@ -13,9 +13,9 @@ CREDENTIALS = Credentials(b"a secret of this job", "job", 1)
 
 def test_what_was_sealed_comes_back_as_it_was():
     for value in (b"", b"x", bytes(range(256)) * 100):
-        sealed = CREDENTIALS.seal("place", value)
+        sealed = CREDENTIALS.seal("label", value)
         assert len(sealed) == len(value) + TAG_BYTES
-        assert CREDENTIALS.unseal("place", sealed) == value
+        assert CREDENTIALS.unseal("label", sealed) == value
 
 
 @pytest.mark.parametrize(
@@ -30,27 +30,27 @@ def test_what_was_sealed_comes_back_as_it_was():
 )
 def test_what_others_sealed_is_refused(other):
     with pytest.raises(NotAuthenticError):
-        CREDENTIALS.unseal("place", other.seal("place", b"value"))
+        CREDENTIALS.unseal("label", other.seal("label", b"value"))
 
 
-def test_what_was_sealed_for_another_place_is_refused():
+def test_what_was_sealed_with_another_label_is_refused():
     with pytest.raises(NotAuthenticError):
         CREDENTIALS.unseal("here/1", CREDENTIALS.seal("here/0", b"value"))
-    # nor can an end of the place be taken for the beginning of the value
+    # nor can an end of the label be taken for the beginning of the value
     with pytest.raises(NotAuthenticError):
         CREDENTIALS.unseal("here", CREDENTIALS.seal("here/0", b"value"))
 
 
 def test_every_changed_bit_and_every_missing_byte_is_seen():
-    sealed = CREDENTIALS.seal("place", b"value")
+    sealed = CREDENTIALS.seal("label", b"value")
     for bit in range(len(sealed) * 8):
         changed = bytearray(sealed)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(NotAuthenticError):
-            CREDENTIALS.unseal("place", bytes(changed))
+            CREDENTIALS.unseal("label", bytes(changed))
     for length in range(len(sealed)):
         with pytest.raises(NotAuthenticError):
-            CREDENTIALS.unseal("place", sealed[:length])
+            CREDENTIALS.unseal("label", sealed[:length])
 
 
 def test_a_session_holds_between_those_who_told_its_nonces_in_their_order():

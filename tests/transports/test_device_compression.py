@@ -142,8 +142,8 @@ def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(
 
     def step(rank: int, turn: int) -> torch.Tensor:
         flat = gradients[rank].clone()
-        place = Exchange(group.of(rank), rank, ranks, Scale(0.5), codec, way, turn, matrices, lambda work: None)
-        reduce_encoded(place, flat, memories[rank])
+        exchange = Exchange(group.of(rank), rank, ranks, Scale(0.5), codec, way, turn, matrices, lambda work: None)
+        reduce_encoded(exchange, flat, memories[rank])
         return flat
 
     went = torch.zeros(elements)

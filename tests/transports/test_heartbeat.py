@@ -62,7 +62,7 @@ def test_each_rank_is_watched_from_each_other_node(sizes, shuffler):
 
 
 def test_ranks_of_equal_nodes_have_a_connection_for_each_other_node():
-    nodes = [[4 * node + place for place in range(4)] for node in range(8)]
+    nodes = [[4 * node + index for index in range(4)] for node in range(8)]
     pairs = watching_pairs(nodes)
     assert [sum(rank in pair for pair in pairs) for rank in range(32)] == [7] * 32
     assert watching_pairs([[0, 1, 2]]) == []
@@ -191,9 +191,9 @@ class Job:
 
     def __init__(self, size: int, change: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda _, one: one) -> None:
         self.size = size
-        self.told: list[bytes] = [b""] * size
+        self.reports: list[bytes] = [b""] * size
         self._change = change
-        self._all_told = threading.Barrier(size, timeout=SECONDS)
+        self._all_reported = threading.Barrier(size, timeout=SECONDS)
 
     def connect(self, seconds: float = SECONDS) -> list[dict[int, socket.socket]]:
         """The connections of each rank, if each is a node of its own."""
@@ -202,9 +202,9 @@ class Job:
 
     def _connect_one(self, rank: int, seconds: float) -> dict[int, socket.socket]:
         def exchange(blob: bytes) -> list[bytes]:
-            self.told[rank] = json.dumps(self._change(rank, json.loads(blob))).encode()
-            self._all_told.wait()
-            return self.told
+            self.reports[rank] = json.dumps(self._change(rank, json.loads(blob))).encode()
+            self._all_reported.wait()
+            return self.reports
 
         world = World("by hand", rank, self.size, rank, self.size)
         pairs = watching_pairs([[one] for one in range(self.size)])
@@ -232,20 +232,20 @@ def test_ranks_of_different_nodes_are_connected_and_listen_no_more():
             assert {peer: connection.recv(100).decode() for peer, connection in mine.items()} == {
                 peer: f"{peer} to {rank}" for peer in mine
             }
-        for told in job.told[:-1]:
+        for report in job.reports[:-1]:
             with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(tuple(json.loads(told)["place"]), SECONDS)
+                socket.create_connection(tuple(json.loads(report)["place"]), SECONDS)
 
 
 def test_who_does_not_know_the_secret_is_not_let_in_and_the_ranks_are():
     strangers: list[socket.socket] = []
 
-    def come_first(rank: int, told: dict[str, Any]) -> dict[str, Any]:
+    def come_first(rank: int, report: dict[str, Any]) -> dict[str, Any]:
         if rank == 0:
             for words in (b"", b"\0" * 36, (1).to_bytes(4, "big") + b"\1" * 32):
-                strangers.append(socket.create_connection(tuple(told["place"]), SECONDS))
+                strangers.append(socket.create_connection(tuple(report["place"]), SECONDS))
                 strangers[-1].sendall(words)
-        return told
+        return report
 
     connections = Job(2, come_first).connect()
     with closing(connections):
@@ -264,8 +264,8 @@ def test_who_cannot_be_reached_is_said_and_nobody_fails(caplog):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
 
-        def elsewhere(rank: int, told: dict[str, Any]) -> dict[str, Any]:
-            return {**told, "place": nobody.getsockname()} if rank == 0 else told
+        def elsewhere(rank: int, report: dict[str, Any]) -> dict[str, Any]:
+            return {**report, "place": nobody.getsockname()} if rank == 0 else report
 
         connections = Job(3, elsewhere).connect(1.0)
     with closing(connections):
@@ -277,8 +277,8 @@ def test_who_cannot_be_reached_is_said_and_nobody_fails(caplog):
 
 
 def test_where_nothing_was_compiled_there_is_none_and_the_others_do_without(caplog):
-    def without(rank: int, told: dict[str, Any]) -> dict[str, Any]:
-        return {"beats": False} if rank == 1 else told
+    def without(rank: int, report: dict[str, Any]) -> dict[str, Any]:
+        return {"beats": False} if rank == 1 else report
 
     connections = Job(3, without).connect(1.0)
     with closing(connections):

@@ -52,7 +52,7 @@ def test_a_part_of_the_ranks_is_on_one_host_if_all_are():
 
 # what the name stands for, how many ranks are on the host: where they look for rank 0, and where it listens
 @pytest.mark.parametrize(
-    ("stands_for", "local_size", "place"),
+    ("stands_for", "local_size", "address"),
     [
         (["10.0.0.1"], 1, ("name", "10.0.0.1")),
         (["127.0.1.1", "10.0.0.1"], 1, ("name", "10.0.0.1")),
@@ -63,9 +63,9 @@ def test_a_part_of_the_ranks_is_on_one_host_if_all_are():
         (["fd00::1"], 1, ("name", "fd00::1")),
     ],
 )
-def test_where_ranks_meet_by_a_name(addresses, stands_for, local_size, place):
+def test_where_ranks_meet_by_a_name(addresses, stands_for, local_size, address):
     addresses["name"] = stands_for
-    assert listening.place_to_meet(world(local_size=local_size), "name") == place
+    assert listening.meeting_addresses(world(local_size=local_size), "name") == address
 
 
 def test_a_name_that_nobody_knows_is_told_with_what_to_do(monkeypatch):
@@ -74,7 +74,7 @@ def test_a_name_that_nobody_knows_is_told_with_what_to_do(monkeypatch):
 
     monkeypatch.setattr(listening, "addresses_of", unknown)
     with pytest.raises(TransportUnavailableError, match=r"'name'[\s\S]*HINT: MASTER_ADDR"):
-        listening.place_to_meet(world(), "name")
+        listening.meeting_addresses(world(), "name")
 
 
 def test_named_interfaces_come_before_everything(monkeypatch):

@@ -174,14 +174,16 @@ def test_programs_that_a_rank_starts_inherit_no_descriptor():
         os.close(own)
 
 
-def test_places_are_apart_and_the_same_for_all():
+def test_segments_are_apart_and_the_same_for_all():
     with memory_file() as descriptor:
         memory = node_memory.NodeMemory(os.dup(descriptor), 0, 1)
-        views = {place: bytes_of(memory.window(place, PAGE)) for place in (0, 1, 2, 1000, node_memory.PLACES - 1)}
+        views = {
+            segment: bytes_of(memory.window(segment, PAGE)) for segment in (0, 1, 2, 1000, node_memory.SEGMENTS - 1)
+        }
         for number, view in enumerate(views.values()):
             view[:] = number + 1
-        for number, place in enumerate(views):
-            assert (bytes_of(memory.window(place, PAGE)) == number + 1).all()
+        for number, segment in enumerate(views):
+            assert (bytes_of(memory.window(segment, PAGE)) == number + 1).all()
         memory.close()
 
 
@@ -232,8 +234,8 @@ def test_a_rank_whose_children_outlive_it_is_gone():
 
 def test_windows_that_come_and_go_leave_the_lock_alone():
     with node(1) as (memory, others):
-        for place in range(5):
-            bytes_of(memory.window(place, PAGE))[0] = 1
+        for segment in range(5):
+            bytes_of(memory.window(segment, PAGE))[0] = 1
         assert answer(others[0], "gone") == "[]"
 
 

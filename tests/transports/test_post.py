@@ -155,7 +155,7 @@ def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks,
     sizes: dict[Any, list[int]] = defaultdict(list)  # by (sender, receiver, tag): of the first message, the second...
     sent: dict[Any, list[Array]] = defaultdict(list)
     received: dict[Any, list[Array]] = defaultdict(list)
-    told: dict[Any, list[bytes]] = defaultdict(list)
+    announced: dict[Any, list[bytes]] = defaultdict(list)
     heard: dict[Any, list[bytes]] = defaultdict(list)
     waits = []
 
@@ -173,7 +173,7 @@ def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks,
         received[line].append(np.full(size_of(line, len(received[line]), drawn), 255, np.uint8))
         waits.append(party[line[1]].receive(line[0], line[2], received[line][-1]))
 
-    for place, (who, what, shift, tag, drawn) in enumerate(actions):
+    for index, (who, what, shift, tag, drawn) in enumerate(actions):
         me = who % ranks
         peer = (me + 1 + shift % (ranks - 1)) % ranks
         if what == "send":
@@ -181,8 +181,8 @@ def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks,
         elif what == "receive":
             receive((peer, me, tag), drawn)
         elif what == "control":
-            told[me, peer].append(bytes_by_rank(me, place, drawn).tobytes())
-            party[me].send_control(peer, told[me, peer][-1])
+            announced[me, peer].append(bytes_by_rank(me, index, drawn).tobytes())
+            party[me].send_control(peer, announced[me, peer][-1])
         else:
             party[me].progress()
     for line in list(sizes):  # the other half of what was posted on one side only
@@ -198,7 +198,7 @@ def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks,
         for peer, payload in post.take_control():
             heard[peer, me].append(payload)
     assert all(message.done() for message in waits)
-    assert heard == told
+    assert heard == announced
     for line, buffers in received.items():
         for got, expected in zip(buffers, sent[line], strict=True):
             np.testing.assert_array_equal(got, expected)

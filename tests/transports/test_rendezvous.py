@@ -27,7 +27,7 @@ def server():
     """A key-value server such as horovodrun has, behind a proxy that leads nowhere."""
     meeting = Meeting(world(0))
     meeting.admit(own_addresses())
-    yield Rendezvous("http", *meeting.place)
+    yield Rendezvous("http", *meeting.address)
     meeting.close()
 
 

@@ -26,7 +26,7 @@ from tests.transports.shared_programs import SECONDS, play
 pytestmark = [needs_native, needs_memory_files]
 
 PAGE = 4096
-PLACE = 1 << 40
+SEGMENT = 1 << 40
 ROUNDS = 10_000
 
 
@@ -39,16 +39,16 @@ def test_a_window_is_zeros_at_first():
     assert not bytes_of(new_window(3 * PAGE + 5)).any()
 
 
-def test_windows_on_the_same_place_share_bytes():
+def test_windows_of_the_same_segment_share_bytes():
     with memory_file() as descriptor:
-        one, other = (bytes_of(native.Window(descriptor, PLACE, PAGE)) for _ in range(2))
+        one, other = (bytes_of(native.Window(descriptor, SEGMENT, PAGE)) for _ in range(2))
         one[[0, -1]] = 7, 8
         assert other[[0, -1]].tolist() == [7, 8]
 
 
-def test_windows_on_different_places_share_nothing():
+def test_windows_of_different_segments_share_nothing():
     with memory_file() as descriptor:
-        one, other = (bytes_of(native.Window(descriptor, place * PLACE, PAGE)) for place in (0, 1))
+        one, other = (bytes_of(native.Window(descriptor, segment * SEGMENT, PAGE)) for segment in (0, 1))
         one[:] = 7
         assert not other.any()
 
@@ -62,8 +62,8 @@ def test_windows_of_different_lengths_share_what_both_have():
 
 def test_another_process_sees_what_is_written():
     with memory_file() as descriptor:
-        window = bytes_of(native.Window(descriptor, PLACE, PAGE))
-        with program("write_and_leave", descriptor, PLACE, "hello", descriptors=(descriptor,)) as writer:
+        window = bytes_of(native.Window(descriptor, SEGMENT, PAGE))
+        with program("write_and_leave", descriptor, SEGMENT, "hello", descriptors=(descriptor,)) as writer:
             assert writer.wait(30) == 0
     assert window[:6].tobytes() == b"hello\0"
 

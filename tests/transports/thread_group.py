@@ -75,7 +75,7 @@ class DeviceThreadTransport(MemoryTransport):
         with wires.lock:
             self._groups: dict[str, Together] = vars(wires).setdefault("groups", {})
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> TorchDeviceCollectives:
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> TorchDeviceCollectives:
         with self.wires.lock:
             group = self._groups.setdefault(label, Together(len(members)))
         return TorchDeviceCollectives(group.of(members.index(self.rank)), torch.device("cpu"), ThreadStream())

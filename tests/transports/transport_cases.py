@@ -98,9 +98,9 @@ def case_the_timeline_is_valid_and_has_a_row_for_each_tensor(hvd):
         reduced = [event["args"] for event in events if event.get("name") == "ALLREDUCE"]
         if hvd.size() > 1:
             assert any(args.get("operations") == 1 and "bytes" in args["reason"] for args in reduced), reduced
-            told = [args for args in reduced if "order" in args]
-            assert told, reduced
-            assert all(args["size"] and args["algorithm"] and " of " in args["order"] for args in told), told
+            ordered = [args for args in reduced if "order" in args]
+            assert ordered, reduced
+            assert all(args["size"] and args["algorithm"] and " of " in args["order"] for args in ordered), ordered
             buckets = {event["tid"] for event in events if "bucket" in str(event.get("args", {}).get("name"))}
             on_buckets = {event.get("name") for event in events if event["tid"] in buckets}
             assert {"WAIT_FOR_TURN", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE"} <= on_buckets, on_buckets

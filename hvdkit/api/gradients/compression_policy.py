@@ -15,7 +15,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 # Below this a tensor's payload and what it costs to make it are no less than the tensor.
 SMALL_ELEMENTS = 1024
-NAMES_TOLD = 5
+NAMES_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Policy:
         if not patterns or any(_matches(name, pattern) for name in names for pattern in patterns):
             return None
         plain = list(dict.fromkeys(map(plain_name, names)))
-        told = ", ".join(repr(name) for name in plain[:NAMES_TOLD]) + (", ..." if len(plain) > NAMES_TOLD else "")
+        listed = ", ".join(repr(name) for name in plain[:NAMES_LISTED]) + (", ..." if len(plain) > NAMES_LISTED else "")
         return (
             f"compression: none of the patterns {patterns} matches a gradient, so nothing is compressed. "
-            f"The gradients here are {told}.\n"
+            f"The gradients here are {listed}.\n"
             "HINT: write patterns of these names ('*' matches all). In PyTorch they are those of named_parameters=, in "
             "Keras a layer's and a variable's name, without the numbers of layers; a function gets the parameter too."
         )
@@ -84,11 +84,11 @@ class Policy:
         numbers = []
         for name, parameter in parameters:
             codec = self.codec(name, parameter)
-            place = next((place for place, one in enumerate(codecs) if one.summary == codec.summary), None)
-            if place is None:
-                place = len(codecs)
+            index = next((index for index, one in enumerate(codecs) if one.summary == codec.summary), None)
+            if index is None:
+                index = len(codecs)
                 codecs.append(codec)
-            numbers.append(place)
+            numbers.append(index)
         return codecs, numbers
 
 
@@ -100,11 +100,11 @@ def is_worth_it(parameter: Any) -> bool:
     return len(shape) > 1 and None not in shape and prod(shape) >= SMALL_ELEMENTS
 
 
-def _codec_or_dense(told: str, compression: Any) -> Codec:
-    """The codec of what was asked for one gradient. Raises TypeError for what is none, ``told`` as this."""
+def _codec_or_dense(what: str, compression: Any) -> Codec:
+    """The codec of what was asked for one gradient. Raises TypeError for what is none, ``what`` as this."""
     codec = CASTS["none"] if compression is None else codec_of(compression)
     if codec is None:
-        raise TypeError(f"{told} must be one of hvd.Compression or None, got {compression!r}")
+        raise TypeError(f"{what} must be one of hvd.Compression or None, got {compression!r}")
     return codec
 
 

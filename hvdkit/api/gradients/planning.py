@@ -41,20 +41,20 @@ def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any
         return groups
     if not isinstance(groups, list):
         raise ValueError(NO_GROUPS.format(function=function, kind=kind, got=repr(groups)))
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if is_member(group) or not isinstance(group, Iterable):
             got = f"a {type(group).__name__}" if is_member(group) else repr(group)
-            raise ValueError(NO_GROUPS.format(function=function, kind=kind, got=f"{got} at index {place}"))
+            raise ValueError(NO_GROUPS.format(function=function, kind=kind, got=f"{got} at index {index}"))
     formed = [list(group) for group in groups]
     seen: set[int] = set()
-    for place, group in enumerate(formed):
+    for index, group in enumerate(formed):
         for member in group:
             if not is_member(member):
-                raise ValueError(f"groups must consist of {kind}.\n{function}: got {member!r} in groups[{place}]")
+                raise ValueError(f"groups must consist of {kind}.\n{function}: got {member!r} in groups[{index}]")
             if id(member) in seen:
                 raise ValueError(
                     f"A parameter can only appear once in groups.\n{function}: groups: got one of shape "
-                    f"{tuple(member.shape)} again in groups[{place}]"
+                    f"{tuple(member.shape)} again in groups[{index}]"
                 )
             seen.add(id(member))
     return formed
@@ -92,10 +92,10 @@ def names_of_paths(paths: Sequence[str]) -> list[str]:
     after others were, has other paths.
     """
     names: list[str] = []
-    for place, path in enumerate(paths):
+    for index, path in enumerate(paths):
         *layer, own = path.split("/")[-2:]
         name = "/".join([*(re.sub(r"_\d+$", "", one) for one in layer), own])
-        names.append(name if name not in names else f"{name} ({place})")
+        names.append(name if name not in names else f"{name} ({index})")
     return names
 
 

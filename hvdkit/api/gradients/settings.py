@@ -110,8 +110,8 @@ def check_settings(
 def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
     """A name for each source, each only once and the same on all ranks: the variable's, or its place."""
     if use_generic_names:
-        return [f"grad_{place}" for place in range(len(sources))]
+        return [f"grad_{index}" for index in range(len(sources))]
     paths = [
         getattr(source, "path", None) or (is_variable(source) and source.name.removesuffix(":0")) for source in sources
     ]
-    return planning.names_of_paths([str(path or f"grad_{place}") for place, path in enumerate(paths)])
+    return planning.names_of_paths([str(path or f"grad_{index}") for index, path in enumerate(paths)])

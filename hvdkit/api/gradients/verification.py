@@ -47,11 +47,11 @@ def compare(
     for rank in sorted(hashes):
         by_machine.setdefault(machines[rank], []).append(rank)
     is_error = any(len({hashes[rank].tobytes() for rank in ranks}) > 1 for ranks in by_machine.values())
-    text = DIFFER.format(title=title, step=step, names=_differing(names, hashes), groups=_told(list(alike.values())))
+    text = DIFFER.format(title=title, step=step, names=_differing(names, hashes), groups=_grouped(list(alike.values())))
     hint = (NEVER_BROADCAST if step == 1 else LATER) + CAUSES
     if not is_error:
-        told = "; ".join(f"{_ranks(ranks)}: {machine}" for machine, ranks in by_machine.items())
-        text = f"{text} {OTHER_MACHINES.format(machines=told).rstrip()}"
+        listed = "; ".join(f"{_ranks(ranks)}: {machine}" for machine, ranks in by_machine.items())
+        text = f"{text} {OTHER_MACHINES.format(machines=listed).rstrip()}"
     return f"{text}\n{hint.format(broadcast=broadcast)}", is_error
 
 
@@ -60,7 +60,7 @@ def _differing(names: Sequence[str], hashes: dict[int, Array]) -> str:
     if len(counts) > 1:
         return "; ".join(f"rank {rank} has {len(one)} of them" for rank, one in sorted(hashes.items()))
     table = np.stack(list(hashes.values()))
-    found = [f"'{names[place]}'" for place in np.nonzero((table != table[0]).any(axis=0))[0].tolist()]
+    found = [f"'{names[index]}'" for index in np.nonzero((table != table[0]).any(axis=0))[0].tolist()]
     more = len(found) - MOST_NAMES
     return ", ".join(found[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "") + f" (of {len(names)}) differ"
 
@@ -69,7 +69,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _told(groups: list[list[int]]) -> str:
+def _grouped(groups: list[list[int]]) -> str:
     """Who differs from whom: from the largest group, if there is one."""
     groups = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
     if len(groups[0]) == 1 and len(groups) > 2:
@@ -158,9 +158,9 @@ class Verification:
     def _judge(self, heard: Heard, title: str, step: int, members: Sequence[int]) -> None:
         if not heard.differs:
             return
-        ranks = {members[place]: place for place in heard.places}
-        hashes = {rank: heard.hashes(place) for rank, place in ranks.items()}
-        machines = {rank: heard.machine(place) for rank, place in ranks.items()}
+        ranks = {members[index]: index for index in heard.present}
+        hashes = {rank: heard.hashes(index) for rank, index in ranks.items()}
+        machines = {rank: heard.machine(index) for rank, index in ranks.items()}
         text, is_error = compare(title, step, self._names, hashes, machines, self._broadcast)
         if text is not None and is_error:
             raise ParametersDifferError(text)

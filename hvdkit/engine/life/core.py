@@ -22,7 +22,7 @@ from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import Lost
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.wakeup import new_bell
+from hvdkit.engine.loop.wakeup import new_wakeup
 from hvdkit.engine.ops import Submission
 from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.engine.ops.handle import Handle
@@ -79,7 +79,7 @@ class Engine(NamedOperations):
         self.driver = Driver(
             self._round,
             self.busy,
-            transport.bell or new_bell(),
+            transport.wakeup or new_wakeup(),
             transport.polling,
             spin,
             settings.cycle_time_ms * 1e-3,
@@ -108,13 +108,13 @@ class Engine(NamedOperations):
             transport.set_waker(self.driver.wake)
             self.driver.start()
 
-    def join(self, place: str | None = None) -> Handle:
+    def join(self, device: str | None = None) -> Handle:
         """Take part in what others reduce, with zeros, until all ranks have joined; the result is the last to join.
 
-        ``place``: the device for zeros where this rank has used none so far.
+        ``device``: the device for zeros where this rank has used none so far.
         """
         self.check_usable()
-        self.groups.device = self.groups.device or place
+        self.groups.device = self.groups.device or device
         handle = Handle("join()", None, self._drive)
         self.joining.join(handle)
         return handle
@@ -132,16 +132,16 @@ class Engine(NamedOperations):
         codecs: Sequence[Codec] = (CASTS["none"],),
         process_set_id: int = 0,
         groups: Sequence[Sequence[int]] = (),
-        place: str = "cpu",
+        device: str = "cpu",
     ) -> Lane:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
-        ``codecs``: those that slots number. ``place``: the device ("cuda:0") on which slots shall live if the transport
+        ``codecs``: those that slots number. ``device``: the one ("cuda:0") on which slots shall live if the transport
         has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
-        plan = Plan(name, list(slots), reduction, process_set_id, groups, place)
+        plan = Plan(name, list(slots), reduction, process_set_id, groups, device)
         lane = register(self, self.topology, self.settings, self.lanes, plan)
         self.lanes[lane.lane_id] = lane
         return lane
@@ -325,7 +325,7 @@ class Engine(NamedOperations):
         submission = Submission(key, signature, list(arrays), detail, handle, at, codec)
         self.submissions.enter(submission)
         if arrays and isinstance(arrays[0], DeviceArray):
-            self.groups.device = arrays[0].place
+            self.groups.device = arrays[0].device
         self.watch.threads.add(get_ident())
         if self.telemetry.timeline is not None:
             self.telemetry.begin(key, f"NEGOTIATE_{kind.upper()}")

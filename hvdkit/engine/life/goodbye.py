@@ -27,13 +27,13 @@ class Farewell:
         self._mailbox, self._watch = mailbox, watch
         self._failed = failed
         self._began = monotonic()
-        self._told = False
+        self._announced = False
         self._asked_at: float | None = None
         self.losses: list[Loss] = []
 
         def tell() -> None:
             mailbox.tell_everyone(Bye(reason, code))
-            self._told = True
+            self._announced = True
 
         mailbox.defer(tell)
 
@@ -47,9 +47,9 @@ class Farewell:
         missing = self.missing()
         now = monotonic()
         waited = now - self._began
-        if self._told and not missing:
+        if self._announced and not missing:
             return True
-        if self._failed or self._mailbox.failed or not self._told:
+        if self._failed or self._mailbox.failed or not self._announced:
             return waited > (FAILED_GOODBYE_SECONDS if self._failed else GOODBYE_SECONDS)
         if self._asked_at is None:
             if waited > ASKING_SECONDS:

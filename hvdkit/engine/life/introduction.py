@@ -17,7 +17,7 @@ from hvdkit.collectives.group import Group, Steps
 from hvdkit.config import Settings
 from hvdkit.engine.loop.driver import usable_cores
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.wakeup import new_bell
+from hvdkit.engine.loop.wakeup import new_wakeup
 from hvdkit.engine.ranks.topology import Topology, topology_of
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
@@ -51,21 +51,21 @@ def introduce(
     payloads = [json.dumps(mine).encode()]
     if transport.size > 1:
         payloads = exchange_blobs(transport, payloads[0], settings.timeout_seconds)
-    told = [json.loads(payload) for payload in payloads]
-    _check_same(told, "version", "hvdkit has different versions", "install one version on all hosts.")
+    reports = [json.loads(payload) for payload in payloads]
+    _check_same(reports, "version", "hvdkit has different versions", "install one version on all hosts.")
     _check_same(
-        told,
+        reports,
         "process_sets",
         "hvd.init() was given different process sets",
         "pass the same process_sets in the same order on every rank.",
     )
-    settings = dataclasses.replace(settings, **{name: told[0][name] for name in SHARED_SETTINGS})
-    return topology_of(transport.rank, told), settings
+    settings = dataclasses.replace(settings, **{name: reports[0][name] for name in SHARED_SETTINGS})
+    return topology_of(transport.rank, reports), settings
 
 
-def _check_same(told: Sequence[dict[str, Any]], field: str, fact: str, hint: str) -> None:
+def _check_same(reports: Sequence[dict[str, Any]], field: str, fact: str, hint: str) -> None:
     by_value: dict[str, list[int]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reports):
         by_value.setdefault(str(one[field]), []).append(rank)
     if len(by_value) > 1:
         listed = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
@@ -98,11 +98,11 @@ def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, p
     """
     result: list[Any] = []
     operation = Operation("hvd.init()", steps, transport, result.append)
-    bell = transport.bell or new_bell()
-    transport.set_waker(bell.ring)
+    wakeup = transport.wakeup or new_wakeup()
+    transport.set_waker(wakeup.ring)
     deadline = monotonic() + timeout_seconds
     while True:
-        seen = bell.count()
+        seen = wakeup.count()
         transport.advance()
         if operation.advance():
             return result[0]
@@ -114,4 +114,4 @@ def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, p
                 f"hvd.init() on rank {transport.rank} waited {timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) for ranks "
                 f"{sorted(operation.awaited_peers())}.\nHINT: see what those ranks printed."
             )
-        bell.sleep(seen, pause if transport.polling else 0.05)
+        wakeup.sleep(seen, pause if transport.polling else 0.05)

@@ -101,7 +101,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     logger.setLevel(settings.log_level.upper())
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     sets = [] if process_sets is None or dynamic else list(process_sets)
-    world, members = _place(comm)
+    world, members = _world_of(comm)
     # Told before ranks meet: one that is quick to raise it would leave the others in the midst of that.
     static = _static_ranks(
         sets, world.size if members is None else len(members), comm if _is_communicator(comm) else None
@@ -145,7 +145,7 @@ def _is_communicator(comm: Any) -> bool:
     return hasattr(comm, "Get_rank")
 
 
-def _place(comm: Any) -> tuple[World, list[int] | None]:
+def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Who this process is, and which ranks of that world take part, if not all do."""
     if _is_communicator(comm):
         ENDING.watch(shutdown)

@@ -119,5 +119,5 @@ class Session:
         lost = None
         if farewell.losses:
             first_lost = farewell.losses[0]
-            lost = PeerLostError(watch.told_loss(first_lost, " and did not say goodbye"), first_lost.rank)
+            lost = PeerLostError(watch.loss_text(first_lost, " and did not say goodbye"), first_lost.rank)
         return not farewell.missing() and engine.error is None, lost

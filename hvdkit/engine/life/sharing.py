@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
 from hvdkit.config import Settings
-from hvdkit.engine.ranks.places import group_bytes, staging_place
+from hvdkit.engine.ranks.places import group_bytes, staging_segment
 from hvdkit.engine.ranks.topology import Topology, nodes_that_share
 from hvdkit.transports.base import Exchange, Transport
 
@@ -42,12 +42,12 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
         invitation, reason = _invite()
         if invitation is not None:
             mine = {"address": invitation.address, "secret": invitation.secret}
-    told = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
-    reason = next((told[member]["reason"] for member in node if told[member]["reason"]), "")
+    reports = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
+    reason = next((reports[member]["reason"] for member in node if reports[member]["reason"]), "")
     obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
     if len(node) > 1 and not reason:
         arena = ARENA.open(settings.arena)
-        obtained, reason = _obtain(invitation, told[node[0]], node, rank, transport.size, seconds, arena)
+        obtained, reason = _obtain(invitation, reports[node[0]], node, rank, transport.size, seconds, arena)
     elif invitation is not None:
         invitation.withdraw()
     # Getting it may have failed on one rank only; an arena is used by a node's ranks if all of them have mapped it.
@@ -136,7 +136,7 @@ def _obtain(
         windows = map_arenas(arenas)
         memory = NodeMemory(descriptor, node.index(rank), len(node))
         # What every job needs is mapped while the ranks can still agree to do without.
-        memory.map_in_advance(staging_place(0), group_bytes(len(node)))
+        memory.map_in_advance(staging_segment(0), group_bytes(len(node)))
         return (memory, memory.window(0, window_bytes(len(node), size)), windows), ""
     except OSError as error:
         if memory is not None:

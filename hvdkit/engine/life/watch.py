@@ -39,7 +39,7 @@ class Waiting:
 
     what: Handle | Lane
     since: float
-    told_at: float = 0.0
+    reported_at: float = 0.0
     warned: bool = False
 
 
@@ -72,7 +72,7 @@ class Watch:
         losses = (self._liveness.loss(rank, since, now) for rank in ranks)
         return [loss for loss in losses if loss is not None]
 
-    def told_loss(self, loss: Loss, what: str = "") -> str:
+    def loss_text(self, loss: Loss, what: str = "") -> str:
         """How a rank was lost, for messages; ``what`` else it did not do."""
         lost, me, settings = self._topology.describe(loss.rank), self._mailbox.me(), self._settings
         if loss.beats:
@@ -107,7 +107,7 @@ class Watch:
     def end_waiting(self) -> None:
         """The calling thread goes on."""
         waiting = self._waiting.pop(threading.get_ident(), None)
-        if waiting is not None and waiting.told_at and not self._mailbox.failed:
+        if waiting is not None and waiting.reported_at and not self._mailbox.failed:
             self._negotiation.later(Waits(None, [], "", None))
 
     def look(self, now: float) -> None:
@@ -131,9 +131,9 @@ class Watch:
         for thread, waiting in list(self._waiting.items()):
             if not self.threads or not self.threads <= {thread, *self._stands_for.get(thread, ())}:
                 continue
-            if now - max(waiting.since, waiting.told_at) < BLOCKED_SECONDS:
+            if now - max(waiting.since, waiting.reported_at) < BLOCKED_SECONDS:
                 continue
-            waiting.told_at = now  # and again after a while: what it waits for changes
+            waiting.reported_at = now  # and again after a while: what it waits for changes
             what = waiting.what
             if isinstance(what, Lane):
                 message = Waits(what.lane_id, sorted(self._awaited_on_lanes()), what.waiting_for(), what.name)
@@ -141,8 +141,8 @@ class Watch:
                 key = next((k for k, s in self._submissions.items() if s.handle is what), None)
                 if key is None:
                     continue  # it runs; what it waits for is data
-                place = [key.process_set, key.kind, key.name]
-                message = Waits(place, [], what.what, what.label)
+                at = [key.process_set, key.kind, key.name]
+                message = Waits(at, [], what.what, what.label)
             self._negotiation.send_to_coordinator(message)
 
     def _awaited_on_lanes(self) -> set[int]:
@@ -225,7 +225,7 @@ class Watch:
         for rank in to_ask:
             mailbox.send(rank, Ping())
         if losses:
-            text = self.told_loss(losses[0])
+            text = self.loss_text(losses[0])
             mailbox.tell_everyone(Lost(losses[0].rank, text))
             raise PeerLostError(text, losses[0].rank)
 

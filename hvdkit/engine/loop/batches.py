@@ -67,7 +67,7 @@ class Batches:
             extras.append(extra)
             if row.begun is not None:
                 row.begun(self._groups, submissions[-1], extra)
-        direct = submissions[0].signature.get("direct")
+        on_device = submissions[0].signature.get("direct")
         tag = named_tag(message.sequence)
 
         # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.
@@ -75,7 +75,7 @@ class Batches:
             if telemetry.timeline is None:
                 return
             reason = {}
-            if about is not None and row.why is not None and not direct:
+            if about is not None and row.why is not None and not on_device:
                 reason = {"reason": row.why(about), "operations": len(submissions)}
             for submission in submissions:
                 telemetry.end(submission.key)
@@ -101,7 +101,7 @@ class Batches:
             submissions[0].turn, submissions[0].tally = self._turn(submissions[0].key), Tally()
         if telemetry.timeline is not None:
             trace(kind.upper(), batch)
-        steps = [self._direct(batch, process_set_id)] if direct else row.run(batch)
+        steps = [self._on_device(batch, process_set_id)] if on_device else row.run(batch)
         unfinished = len(steps)
 
         def finished(results: list[Any]) -> None:
@@ -129,7 +129,7 @@ class Batches:
             del self._turns[next(iter(self._turns))]
         return zlib.crc32(key.name.encode()) + count
 
-    def _direct(self, batch: Batch, process_set_id: int) -> Steps[list[Any]]:
+    def _on_device(self, batch: Batch, process_set_id: int) -> Steps[list[Any]]:
         """The steps of a batch of DeviceArrays. The first one opens the device's collectives, where all ranks meet.
 
         The order in which collectives are launched is that of the batches, on all ranks: a new operation is advanced

@@ -91,8 +91,8 @@ class Coordinator:
         self._sequence = 0
         self._lanes = 0
         self._process_sets = 0
-        self._repeated: dict[object, Signature | None] = {}  # what came once, or, with None, has a place
-        self._places = 0
+        self._repeated: dict[object, Signature | None] = {}  # what came once, or, with None, has a region
+        self._regions = 0
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Coordinator:
         self._lanes += 1
         return self._lanes
 
-    def next_place(self, what: object, signature: Signature) -> int | None:
+    def next_region(self, what: object, signature: Signature) -> int | None:
         """A number that no operation has had, for one that comes for the second time as it was; None at other times.
 
         Where all ranks take part themselves: one that has joined does not count how often it came.
@@ -144,8 +144,8 @@ class Coordinator:
         self._repeated[what] = signature if is_new or (known is not None and not comes_again) else None
         if len(self._repeated) > REPEATED_KEYS:
             self._repeated.pop(next(iter(self._repeated)))  # the one that came last before all others
-        self._places += comes_again
-        return self._places - 1 if comes_again else None
+        self._regions += comes_again
+        return self._regions - 1 if comes_again else None
 
     def depart(self, rank: int, reason: str) -> None:
         """A rank has left the job: what waits for it fails, a join included."""
@@ -236,10 +236,10 @@ class Coordinator:
 
     def _other_kind_text(self, key: Key, rival: Key) -> str:
         """A name is one operation at a time, so two kinds under it are a mistake on one of the ranks."""
-        told = "; ".join(
+        listed = "; ".join(
             f"rank {', '.join(map(str, sorted(self._pending[one].requests)))} sent {one.kind}" for one in (rival, key)
         )
-        return f"Mismatched operations for '{key.name}': {told}.\nHINT: let every rank make the same calls."
+        return f"Mismatched operations for '{key.name}': {listed}.\nHINT: let every rank make the same calls."
 
     def _missing(self, key: Key, entry: Entry) -> list[int]:
         """Members that have neither asked nor joined."""
@@ -251,7 +251,7 @@ class Coordinator:
         return [] if entry is None else self._missing(key, entry)
 
     def _break_dead_lock(self, rank: int, message: Waits) -> None:
-        found = self._dead_locks.told(rank, message)
+        found = self._dead_locks.report(rank, message)
         if found is not None:
             self._fail([key for key in found.keys if key in self._pending], found.text)
             for lane, stuck in found.lanes:

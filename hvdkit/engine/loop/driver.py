@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from hvdkit.engine.loop.wakeup import Bell
+from hvdkit.engine.loop.wakeup import Wakeup
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.transports.base import Transport
 
@@ -29,7 +29,7 @@ def usable_cores() -> list[int]:
 
 def spin_seconds(asked: float, transport: Transport, topology: Topology) -> float:
     """For how long a thread that waits may watch without giving up its core: not at all where ranks share cores."""
-    if not (transport.polling or transport.bell is not None):
+    if not (transport.polling or transport.wakeup is not None):
         return 0.0  # events come from threads of this process, which need the core
     ranks_here = len(next(node for node in topology.nodes if topology.rank in node))
     return asked if ranks_here <= topology.cores else 0.0
@@ -65,7 +65,7 @@ class Driver:
         self,
         round_: Callable[[], bool],
         busy: Callable[[], bool],
-        bell: Bell,
+        wakeup: Wakeup,
         polling: bool,
         spin_seconds: float,
         longest_pause: float,
@@ -78,7 +78,7 @@ class Driver:
         self._waited = waited
         self._round = round_
         self._busy = busy
-        self._bell = bell  # rung by whoever has something for this rank: its own threads, and ranks of its node
+        self._wakeup = wakeup  # rung by whoever has something for this rank: its own threads, and ranks of its node
         self._polling = polling
         self._spin = spin_seconds
         self._longest_pause = max(longest_pause, SHORTEST_PAUSE)
@@ -100,7 +100,7 @@ class Driver:
         """End the background thread after its present round, or leave it behind where that does not end."""
         self._stopping = True
         self._last_guest_left.set()
-        self._bell.ring()
+        self._wakeup.ring()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(ROUND_SECONDS)
 
@@ -109,7 +109,7 @@ class Driver:
         if self.looks_at_once:
             self.drive_until(self._inbox_is_empty)
         else:
-            self._bell.ring()
+            self._wakeup.ring()
 
     def defer(self, action: Callable[[], None]) -> None:
         """Have something done in the next round."""
@@ -142,19 +142,19 @@ class Driver:
                 if not self._turn.acquire(timeout=0.001):
                     continue
                 try:
-                    seen = self._bell.count()
+                    seen = self._wakeup.count()
                     moved = self._round()
                 finally:
                     self._turn.release()
                 if moved:
                     moved_at, pause = perf_counter(), SHORTEST_PAUSE
                     if self._guests > 1:
-                        self._bell.ring()  # it may have been what another thread waits for
+                        self._wakeup.ring()  # it may have been what another thread waits for
                 elif not self._polling:
                     if not finished():  # in that round, without anything that counts as moving
-                        self._bell.sleep(seen, EVENT_PAUSE, self._spin)
+                        self._wakeup.sleep(seen, EVENT_PAUSE, self._spin)
                 elif perf_counter() - moved_at > self._spin:
-                    self._bell.sleep(seen, pause)
+                    self._wakeup.sleep(seen, pause)
                     pause = min(2 * pause, self._longest_pause)
         finally:
             with self._guests_lock:
@@ -174,17 +174,17 @@ class Driver:
             if not self._turn.acquire(timeout=0.1):
                 continue
             try:
-                seen = self._bell.count()
+                seen = self._wakeup.count()
                 moved = self._round()
             finally:
                 self._turn.release()
             if moved:
                 pause = SHORTEST_PAUSE
             elif not self._busy():
-                self._bell.sleep(seen, self._idle_pause if self._polling else EVENT_IDLE_PAUSE)
+                self._wakeup.sleep(seen, self._idle_pause if self._polling else EVENT_IDLE_PAUSE)
                 pause = SHORTEST_PAUSE
             elif self._polling:
-                self._bell.sleep(seen, pause)
+                self._wakeup.sleep(seen, pause)
                 pause = min(2 * pause, self._longest_pause)
             else:
-                self._bell.sleep(seen, EVENT_PAUSE)
+                self._wakeup.sleep(seen, EVENT_PAUSE)

@@ -126,7 +126,7 @@ class LaneFailed(Message):
 
 
 @dataclass(slots=True)
-class GivenUp(Message):
+class Abandoned(Message):
     """The sender will not use a step's results."""
 
     lane: int
@@ -189,7 +189,7 @@ KINDS: dict[str, type[Message]] = {
     "join_error": JoinFailed,
     "lane": LaneStarted,
     "lane_error": LaneFailed,
-    "given_up": GivenUp,
+    "given_up": Abandoned,
     "ended": Ended,
     "ping": Ping,
     "pong": Pong,

@@ -6,10 +6,10 @@ import threading
 from typing import Protocol
 
 
-class Bell(Protocol):
+class Wakeup(Protocol):
     """Read ``count``, look for work, and ``sleep`` with that count: a ring in between ends the sleep at once.
 
-    ``spin_seconds``: for how long to watch the bell before giving up the processor.
+    ``spin_seconds``: for how long to watch for one before giving up the processor.
     """
 
     def count(self) -> int: ...
@@ -19,8 +19,8 @@ class Bell(Protocol):
     def sleep(self, seen: int, seconds: float, spin_seconds: float = 0.0) -> None: ...
 
 
-class ThreadBell:
-    """A bell for the threads of one process, where the native one was not compiled."""
+class ThreadWakeup:
+    """For the threads of one process, where the native one was not compiled."""
 
     def __init__(self) -> None:
         self._rings = 0
@@ -39,10 +39,10 @@ class ThreadBell:
             self._rung.wait_for(lambda: self._rings != seen, seconds)
 
 
-def new_bell() -> Bell:
-    """A bell for this process."""
+def new_wakeup() -> Wakeup:
+    """For the threads of this process."""
     try:
-        from hvdkit.kernels._native import Bell as NativeBell
+        from hvdkit.kernels._native import Bell
     except ImportError:
-        return ThreadBell()
-    return NativeBell()
+        return ThreadWakeup()
+    return Bell()

@@ -19,27 +19,27 @@ def plan_mismatch(key: Key, requests: Requests) -> str | None:
 
 def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
     counts = {rank: len(listed) for rank, listed in slots.items()}
-    for place in range(max(counts.values(), default=0)):
-        here = {rank: listed[place] if place < len(listed) else None for rank, listed in slots.items()}
+    for index in range(max(counts.values(), default=0)):
+        here = {rank: listed[index] if index < len(listed) else None for rank, listed in slots.items()}
         first = here[min(here)]
         if all(value == first for value in here.values()):
             continue
         present = {rank: value for rank, value in here.items() if value is not None}
         if first is not None and len(present) == len(here) and all(one[:-1] == first[:-1] for one in present.values()):
             codecs = by_value({rank: value[-1] for rank, value in present.items()}, "codec")
-            return f"Mismatched compressions for {key}, parameter {_slot_told(first)}: {codecs}."
-        told = "; ".join(
-            f"rank {rank} has {'no such parameter' if value is None else _slot_told(value)}"
+            return f"Mismatched compressions for {key}, parameter {_slot_text(first)}: {codecs}."
+        differing = "; ".join(
+            f"rank {rank} has {'no such parameter' if value is None else _slot_text(value)}"
             for rank, value in here.items()
         )
         return (
-            f"Mismatched parameters for {key}, parameter number {place}: {told}.\n"
+            f"Mismatched parameters for {key}, parameter number {index}: {differing}.\n"
             "HINT: build the same model and freeze the same parameters on every rank."
         )
     return None
 
 
-def _slot_told(slot: Sequence[Any]) -> str:
+def _slot_text(slot: Sequence[Any]) -> str:
     name, shape, dtype, _ = slot
     return f"'{name}' {dtype}{list(shape)}"
 

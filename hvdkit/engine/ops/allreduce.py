@@ -17,7 +17,7 @@ from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Codec, Memory
 from hvdkit.engine.ops.batch import Batch, Submission
 from hvdkit.engine.ops.kind import Kind, Ways
-from hvdkit.engine.ops.repeated import learn, place_for
+from hvdkit.engine.ops.repeated import learn, region_for
 from hvdkit.engine.ops.requests import Signature
 from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.transports.base import DeviceCollectives
@@ -181,7 +181,7 @@ def _reduce_fused(batch: Batch, arrays: Sequence[Array], turns: tuple[int, int])
 ALLREDUCE = Kind(
     "allreduce",
     fuses=True,
-    decide=place_for,
+    decide=region_for,
     begun=learn,
     joined=zeros_for,
     run=run,

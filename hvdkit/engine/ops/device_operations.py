@@ -25,7 +25,7 @@ class DeviceArray:
     tensor: Any
     shape: tuple[int, ...]
     dtype: str  # by its name in numpy
-    place: str  # "cuda:0"
+    device: str  # "cuda:0"
     mark: Any
     to_host: Callable[[], Array]  # waits for the values and copies them
 

@@ -24,8 +24,8 @@ class Assigned(Protocol):
     def next_lane(self) -> int:
         """A number that no lane has had."""
 
-    def next_place(self, what: object, signature: Signature) -> int | None:
-        """The number of a place for an operation that comes for the second time; None at all other times."""
+    def next_region(self, what: object, signature: Signature) -> int | None:
+        """The number of a region for an operation that comes for the second time; None at all other times."""
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:
         """The number of a new set of these ranks; None where there is one."""

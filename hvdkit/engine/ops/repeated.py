@@ -12,23 +12,24 @@ from hvdkit.engine.ranks.repetitions import Content, most_bytes
 from hvdkit.kernels import ReduceOp
 
 
-def place_for(assigned: Assigned, key: Key, requests: Requests) -> int | None:
-    """The number of a place, once, for what comes again and is small and simple enough."""
+def region_for(assigned: Assigned, key: Key, requests: Requests) -> int | None:
+    """The number of a region, once, for what comes again and is small and simple enough."""
     signature = next(iter(requests.values())).signature
     is_simple = len(signature["shape"]) == 1 and signature["prescale"] == 1.0 and signature["op"] != ReduceOp.ADASUM
-    is_plain = "codec" not in signature and signature["device"] == "cpu"
+    is_plain = "codec" not in signature and "direct" not in signature and signature["device"] == "cpu"
     if not is_simple or not is_plain or math.prod(signature["shape"][0]) > most_bytes(2):
         return None
     # What has no name is the same again where all else is.
-    return assigned.next_place(key if automatic_number(key) is None else str(signature), signature)
+    return assigned.next_region(key if automatic_number(key) is None else str(signature), signature)
 
 
 def learn(groups: Groups, submission: Submission, number: int | None) -> None:
-    """What was submitted has a place from now on, if ``number`` is one and these ranks can do it alone."""
+    """What was submitted has a region from now on, if ``number`` is one and these ranks can do it alone."""
     repetitions = groups.repetitions.get(submission.key.process_set)
     if number is None or repetitions is None:
-        return  # also where this rank has joined, and may have no array yet
-    array, signature, label = submission.arrays[0], submission.signature, submission.handle.label
+        return
+    array = submission.arrays[0]  # of the host: a rank that has joined has none of a device
+    signature, label = submission.signature, submission.handle.label
     op, postscale = ReduceOp(signature["op"]), signature["postscale"]
     content = Content(label, array.dtype, array.shape, op, postscale)
     size = len(groups.ranks[submission.key.process_set])

@@ -1,4 +1,4 @@
-"""Who has which place of a node's memory: the transport, the staging of each process set, the buckets of each lane."""
+"""Who has which segment of a node's memory: the transport, each process set's staging, each lane's buckets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.ranks.repetitions import PLACES, Repetitions, most_bytes
+from hvdkit.engine.ranks.repetitions import REGIONS, Repetitions, most_bytes
 
 
-# The places of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
-def staging_place(process_set_id: int) -> int:
+# The segments of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
+def staging_segment(process_set_id: int) -> int:
     """Where the ranks of a process set stage tensors."""
     return 2 * process_set_id + 1
 
@@ -20,10 +20,10 @@ def group_bytes(ranks: int) -> int:
     """What a process set's ranks on one node, so many, share: their staging, and operations that come again."""
     from hvdkit.kernels._native import Repeated
 
-    return staging_bytes(ranks) + Repeated.bytes_needed(ranks, PLACES, most_bytes(ranks))
+    return staging_bytes(ranks) + Repeated.bytes_needed(ranks, REGIONS, most_bytes(ranks))
 
 
-def lane_place(lane_id: int) -> int:
+def lane_segment(lane_id: int) -> int:
     """Where a lane's buckets live."""
     return 2 * lane_id + 2
 
@@ -40,8 +40,8 @@ def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout 
     from hvdkit.transports.node.transport import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    window = transport.memory.window(staging_place(process_set_id), group_bytes(len(node)))
-    return Layout(nodes, Staging(node, rank, window, 0, transport.bells_of(node), spin_seconds))
+    window = transport.memory.window(staging_segment(process_set_id), group_bytes(len(node)))
+    return Layout(nodes, Staging(node, rank, window, 0, transport.wakeups_of(node), spin_seconds))
 
 
 def repetitions_of(group: Group) -> Repetitions | None:
@@ -55,6 +55,6 @@ def repetitions_of(group: Group) -> Repetitions | None:
     from hvdkit.kernels._native import Repeated
 
     begin, most = staging_bytes(group.size), most_bytes(group.size)
-    area = Repeated(staging.window, begin, group.size, group.rank, PLACES, most)
-    nbytes = Repeated.bytes_needed(group.size, PLACES, most)
+    area = Repeated(staging.window, begin, group.size, group.rank, REGIONS, most)
+    nbytes = Repeated.bytes_needed(group.size, REGIONS, most)
     return Repetitions(area, most, partial(staging.window.give_back, begin, nbytes))

@@ -1,6 +1,6 @@
 """Small allreduces that come again, on one node: its ranks agree on them and reduce them below Python, asking nobody.
 
-When one comes for the second time, the coordinator's word to run it carries the number of a place in the node's memory.
+When one comes for the second time, the coordinator's word to run it carries the number of a region of node memory.
 A call after that has a turn, the same on all ranks: ranks count the calls under a name from there on, and those without
 a name in any case. A call for which not all ranks are there within moments, and what is submitted in another way, is
 withdrawn for all ranks (see csrc/repeated.h) and goes through the coordinator, which knows about late and lost ranks,
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from hvdkit.engine.ops.requests import Call, ReduceRequest
 
 # Operations that come again and have memory at the same time. What nobody uses of it costs nothing.
-PLACES = 256
+REGIONS = 256
 
 # How long ranks wait for each other here. Where one comes later than that, asking earlier would have gained nothing.
 PATIENCE_SECONDS = 200e-6
-# In a turn, above what is counted of one operation: how often its place was given before.
+# In a turn, above what is counted of one operation: how often its region was given before.
 _ROUND = 1 << 32
 
 
@@ -49,10 +49,10 @@ class Content(NamedTuple):
 class _Repetition:
     """One operation that comes again."""
 
-    __slots__ = ("begin", "op", "place", "scale", "turn", "under_way")
+    __slots__ = ("begin", "op", "region", "scale", "turn", "under_way")
 
     def __init__(self, number: int, op: ReduceOp, scale: Scale) -> None:
-        self.begin, self.place = number // PLACES * _ROUND, number % PLACES
+        self.begin, self.region = number // REGIONS * _ROUND, number % REGIONS
         self.op, self.scale = op, scale
         self.turn, self.under_way = self.begin, Lock()
 
@@ -73,7 +73,7 @@ class Repetitions:
         return any(content.name == name for content in self._known)
 
     def learn(self, content: Content, nbytes: int, number: int, op: ReduceOp, scale: Scale) -> None:
-        """An operation has the place ``number`` from now on; ``op`` and ``scale`` are how ranks do it."""
+        """An operation has the region ``number`` from now on; ``op`` and ``scale`` are how ranks do it."""
         if nbytes <= self._most_bytes:
             self._known[content] = _Repetition(number, op, scale)
 
@@ -88,13 +88,13 @@ class Repetitions:
             return False
         turn = known.turn = known.turn + 1 if call.number is None else known.begin + call.number + 1
         if not known.under_way.acquire(blocking=False):
-            return False  # the others see in moments that this rank does not come, and this place is in use
+            return False  # the others see in moments that this rank does not come, and this region is in use
         try:
             if asks:
-                self._area.withdraw(known.place, turn)
+                self._area.withdraw(known.region, turn)
                 return False
             done: bool = self._area.allreduce(
-                known.place,
+                known.region,
                 turn,
                 array.reshape(-1),
                 known.op,

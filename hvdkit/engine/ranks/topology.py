@@ -28,18 +28,18 @@ class Topology:
         return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"
 
 
-def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
+def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
     """The topology from what each rank told: its host, and where the launcher says so its local and cross ranks.
 
     The launcher's word wins over host names: containers may share a name, and namespaces do.
     """
-    size = len(told)
-    nodes = _nodes(told)
+    size = len(reports)
+    nodes = _nodes(reports)
     node = next(members for members in nodes if rank in members)
-    mine = told[rank]
+    mine = reports[rank]
     # Launchers that map ranks by socket or package give the ranks of a node local ranks in another order.
     local_ranks = [
-        [members.index(one) if told[one]["local_rank"] is None else told[one]["local_rank"] for one in members]
+        [members.index(one) if reports[one]["local_rank"] is None else reports[one]["local_rank"] for one in members]
         for members in nodes
     ]
     local_rank = local_ranks[nodes.index(node)][node.index(rank)]
@@ -49,10 +49,10 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
     cross_rank = mine["cross_rank"] if mine["cross_rank"] is not None else column.index(node)
     cross_size = mine["cross_size"] if mine["cross_size"] is not None else len(column)
     homogeneous = len({len(members) for members in nodes}) == 1
-    hosts = tuple(str(one["host"]) for one in told)
+    hosts = tuple(str(one["host"]) for one in reports)
     placed = tuple(tuple(members) for members in nodes)
-    cores = [len({core for one in members for core in told[one]["cores"]}) for members in nodes]
-    threads = [sum(int(told[one]["threads"]) for one in members) for members in nodes]
+    cores = [len({core for one in members for core in reports[one]["cores"]}) for members in nodes]
+    threads = [sum(int(reports[one]["threads"]) for one in members) for members in nodes]
     return Topology(
         rank,
         size,
@@ -68,29 +68,29 @@ def topology_of(rank: int, told: Sequence[dict[str, Any]]) -> Topology:
     )
 
 
-def _nodes(told: Sequence[dict[str, Any]]) -> list[list[int]]:
+def _nodes(reports: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Ranks of each node. Local ranks that a launcher gave tell nodes apart even where host names do not."""
     nodes: list[list[int]] = []
     by_host: dict[tuple[str, Any], list[list[int]]] = {}
-    launcher_says = all(one["local_rank"] is not None for one in told)
-    sizes_told = launcher_says and all(one["local_size"] is not None for one in told)
-    for rank, one in enumerate(told):
+    launcher_says = all(one["local_rank"] is not None for one in reports)
+    has_sizes = launcher_says and all(one["local_size"] is not None for one in reports)
+    for rank, one in enumerate(reports):
         local_rank = one["local_rank"]
-        candidates = by_host.setdefault((str(one["host"]), one["local_size"] if sizes_told else None), [])
+        candidates = by_host.setdefault((str(one["host"]), one["local_size"] if has_sizes else None), [])
         # The first node of this host, and size, that lacks this local rank; without local ranks, the host's only node.
-        home = next(
+        node = next(
             (
                 members
                 for members in candidates
-                if not launcher_says or all(told[member]["local_rank"] != local_rank for member in members)
+                if not launcher_says or all(reports[member]["local_rank"] != local_rank for member in members)
             ),
             None,
         )
-        if home is None:
-            home = []
-            candidates.append(home)
-            nodes.append(home)
-        home.append(rank)
+        if node is None:
+            node = []
+            candidates.append(node)
+            nodes.append(node)
+        node.append(rank)
     return nodes
 
 

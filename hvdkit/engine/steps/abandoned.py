@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-GIVEN_UP = (
+ABANDONED = (
     "%s gave up a step of optimizer '%s' after some of its gradients were handed over. %s uses that step, or has used "
     "it, with zeros for the rest: their weights differ then.\n"
     "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
@@ -18,7 +18,7 @@ ENDED = (
 )
 
 
-class GivenUpSteps:
+class AbandonedSteps:
     """Of one lane on this rank. Ranks number a lane's steps alike, and may hear of a step before or after they end it.
 
     Told by the engine's driver, asked by the training thread.

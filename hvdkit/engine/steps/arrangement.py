@@ -99,7 +99,7 @@ def arrange(
         [pieces[turn] for turn in turns],
         reasons,
         [nbytes[turn] for turn in turns],
-        {slot: place for place, bucket in enumerate(buckets) for slot in bucket.slots},
+        {slot: index for index, bucket in enumerate(buckets) for slot in bucket.slots},
     )
 
 
@@ -116,6 +116,6 @@ def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:
 def _ready(buckets: Sequence[Bucket], ready_at: Sequence[float], seen: Sequence[tuple[float, int]]) -> list[float]:
     """When each bucket is complete. Slots that nobody saw come with the last one; with none seen, all in order."""
     if not seen:
-        return [float(place) for place in range(len(buckets))]
+        return [float(index) for index in range(len(buckets))]
     last = seen[-1][0]
     return [max(last if ready_at[slot] == UNSEEN else ready_at[slot] for slot in bucket.slots) for bucket in buckets]

@@ -75,7 +75,7 @@ class HostReducer(Reducer):
         self.takes_turns = takes_turns
         self._number = 0  # of the next operation, the same on all ranks
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
-        self.reason = _told(layout, node)
+        self.reason = _reason_for(layout, node)
 
     def lay_out(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
@@ -325,7 +325,7 @@ def _block_of_small(slots: Sequence[Slot]) -> dict[int, Array]:
     }
 
 
-def _told(layout: Layout | None, node: NodePass | None) -> str:
+def _reason_for(layout: Layout | None, node: NodePass | None) -> str:
     if layout is None:
         return "no shared memory"
     if node is None:

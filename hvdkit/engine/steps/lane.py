@@ -9,10 +9,10 @@ from typing import Any
 
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.engine.loop.messages import Ended, GivenUp, LaneFailed
+from hvdkit.engine.loop.messages import Abandoned, Ended, LaneFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.tags import lane_tag
-from hvdkit.engine.steps.abandoned import ENDED, GIVEN_UP, GivenUpSteps
+from hvdkit.engine.steps.abandoned import ABANDONED, ENDED, AbandonedSteps
 from hvdkit.engine.steps.arrangement import Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lanes import Lanes
@@ -52,7 +52,7 @@ class Lane:
         self._sizes = without_overlap(lanes.sizes) if reducer.takes_turns else lanes.sizes
         self._records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
-        self._given_up = GivenUpSteps()
+        self._abandoned = AbandonedSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
         self._lock = threading.Lock()
         self._step = 0  # steps that are over
@@ -134,7 +134,7 @@ class Lane:
         if self._verifies:
             self.verification.prepare()
         self._end()
-        rank = self._given_up.use(step)
+        rank = self._abandoned.use(step)
         if rank is not None:
             self._fail_everywhere(rank)
             raise self.error or AssertionError("a lane that failed has no error")
@@ -154,8 +154,8 @@ class Lane:
         Where another rank does use them, the lane fails on all ranks.
         """
         if self.in_flight and self.error is None:
-            self._given_up.here(self._step)
-            self._mailbox.tell_later(self.group.members, GivenUp(self.lane_id, self._step))
+            self._abandoned.here(self._step)
+            self._mailbox.tell_later(self.group.members, Abandoned(self.lane_id, self._step))
             for slot in self.unready_slots():
                 self.ready(slot, None)
             self._end()
@@ -220,18 +220,18 @@ class Lane:
 
         All ranks start the operations of a lane in the same order, so they number them alike.
         """
-        place, sequence = self._started, self.sequence
-        self._started, self.sequence = place + 1, sequence + 1
+        index, sequence = self._started, self.sequence
+        self._started, self.sequence = index + 1, sequence + 1
         tag = lane_tag(self.lane_id, sequence)
-        if place < len(self.arrangement.pieces):
-            self._in_flight[sequence] = self._load(place)
-            marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[place].bucket]
-            steps = self.reducer.reduce(self.arrangement.pieces[place], joined, marks, sequence, tag)
-            steps = self._records.reduction(place, joined, steps)
-            what = self._records.summary(place)
+        if index < len(self.arrangement.pieces):
+            self._in_flight[sequence] = self._load(index)
+            marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
+            steps = self.reducer.reduce(self.arrangement.pieces[index], joined, marks, sequence, tag)
+            steps = self._records.reduction(index, joined, steps)
+            what = self._records.summary(index)
         else:
             self._in_flight[sequence] = 0
-            steps, what = self._exchange(place - len(self.arrangement.pieces), joined, tag)
+            steps, what = self._exchange(index - len(self.arrangement.pieces), joined, tag)
 
         def completed(_: Any) -> None:
             del self._in_flight[sequence], self._running[sequence]
@@ -257,12 +257,12 @@ class Lane:
             # Others may have stopped before these: nobody would ever end them.
             self._lanes.drop_later(self._running.values())
             count = len(self.arrangement.pieces)
-            for place in range(min(self._completed, count), min(self._started, count)):
-                self._records.ended(place)
+            for index in range(min(self._completed, count), min(self._started, count)):
+                self._records.ended(index)
 
-    def given_up_by(self, rank: int, step: int) -> None:
+    def abandoned_by(self, rank: int, step: int) -> None:
         """``rank`` does not use the results of ``step``."""
-        if self._given_up.heard(rank, step):
+        if self._abandoned.heard(rank, step):
             self._fail_everywhere(rank)
 
     def ended_by(self, rank: int, step: int) -> None:
@@ -272,9 +272,9 @@ class Lane:
                 self._ended = rank, step
             self._fail_if_ended()
 
-    def names_in(self, place: int) -> list[str]:
+    def names_in(self, index: int) -> list[str]:
         """The tensors of an operation of this step, for messages."""
-        return self._records.names_in(place)
+        return self._records.names_in(index)
 
     def waiting_for(self) -> str:
         """What this lane is at, for messages."""
@@ -284,18 +284,18 @@ class Lane:
 
     def _fail_everywhere(self, rank: int) -> None:
         """``rank`` gave a step up that was used here."""
-        text = GIVEN_UP % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
+        text = ABANDONED % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
         self.fail(MismatchError(text))
         self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
 
     def _planned(self) -> int:
         return len(self.arrangement.pieces) + self._observes + self._verifies
 
-    def _load(self, place: int) -> int:
+    def _load(self, index: int) -> int:
         now = self.arrangement
-        bucket = now.buckets[now.pieces[place].bucket]
+        bucket = now.buckets[now.pieces[index].bucket]
         codec = self.plan.reduction.codecs[bucket.codec]
-        return load(now.nbytes[place], bucket.dtype, codec, self._sizes)
+        return load(now.nbytes[index], bucket.dtype, codec, self._sizes)
 
     def _arrange(self) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""

@@ -11,7 +11,7 @@ from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.steps.schedule import Piece
-from hvdkit.engine.telemetry.compression_report import told
+from hvdkit.engine.telemetry.compression_report import timeline_fields
 from hvdkit.engine.telemetry.telemetry import Telemetry
 
 
@@ -43,10 +43,10 @@ class LaneRecords:
         for row, tensors in names.items():
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, ended, tensor=", ".join(tensors))
 
-    def reduction(self, place: int, joined: bool, steps: Steps[None]) -> Steps[None]:
+    def reduction(self, index: int, joined: bool, steps: Steps[None]) -> Steps[None]:
         """``steps``, which reduce a piece, recorded."""
         telemetry, now = self._telemetry, self._now
-        piece, row, nbytes = now.pieces[place], self._piece_row(place), now.nbytes[place]
+        piece, row, nbytes = now.pieces[index], self._piece_row(index), now.nbytes[index]
         started = perf_counter()
         if piece.part == 0 and not joined:
             telemetry.end(self._row(piece.bucket))  # its wait for its turn
@@ -56,7 +56,7 @@ class LaneRecords:
             bytes=nbytes,
             codec=self._reducer.residuals.codec(piece.bucket).summary,
             algorithm=self._reducer.reason,
-            order=f"{place + 1} of {len(now.pieces)}: {now.reasons[place]}",
+            order=f"{index + 1} of {len(now.pieces)}: {now.reasons[index]}",
             size=self._reason,
         )
         yield from steps
@@ -65,33 +65,33 @@ class LaneRecords:
         telemetry.end(row)
         telemetry.statistics.reduced(nbytes, perf_counter() - started)
 
-    def ended(self, place: int) -> None:
+    def ended(self, index: int) -> None:
         """A piece will not be reduced to its end."""
-        self._telemetry.end(self._piece_row(place))
+        self._telemetry.end(self._piece_row(index))
 
-    def names_in(self, place: int) -> list[str]:
+    def names_in(self, index: int) -> list[str]:
         """The tensors of an operation of a step, for messages."""
-        if place >= len(self._now.pieces):
+        if index >= len(self._now.pieces):
             return []
-        return [self._plan.slots[slot].name for slot in self._now.buckets[self._now.pieces[place].bucket].slots]
+        return [self._plan.slots[slot].name for slot in self._now.buckets[self._now.pieces[index].bucket].slots]
 
-    def waiting_for(self, place: int) -> str:
+    def waiting_for(self, index: int) -> str:
         """What a lane is at, for messages."""
-        names = self.names_in(place)
+        names = self.names_in(index)
         first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"optimizer '{self._plan.name}', operation {place} of {len(self._now.pieces)} ({first})"
+        return f"optimizer '{self._plan.name}', operation {index} of {len(self._now.pieces)} ({first})"
 
-    def summary(self, place: int) -> str:
+    def summary(self, index: int) -> str:
         """A piece, for messages."""
-        piece = self._now.pieces[place]
+        piece = self._now.pieces[index]
         part = f"part {piece.part} of " if piece.parts > 1 else ""
         return f"{part}bucket {piece.bucket} of {self._plan.name}"
 
     def _row(self, bucket: int) -> str:
         return f"{self._plan.name}/bucket{bucket}"
 
-    def _piece_row(self, place: int) -> str:
-        piece = self._now.pieces[place]
+    def _piece_row(self, index: int) -> str:
+        piece = self._now.pieces[index]
         return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")
 
     def _encoding_ended(self, piece: Piece, row: str, started: float) -> None:
@@ -99,4 +99,4 @@ class LaneRecords:
         tally, timeline = self._reducer.residuals.finished(piece), self._telemetry.timeline
         if timeline is not None and self._reducer.residuals.encodes(piece.bucket):
             norm = self._reducer.residual_norm(piece)
-            timeline.span(row, "COMPRESSION", started, perf_counter(), **told(tally, norm))
+            timeline.span(row, "COMPRESSION", started, perf_counter(), **timeline_fields(tally, norm))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.mailbox import Mailbox
-from hvdkit.engine.loop.messages import Ended, GivenUp, LaneFailed
+from hvdkit.engine.loop.messages import Abandoned, Ended, LaneFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.steps.schedule import Network, Sizes
 from hvdkit.engine.telemetry.telemetry import Telemetry
@@ -40,7 +40,7 @@ class Lanes(dict[int, "Lane"]):
         self.network, self.sizes = network, sizes
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         self._operations = operations
-        mailbox.handlers.update({LaneFailed: self._lane_failed, GivenUp: self._given_up, Ended: self._ended})
+        mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned, Ended: self._ended})
 
     def find(self, lane_id: int) -> Lane | None:
         """The lane, also if it is closed."""
@@ -80,10 +80,10 @@ class Lanes(dict[int, "Lane"]):
         if lane is not None:
             lane.fail(MismatchError(message.text))
 
-    def _given_up(self, sender: int, message: GivenUp) -> None:
+    def _abandoned(self, sender: int, message: Abandoned) -> None:
         lane = self.get(message.lane)
         if lane is not None:
-            lane.given_up_by(sender, message.step)
+            lane.abandoned_by(sender, message.step)
 
     def _ended(self, sender: int, message: Ended) -> None:
         lane = self.find(message.lane)

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.ranks.places import lane_place
+from hvdkit.engine.ranks.places import lane_segment
 from hvdkit.engine.steps.plan import Slot, small_offsets
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE
@@ -76,10 +76,10 @@ class Order:
 
 
 class NodePass:
-    """The window of one lane, and this rank's place among the ``members`` of its node (ranks of the transport)."""
+    """The window of one lane, and this rank's index among the ``members`` of its node (ranks of the transport)."""
 
     def __init__(
-        self, transport: NodeTransport, members: Sequence[int], place: int, slots: Sequence[Slot], spin_seconds: float
+        self, transport: NodeTransport, members: Sequence[int], segment: int, slots: Sequence[Slot], spin_seconds: float
     ) -> None:
         from hvdkit.kernels._native import Cells, InPlace
 
@@ -87,15 +87,15 @@ class NodePass:
         self._under_way: set[int] = set()  # operations that this rank is ready for and not through with
         self._withdrawn = False
         self.me = self.members.index(transport.rank)
-        self._transport, self._place = transport, place
-        self._bells = transport.bells_of([rank for rank in self.members if rank != transport.rank])
+        self._transport, self._segment = transport, segment
+        self._wakeups = transport.wakeups_of([rank for rank in self.members if rank != transport.rank])
         count = len(self.members)
         offsets, small_bytes = small_offsets(slots)
         cells_bytes = 2 * count * CELLS * CACHE_LINE
         self._head_bytes = _pages(cells_bytes + InPlace.table_bytes(count, len(slots)))
         self._region_bytes = _pages(small_bytes)
         staging_begin = self._head_bytes + count * self._region_bytes
-        self.window: Any = transport.memory.window(place, staging_begin + staging_bytes(count))
+        self.window: Any = transport.memory.window(segment, staging_begin + staging_bytes(count))
         self._cells = Cells(self.window, 0, 2 * count * CELLS)
         self._in_place = InPlace(
             self.window,
@@ -109,8 +109,8 @@ class NodePass:
             self._region_bytes,
             transport.arenas_of(self.members),
         )  # fmt: skip
-        bells = transport.bells_of(self.members)
-        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, bells, spin_seconds)
+        wakeups = transport.wakeups_of(self.members)
+        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, spin_seconds)
         memory: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)[self._region(self.me) :]
         self.small: dict[int, Array] = {}
         for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True)):
@@ -126,11 +126,11 @@ class NodePass:
 
         What they have in common goes with this rank's.
         """
-        self._transport.memory.populate(self.window, self._place, 0, self._head_bytes)
+        self._transport.memory.populate(self.window, self._segment, 0, self._head_bytes)
         for step in range(len(self.members) if self._region_bytes else 0):
             rank = (self.me + step) % len(self.members)
             begin = self._region(rank)
-            self._transport.memory.populate(self.window, self._place, begin, self._region_bytes)
+            self._transport.memory.populate(self.window, self._segment, begin, self._region_bytes)
 
     def offer(self, slot: int, where: Where, offset: int = 0) -> None:
         """This rank's gradient of a large slot lies there, at an offset of its arena."""
@@ -196,8 +196,8 @@ class NodePass:
         if self._withdrawn:  # this rank's own number, which it will never tell
             return [CellWait(self._cells, self._index(kind, self.me, number), mine, self._transport.rank)]
         self._cells.set(self._index(kind, self.me, number), mine)
-        for bell in self._bells:
-            bell.ring()
+        for wakeup in self._wakeups:
+            wakeup.ring()
         return [
             CellWait(self._cells, self._index(kind, rank, number), theirs, member)
             for rank, member in enumerate(self.members)
@@ -235,7 +235,7 @@ def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePa
     assert isinstance(group.transport, NodeTransport)
     here = None
     try:
-        here = NodePass(group.transport, staging.members, lane_place(lane_id), slots, staging.spin_seconds)
+        here = NodePass(group.transport, staging.members, lane_segment(lane_id), slots, staging.spin_seconds)
         here.populate()
     except OSError as error:
         if here is not None:

@@ -42,14 +42,14 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an optimizer asks for. ``place`` is the device on which its slots shall live, or plans.HOST."""
+    """What an optimizer asks for. ``device`` is the device on which its slots shall live, or registration.HOST."""
 
     name: str
     slots: Sequence[Slot]
     reduction: Reduction
     process_set_id: int = 0
     groups: Sequence[Sequence[int]] = ()
-    place: str = "cpu"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def lay_out(
             if held_bytes + nbytes >= limit:
                 buckets.append(_bucket(slots, filling.pop(kind)[0]))
     buckets += [_bucket(slots, held) for held, _ in filling.values()]
-    position = {slot: place for place, slot in enumerate(order)}
+    position = {slot: index for index, slot in enumerate(order)}
     return sorted(buckets, key=lambda bucket: max(position[slot] for slot in bucket.slots))
 
 

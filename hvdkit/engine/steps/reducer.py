@@ -118,13 +118,13 @@ class Reducer(ABC):
 
     def kept(self) -> State:
         """A copy of what codecs keep, between two steps."""
-        return self.residuals.state(self.place(), self.units())
+        return self.residuals.state(self.fingerprint(), self.units())
 
     def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
         """Take over what codecs kept, between two steps; see ``Residuals.restore``."""
-        self.residuals.restore(state, self.place(), self.units(), slots)
+        self.residuals.restore(state, self.fingerprint(), self.units(), slots)
 
-    def place(self) -> str:
+    def fingerprint(self) -> str:
         """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
         group, layout = self._group, self.layout
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
@@ -136,5 +136,5 @@ class Reducer(ABC):
             for number, bucket in enumerate(self._buckets)
             if (codec := self.residuals.codec(number)).encodes
         ]  # fmt: skip
-        place = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, encoded
-        return hashlib.sha256(repr(place).encode()).hexdigest()
+        origin = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, encoded
+        return hashlib.sha256(repr(origin).encode()).hexdigest()

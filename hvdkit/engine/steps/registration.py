@@ -28,19 +28,19 @@ logger = logging.getLogger("hvdkit")
 HOST = "host"
 
 
-def place_for(groups: Groups, topology: Topology, place: str, codecs: Sequence[Codec], process_set_id: int) -> str:
-    """Where slots live that ask for ``place``: there, if all codecs can do their work there, else HOST."""
+def lane_device(groups: Groups, topology: Topology, device: str, codecs: Sequence[Codec], process_set_id: int) -> str:
+    """Where slots live that ask for ``device``: there, if all codecs can do their work there, else HOST."""
     members = groups.group(process_set_id).members
-    encodes = place.partition(":")[0] not in groups.transport.host_types
-    return place if stays_on_device(codecs, topology.nodes, members, encodes) else HOST
+    encodes = device.partition(":")[0] not in groups.transport.host_types
+    return device if stays_on_device(codecs, topology.nodes, members, encodes) else HOST
 
 
 def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane:
     """Agree on a plan with all ranks of its process set. Blocks; raises HorovodInternalError where they differ."""
     groups, reduction = named.groups, plan.reduction
     transport, group = groups.transport, groups.group(plan.process_set_id)
-    place = place_for(groups, topology, plan.place, reduction.codecs, plan.process_set_id)
-    device = place.partition(":")[0]
+    device = lane_device(groups, topology, plan.device, reduction.codecs, plan.process_set_id)
+    device_type = device.partition(":")[0]
     signature = {
         "slots": [
             [slot.name, list(slot.shape), str(slot.dtype), reduction.codecs[slot.codec].summary] for slot in plan.slots
@@ -49,12 +49,12 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         "prescale": reduction.prescale,
         "postscale": reduction.postscale,
         "groups": [list(group) for group in plan.groups],
-        "device": device if device in transport.device_types else "cpu",
+        "device": device_type if device_type in transport.device_types else "cpu",
     }
     lane_id = named.submit("plan", [], signature, Call(plan.name, plan.process_set_id, wake=False)).wait()
     collectives = None
-    if device in transport.device_types:
-        collectives = transport.collectives_for(place, group.members, f"lane{lane_id}")
+    if device_type in transport.device_types:
+        collectives = transport.collectives_for(device, group.members, f"lane{lane_id}")
     reducer: Reducer
     if collectives is not None:
         reducer = DeviceReducer(group, reduction, collectives, plan.slots, topology.nodes)
@@ -73,9 +73,9 @@ def _host_reducer(named: NamedOperations, topology: Topology, in_turns: bool, pl
     node, problem = node_pass(group, lane_id, plan.slots)
     everyone = topology.size
     # The first rank that is short of memory, and whether all compute where they sum.
-    told = np.array([topology.rank if problem else everyone, plan.place in ("cpu", HOST)])
-    named.allreduce([told], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
-    short, all_on_host = int(told[0]), bool(told[1])
+    agreed = np.array([topology.rank if problem else everyone, plan.device in ("cpu", HOST)])
+    named.allreduce([agreed], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
+    short, all_on_host = int(agreed[0]), bool(agreed[1])
     if short == topology.rank:
         logger.warning(
             "%s: the gradients of '%s' are not in shared memory, which is slower: %s",

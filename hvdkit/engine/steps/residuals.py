@@ -31,11 +31,11 @@ Note = tuple[tuple[int, ...], str, int, int, Any]
 class State:
     """What a lane's memories hold, to go on from.
 
-    ``place`` says what the arrays are of: only a rank at the same place of a lane of the same shape goes on with the
-    same bits. Elsewhere what is ``owed`` is added once to the next gradients.
+    ``fingerprint`` says what the arrays are of: only a rank at the same place of a lane of the same shape goes on with
+    the same bits. Elsewhere what is ``owed`` is added once to the next gradients.
     """
 
-    place: str
+    fingerprint: str
     slots: list[Kept]
     units: list[dict[str, float]]  # by slot and array: what a number there is multiplied with to be part of the result
     turn: int  # how often elements were reduced
@@ -236,7 +236,7 @@ class Residuals:
             memory.shared.vectors.clear()
             memory.shared.turn = 0
 
-    def state(self, place: str, units: Sequence[dict[str, float]]) -> State:
+    def state(self, fingerprint: str, units: Sequence[dict[str, float]]) -> State:
         """A copy of all that is not zero; ``units`` are by bucket."""
         numbered = range(len(self._slots))
         slots = [{name: array.copy() for name, array in self.of_slot(slot).items() if array.any()} for slot in numbered]
@@ -248,19 +248,23 @@ class Residuals:
         ]
         turns = [one.turn for one in shared] + [one for _, name, _, _, one in notes if name == TURN]
         units = [units[self._where(slot)[0]] for slot in numbered]
-        return State(place, slots, units, int(max(turns, default=0)), notes)
+        return State(fingerprint, slots, units, int(max(turns, default=0)), notes)
 
     def restore(
-        self, state: State, place: str, units: Sequence[dict[str, float]], slots: Sequence[int | None] | None = None
+        self,
+        state: State,
+        fingerprint: str,
+        units: Sequence[dict[str, float]],
+        slots: Sequence[int | None] | None = None,
     ) -> None:
-        """Go on from a state: with the same bits at the same place, elsewhere by owing what was owed there.
+        """Go on from a state: with the same bits at the same ``fingerprint``, elsewhere by owing what was owed there.
 
         ``slots``: which one here each of the state's is, None if none; the same ones if left out. ``units`` as above.
         """
         self.start_at(state.turn)
         same = list(range(len(self._slots)))
         slots = same if slots is None else list(slots)
-        if state.place != place or slots != same:
+        if state.fingerprint != fingerprint or slots != same:
             for old, new in enumerate(slots):
                 owed = state.owed(old)
                 if new is not None and owed is not None:

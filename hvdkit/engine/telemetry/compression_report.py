@@ -70,7 +70,7 @@ def compression_statistics(
     return CompressionStatistics(by_codec, by_parameter)
 
 
-def told(tally: Tally, norm: float | None) -> dict[str, Any]:
+def timeline_fields(tally: Tally, norm: float | None) -> dict[str, Any]:
     """For the timeline."""
     kept = {} if norm is None else {"residual_norm": norm}
     return {

@@ -93,9 +93,9 @@ class Heard:
         return bool(self.rows[:, PRESENT].all() and self.rows[:, UPDATES].all())
 
     @property
-    def places(self) -> list[int]:
+    def present(self) -> list[int]:
         """The ranks that take part."""
-        return [place for place, row in enumerate(self.rows) if row[PRESENT]]
+        return [index for index, row in enumerate(self.rows) if row[PRESENT]]
 
     @property
     def differs(self) -> bool:
@@ -107,13 +107,13 @@ class Heard:
         comparable = len(present) > 1 and bool(present[:, HASHED].all())
         return comparable and bool((present[:, COUNT:] != present[0, COUNT:]).any())
 
-    def hashes(self, place: int) -> Array:
+    def hashes(self, index: int) -> Array:
         """The hashes of a rank's parameters, where ``differs``."""
-        return self.details[place][: int(self.rows[place, COUNT])]
+        return self.details[index][: int(self.rows[index, COUNT])]
 
-    def machine(self, place: int) -> str:
+    def machine(self, index: int) -> str:
         """What a rank runs on, where ``differs``."""
-        words = self.details[place][int(self.rows[place, COUNT]) :][:MACHINE_WORDS]
+        words = self.details[index][int(self.rows[index, COUNT]) :][:MACHINE_WORDS]
         return words.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
@@ -177,11 +177,11 @@ def exchange_by_name(named: NamedOperations, name: str, process_set_id: int, min
     group = named.groups.group(process_set_id)
 
     def gather(own: Array, length: int, what: str) -> Array:
-        places = np.zeros((group.size, length), dtype=np.int64)
-        places[group.rank, : len(own)] = own.view(np.int64)
+        rows = np.zeros((group.size, length), dtype=np.int64)
+        rows[group.rank, : len(own)] = own.view(np.int64)
         call = Call(f"{name}.{what}", process_set_id, wake=False)
-        named.allreduce([places], ReduceRequest(ReduceOp.SUM), call).wait()
-        return places.view(np.uint64)
+        named.allreduce([rows], ReduceRequest(ReduceOp.SUM), call).wait()
+        return rows.view(np.uint64)
 
     heard = Heard(gather(mine.row(), FIELDS, "parameters"))
     if not heard.differs:

@@ -78,8 +78,8 @@ class Launches:
                 with torch.no_grad():
                     work(_is_through)
             except Exception as error:  # whatever it is, the engine must learn of it
-                told = (str(error).splitlines() or [repr(error)])[0]
-                failure = f"Horovod's engine gave {name} up: {told}"
+                cause = (str(error).splitlines() or [repr(error)])[0]
+                failure = f"Horovod's engine gave {name} up: {cause}"
                 self._native.stopping_within(NAMING_SECONDS)
             end.reach(failure)
             self._finished()

@@ -54,7 +54,7 @@ class NativeHorovod:
         self._calls.horovod_init.restype = ctypes.c_bool
         assert self._calls.horovod_add_process_set, "an AttributeError: before 0.23, operations had other arguments"
         self._stuck = ""
-        self._was_told_ranks = False
+        self._was_given_ranks = False
         self._stopping = threading.Event()
         self._shutdown: Call[Any] | None = None
 
@@ -77,7 +77,7 @@ class NativeHorovod:
         """
         from mpi4py import MPI
 
-        return self._was_told_ranks or ranks != list(range(MPI.COMM_WORLD.Get_size()))
+        return self._was_given_ranks or ranks != list(range(MPI.COMM_WORLD.Get_size()))
 
     def start(
         self,
@@ -97,7 +97,7 @@ class NativeHorovod:
         ``interface``: Gloo's, if the user names none.
         """
         self._stopping.clear()
-        self._was_told_ranks |= bool(members)
+        self._was_given_ranks |= bool(members)
         self._shutdown = Call(self._calls.horovod_shutdown, THREAD)
         numbers = (ctypes.c_int * len(members))(*members)
         start = Call(lambda: bool(self._calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
@@ -148,15 +148,15 @@ def load(path: Path) -> NativeHorovod:
     return _loaded[0]
 
 
-def common_problem(told: Sequence[dict[str, Any]]) -> str:
+def common_problem(reports: Sequence[dict[str, Any]]) -> str:
     """What stands in the way of Horovod's engine, from what every rank told; "" if nothing does."""
-    problems = {rank: one["problem"] for rank, one in enumerate(told) if one["problem"]}
-    if len(problems) == len(told) and len(set(problems.values())) == 1:
-        return str(told[0]["problem"])
+    problems = {rank: one["problem"] for rank, one in enumerate(reports) if one["problem"]}
+    if len(problems) == len(reports) and len(set(problems.values())) == 1:
+        return str(reports[0]["problem"])
     if problems:
         rank = min(problems)
         return f"rank {rank}: {problems[rank]}"
-    controllers = [one["controller"] for one in told]
+    controllers = [one["controller"] for one in reports]
     if len(set(controllers)) > 1:
         return f"Horovod was built in different ways: its ranks would talk by {controllers}"
     return ""

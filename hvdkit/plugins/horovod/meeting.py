@@ -24,7 +24,7 @@ BYTES_OF_A_PAIR = 512
 KEYS_OF_A_RANK = 16  # Gloo has one for each of its three groups
 POLL_SECONDS = 0.02  # between two looks at whether to end
 SILENCE_SECONDS = 10.0  # of a client
-MOST_TOLD = 5  # addresses of whoever was refused
+MOST_LOGGED = 5  # addresses of whoever was refused
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Meeting(ThreadingHTTPServer):
-    """The server, from now until ``close``; ``place`` is its host and port as the other ranks see them."""
+    """The server, from now until ``close``; ``address`` is its host and port as the other ranks see them."""
 
     daemon_threads = True
     request_queue_size = 1024  # all ranks come at once
@@ -80,7 +80,7 @@ class Meeting(ThreadingHTTPServer):
         address, ranks = addresses_for(world)[0], world.size
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Handler)
-        self.place = address, int(self.server_address[1])
+        self.address = address, int(self.server_address[1])
         self.values: dict[str, bytes] = {}
         self._refused: set[str] = set()
         self._members: frozenset[str] = frozenset()
@@ -105,7 +105,7 @@ class Meeting(ThreadingHTTPServer):
         if self._admits.wait(SILENCE_SECONDS) and address in self._members:
             return True
         with self._lock:
-            new = address not in self._refused and len(self._refused) < MOST_TOLD
+            new = address not in self._refused and len(self._refused) < MOST_LOGGED
             if new:
                 self._refused.add(address)
         if new:  # at once: Horovod ends a rank that is refused, and this job with it

@@ -77,26 +77,26 @@ class HorovodTransport(Layer):
             mine = {
                 "problem": problem,
                 "controller": controller,
-                "meeting": meeting and meeting.place,
+                "meeting": meeting and meeting.address,
                 "addresses": own_addresses(),
                 "by_number": controller == "mpi" and native is not None and native.needs_ranks(launched),
             }
-            told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
-            problem = common_problem(told)
+            reports = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            problem = common_problem(reports)
             if problem:
                 return self._without(problem)
             assert native is not None, "a rank without the library has a problem"
             self._native = native
             if meeting is not None:
-                meeting.admit(address for one in told for address in one["addresses"])
-            place = told[0]["meeting"]
-            members = launched if any(one["by_number"] for one in told) else []
+                meeting.admit(address for one in reports for address in one["addresses"])
+            address = reports[0]["meeting"]
+            members = launched if any(one["by_number"] for one in reports) else []
             problem = native.start(
                 controller,
                 self.rank,
                 self.size,
                 members,
-                place and (place[0], place[1]),
+                address and (address[0], address[1]),
                 start_seconds,
                 silence_seconds,
                 interface,
@@ -122,8 +122,8 @@ class HorovodTransport(Layer):
         try:
             native = load(self._native_part)
         except (AttributeError, ImportError, OSError) as error:
-            told = str(error).splitlines()[0]
-            return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {told}"
+            cause = str(error).splitlines()[0]
+            return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {cause}"
         if self.inner.carrier == "mpi" and "mpi" in native.controllers:
             return native, "mpi", native.problem() or _mpi_problem()
         if "gloo" not in native.controllers:
@@ -143,9 +143,9 @@ class HorovodTransport(Layer):
             )
         return self.inner
 
-    def collectives_for(self, place: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        if place != "cpu":
-            return super().collectives_for(place, members, label)
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
+        if device != "cpu":
+            return super().collectives_for(device, members, label)
         if self._native is None or list(members) != list(range(self.size)):
             return None
         launches = Launches(label, self._native, self._waiters, lambda: self._waker())

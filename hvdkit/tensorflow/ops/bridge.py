@@ -207,12 +207,12 @@ def backward(outputs: Sequence[Any], gradients: Sequence[Any], reduce: Callable[
 
     A missing gradient is zeros: other ranks may have one.
     """
-    places = [place for place, output in enumerate(outputs) if output.dtype.is_floating]
+    indices = [index for index, output in enumerate(outputs) if output.dtype.is_floating]
     known = [
-        tf.zeros_like(outputs[place]) if gradients[place] is None else tf.convert_to_tensor(gradients[place])
-        for place in places
+        tf.zeros_like(outputs[index]) if gradients[index] is None else tf.convert_to_tensor(gradients[index])
+        for index in indices
     ]
     found: list[Any] = [None] * len(outputs)
-    for place, gradient in zip(places, reduce(known) if known else [], strict=True):
-        found[place] = gradient
+    for index, gradient in zip(indices, reduce(known) if known else [], strict=True):
+        found[index] = gradient
     return found

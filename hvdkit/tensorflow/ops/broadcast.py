@@ -87,9 +87,9 @@ def broadcast_(
     """
     function = "broadcast_"
     variables = list(variables)  # an iterator gives them once
-    for place, variable in enumerate(variables):
+    for index, variable in enumerate(variables):
         if not callable(getattr(variable, "assign", None)):
-            raise TypeError(f"{function}: variables[{place}] must be a tf.Variable, got {type(variable).__name__}")
+            raise TypeError(f"{function}: variables[{index}] must be a tf.Variable, got {type(variable).__name__}")
     if not variables:
         return []
     values = tensor_checks.check_tensors(function, variables, tensor_checks.MOVABLE_DTYPES)

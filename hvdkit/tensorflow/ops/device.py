@@ -55,11 +55,11 @@ logger = logging.getLogger("hvdkit")
 
 
 class Device:
-    """A device that is TensorFlow's ``name`` ("GPU:0") and PyTorch's ``place`` ("cuda:3")."""
+    """A device that is TensorFlow's ``name`` ("GPU:0") and PyTorch's ``torch_name`` ("cuda:3")."""
 
-    def __init__(self, name: str, place: str) -> None:
+    def __init__(self, name: str, torch_name: str) -> None:
         self.name = name
-        self.place = place
+        self.torch_name = torch_name
 
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Copies for the engine, as DeviceArrays."""
@@ -125,7 +125,7 @@ class Device:
         assert self._has(tensor), (tensor.backing_device, tensor.dtype)
         capsule = tf.experimental.dlpack.to_dlpack(tensor)  # which also waits for it
         _, number = _managed(capsule)
-        number.value = torch.device(self.place).index or 0
+        number.value = torch.device(self.torch_name).index or 0
         return torch.utils.dlpack.from_dlpack(capsule)
 
     # Neither waits for the whole device: a collective that is on its way there may wait for a rank that was lost.
@@ -134,10 +134,10 @@ class Device:
         tf.test.experimental.sync_devices()  # also for what asynchronous execution has not begun yet
 
     def _wait_for_pytorch(self) -> None:
-        if self.place.startswith("cuda"):
+        if self.torch_name.startswith("cuda"):
             import torch
 
-            torch.cuda.current_stream(self.place).synchronize()
+            torch.cuda.current_stream(self.torch_name).synchronize()
 
 
 def device_of_job() -> Device | None:

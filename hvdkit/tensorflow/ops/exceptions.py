@@ -160,8 +160,8 @@ def _raising_originals(run: Callable[..., Any]) -> Callable[..., Any]:
         RUNNING.add(me)
         try:
             return run(*arguments, **options)
-        except tf.errors.OpError as told:
-            error = original(str(told.message))
+        except tf.errors.OpError as raised:
+            error = original(str(raised.message))
             if error is None:
                 raise
         finally:

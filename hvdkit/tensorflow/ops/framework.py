@@ -45,19 +45,19 @@ class TensorFlow(Framework[Any]):
     def arrays(self, buffers: list[Any]) -> list[Any]:
         return buffers
 
-    def place(self, tensor: Any) -> str | None:
+    def device_of(self, tensor: Any) -> str | None:
         """The device. In a graph there are arrays, of which TensorFlow makes tensors itself: None."""
         return None if isinstance(tensor, _ARRAYS) else str(tensor.device)
 
-    def results(self, places: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
-        """All at the first of ``places``."""
-        if places[0] is None:
+    def results(self, devices: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
+        """All on the first of ``devices``."""
+        if devices[0] is None:
             return list(made)
-        return [_at(places[0], as_tensor(one) if isinstance(one, np.ndarray) else one) for one in made]
+        return [_at(devices[0], as_tensor(one) if isinstance(one, np.ndarray) else one) for one in made]
 
-    def integers(self, numbers: Sequence[int], splits: Any, place: str | None) -> Any:
+    def integers(self, numbers: Sequence[int], splits: Any, device: str | None) -> Any:
         """Of the type of the array of splits, else 32 bits wide."""
-        return self.results([place], [np.array(numbers, dtype=np.int32 if splits is None else splits.dtype)])[0]
+        return self.results([device], [np.array(numbers, dtype=np.int32 if splits is None else splits.dtype)])[0]
 
 
 class TensorFlowOnDevice(TensorFlow):
@@ -69,23 +69,23 @@ class TensorFlowOnDevice(TensorFlow):
         self._device = device
 
     def device(self, tensor: Any) -> str:
-        return self._device.place.partition(":")[0]
+        return self._device.torch_name.partition(":")[0]
 
     def views(self, tensors: Sequence[Any]) -> list[Any]:
         return self._device.take(tensors)
 
     copies = views
 
-    def results(self, places: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
-        return super().results(places, self._device.give(made))
+    def results(self, devices: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
+        return super().results(devices, self._device.give(made))
 
 
 OPERATIONS = Operations(TensorFlow())
 
 
-def _at(place: str, result: Any) -> Any:
+def _at(device: str, result: Any) -> Any:
     """A result on the device of the tensor that it was made from."""
-    if place == result.device:
+    if device == result.device:
         return result
-    with tf.device(place):
+    with tf.device(device):
         return tf.identity(result)

@@ -92,12 +92,12 @@ def _scatter(asked: Asked, tensor: Any, splits: Any, problem: Exception | None =
     """
 
     def start(asked: Asked, inputs: Sequence[Any]) -> int:
-        def told() -> Any:
+        def own_splits() -> Any:
             if problem is not None:
                 raise problem
             return as_array(inputs[1]) if len(inputs) > 1 else None
 
-        return OPERATIONS.alltoall(asked, inputs[0], told)
+        return OPERATIONS.alltoall(asked, inputs[0], own_splits)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def scatter(rows: Any) -> tuple[Any, Callable[..., Any]]:

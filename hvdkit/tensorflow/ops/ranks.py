@@ -83,7 +83,7 @@ def join() -> Any:
 
     def wait() -> int:
         device = device_of_job()
-        return int(runtime.engine().join(None if device is None else device.place).wait())
+        return int(runtime.engine().join(None if device is None else device.torch_name).wait())
 
     return _asked(wait, "hvdkit_join")
 

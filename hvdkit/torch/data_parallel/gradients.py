@@ -105,7 +105,7 @@ class Gradients:
         dtypes = {parameter: values.dtype for bucket in step for parameter, values in bucket.runs()}
         # DDP's buckets begin at the model's end, but within one parameters stand in the model's order.
         listed = [parameter for bucket in reversed(step) for parameter in bucket.parameters]
-        names = self._names or {parameter: f"parameter {place}" for place, parameter in enumerate(listed)}
+        names = self._names or {parameter: f"parameter {index}" for index, parameter in enumerate(listed)}
         named = [(name, parameter) for parameter, name in names.items() if parameter in dtypes]
         policy = Policy(self._codec) if self._codec.encodes else None  # a cast is for all
         codecs, numbers = policy.choose(named) if policy else ([self._codec], [0] * len(named))
@@ -164,18 +164,18 @@ class Gradients:
         theirs, kept = states[0]["shapes"], [one for state in states for one in state["kept"]]
         if theirs and theirs != self._shapes:
             pairs = zip_longest(theirs, self._shapes)
-            place, was, has = next((place, *map(_told, pair)) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+            index, was, has = next((index, *map(_dims, pair)) for index, pair in enumerate(pairs) if pair[0] != pair[1])
             raise ValueError(
-                f"the state_dict is of another model: parameter {place} was {was} there, and is {has} here"
+                f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
             )
-        places = range(len(self._shapes))
-        kept = compression_state.check(kept, compression_state.shapes_of(lane, places))
+        indices = range(len(self._shapes))
+        kept = compression_state.check(kept, compression_state.shapes_of(lane, indices))
         lane.reducer.reset()
-        compression_state.resume(lane, places, kept, lane.group.rank, lane.group.size)
+        compression_state.resume(lane, indices, kept, lane.group.rank, lane.group.size)
         self._earlier = states[0]["turn"] - lane.steps
 
 
-def _told(shape: Sequence[int] | None) -> str:
+def _dims(shape: Sequence[int] | None) -> str:
     return "missing" if shape is None else " x ".join(map(str, shape))
 
 
@@ -202,12 +202,12 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
         raise ValueError(f"{LOADING}: expected the state_dicts of all ranks, got none")
     for number, state in enumerate(states):
         if not isinstance(state, Mapping) or not state.keys() >= KEYS:
-            told = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise TypeError(f"{LOADING}: expected the state_dict of a ddp_hook, got {told} as number {number}")
-        for key, told in ALIKE.items():
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise TypeError(f"{LOADING}: expected the state_dict of a ddp_hook, got {got} as number {number}")
+        for key, what in ALIKE.items():
             if state[key] != states[0][key]:
                 raise ValueError(
-                    f"{LOADING}: the state_dicts are not of one moment of one job: number {number} has another {told} "
+                    f"{LOADING}: the state_dicts are not of one moment of one job: number {number} has another {what} "
                     "than number 0\nHINT: load those that all ranks saved after the same step."
                 )
         if any(state["rank"] == other["rank"] for other in states[:number]):

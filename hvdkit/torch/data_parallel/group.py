@@ -71,11 +71,11 @@ class GroupTransport(GlooTransport):
 
 
 def _meet(store: Any, ranks: list[int], me: int, timeout: timedelta) -> None:
-    keys = [f"here/{place}" for place in range(len(ranks))]
+    keys = [f"here/{index}" for index in range(len(ranks))]
     store.set(keys[me], b"1")
     if absent := absent_after(store, keys, timeout.total_seconds()):
         raise PeerLostError(
-            f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {[ranks[place] for place in absent]} to "
+            f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {[ranks[index] for index in absent]} to "
             "use a ddp_hook.\n"
             "HINT: all ranks of the model's process group must use one, in the same order if it is several."
         )

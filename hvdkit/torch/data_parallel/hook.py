@@ -173,11 +173,11 @@ class DDPHook:
             # There, so that the engine knows no other thread of this rank, and sees a dead-lock of what that waits for.
             worker.call(lambda: self._agree(session.engine, {"codec": self._codec.summary}))
         except HorovodInternalError as error:
-            told = self._told(error)
+            text = self._text_of(error)
             if worker is not None:
-                worker.call(partial(worker.leave, told, failed=True))
+                worker.call(partial(worker.leave, text, failed=True))
                 worker.tell_to_end()
-            raise type(error)(f"{FUNCTION}: rank {self._rank}: {told}") from error
+            raise type(error)(f"{FUNCTION}: rank {self._rank}: {text}") from error
         self._worker = worker
         return worker
 
@@ -245,19 +245,19 @@ class DDPHook:
 
     def _fail(self, error: BaseException) -> None:
         """Name in the error what failed. All later steps fail too, and no rank waits for this one any more."""
-        told = f"{FUNCTION} on rank {self._rank} with codec {self._codec.summary}: {self._told(error)}"
-        told += self._gradients.under_way()
-        is_first, self._broken = self._broken is None, self._broken or told
+        text = f"{FUNCTION} on rank {self._rank} with codec {self._codec.summary}: {self._text_of(error)}"
+        text += self._gradients.under_way()
+        is_first, self._broken = self._broken is None, self._broken or text
         buckets, self._step = self._step, []
         try:
             for bucket in buckets:
-                bucket.fail((ValueError if isinstance(error, ValueError) else HorovodInternalError)(told))
+                bucket.fail((ValueError if isinstance(error, ValueError) else HorovodInternalError)(text))
         finally:
             if is_first:
                 assert self._worker is not None
-                self._worker.leave(told, failed=True)
+                self._worker.leave(text, failed=True)
 
-    def _told(self, error: BaseException) -> str:
+    def _text_of(self, error: BaseException) -> str:
         """An error, for who knows the process group and the arguments of hvd.ddp_hook."""
         text = str(error) or repr(error)
         for name, ours in WORDS.items():

@@ -29,23 +29,23 @@ IN_FLIGHT = (
 )
 
 ARRAYS = {RESIDUAL, VELOCITY, OWED}
-# By the place of a parameter in the optimizer: what is kept of its gradient.
+# By the index of a parameter in the optimizer: what is kept of its gradient.
 Saved = dict[str, Any]
-# By place: a parameter's name, and the shape of its gradient as it lies in memory.
+# By index: a parameter's name, and the shape of its gradient as it lies in memory.
 Shapes = Mapping[Any, tuple[str, Sequence[int]]]
 
 
-def save(lane: Lane, places: Sequence[int | None]) -> Saved | None:
-    """What ``optimizer.state_dict()`` says of a lane whose slots are the parameters at ``places``; None if nothing.
+def save(lane: Lane, indices: Sequence[int | None]) -> Saved | None:
+    """What ``optimizer.state_dict()`` says of a lane whose slots are the parameters at ``indices``; None if nothing.
 
-    A place is None for a parameter that the optimizer has no more.
+    An index is None for a parameter that the optimizer has no more.
     """
     if lane.in_flight and lane.reducer.residuals.keeps_anything:
         raise AssertionError(IN_FLIGHT)
-    return saved(lane, places)
+    return saved(lane, indices)
 
 
-def saved(lane: Lane, places: Sequence[int | None]) -> Saved | None:
+def saved(lane: Lane, indices: Sequence[int | None]) -> Saved | None:
     """As ``save``, of a lane in which nothing runs."""
     if not lane.reducer.residuals.keeps_anything:
         return None
@@ -54,8 +54,8 @@ def saved(lane: Lane, places: Sequence[int | None]) -> Saved | None:
         "format": FORMAT,
         "rank": lane.group.rank,
         "size": lane.group.size,
-        "place": state.place,
-        "parameters": list(places),
+        "place": state.fingerprint,
+        "parameters": list(indices),
         "shapes": [list(slot.shape) for slot in lane.slots],
         "kept": [{name: torch.from_numpy(array) for name, array in kept.items()} for kept in state.slots],
         "units": state.units,
@@ -71,9 +71,9 @@ def _array(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-def shapes_of(lane: Lane, places: Sequence[int | None]) -> Shapes:
+def shapes_of(lane: Lane, indices: Sequence[int | None]) -> Shapes:
     """Those of the parameters of a lane."""
-    return {place: (slot.name, slot.shape) for place, slot in zip(places, lane.slots, strict=True)}
+    return {index: (slot.name, slot.shape) for index, slot in zip(indices, lane.slots, strict=True)}
 
 
 def check(saved: Any, shapes: Shapes) -> list[Saved]:
@@ -103,11 +103,11 @@ def check(saved: Any, shapes: Shapes) -> list[Saved]:
 
 
 def _check_arrays(saved: Mapping[str, Any], shapes: Shapes) -> None:
-    for place, shape, arrays in zip(saved["parameters"], saved["shapes"], saved["kept"], strict=True):
-        name, here = shapes.get(place, (f"parameter {place}", shape))
+    for index, shape, arrays in zip(saved["parameters"], saved["shapes"], saved["kept"], strict=True):
+        name, here = shapes.get(index, (f"parameter {index}", shape))
         if list(shape) != list(here):
             raise ValueError(
-                f"{IN_STATE} {name!r} was {_told(shape)} when it was saved, and is {_told(here)} here\n"
+                f"{IN_STATE} {name!r} was {_dims(shape)} when it was saved, and is {_dims(here)} here\n"
                 "HINT: load the state of the same model, or leave it out, which loses what was not sent yet."
             )
         unknown = sorted(arrays.keys() - ARRAYS)
@@ -120,11 +120,11 @@ def _check_arrays(saved: Mapping[str, Any], shapes: Shapes) -> None:
                 )
 
 
-def _told(shape: Sequence[int]) -> str:
+def _dims(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a number"
 
 
-def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
+def load(lane: Lane, indices: Sequence[int | None], saved: Saved) -> None:
     """Go on from what ``save`` returned, on this rank or another."""
     kept = [{name: _array(tensor) for name, tensor in arrays.items()} for arrays in saved["kept"]]
     notes: list[Note] = [
@@ -132,9 +132,9 @@ def load(lane: Lane, places: Sequence[int | None], saved: Saved) -> None:
         for slots, name, begin, end, one in saved["notes"]
     ]
     state = State(saved["place"], kept, saved["units"], saved["turn"], notes)
-    slot_of = {place: slot for slot, place in enumerate(places) if place is not None}
-    same = saved["parameters"] == list(places)
-    lane.reducer.go_on_from(state, None if same else [slot_of.get(place) for place in saved["parameters"]])
+    slot_of = {index: slot for slot, index in enumerate(indices) if index is not None}
+    same = saved["parameters"] == list(indices)
+    lane.reducer.go_on_from(state, None if same else [slot_of.get(index) for index in saved["parameters"]])
 
 
 def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[int, int]) -> None:
@@ -155,14 +155,14 @@ def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**states[0], KEY: [one for ours in kept for one in ([ours] if isinstance(ours, Mapping) else ours)]}
 
 
-def resume(lane: Lane, places: Sequence[int | None], saved: Saved | Sequence[Saved], rank: int, size: int) -> None:
+def resume(lane: Lane, indices: Sequence[int | None], saved: Saved | Sequence[Saved], rank: int, size: int) -> None:
     """Go on from what one or several ranks of an earlier job saved; a warm-up, for one, is not begun again.
 
     Nothing may be taken twice, nor left out: a rank takes its own; with other numbers of ranks than there were, what
     rank r saved goes to rank r modulo the ranks there are, which owes it all.
     """
-    everyones = check(saved, shapes_of(lane, places))
+    everyones = check(saved, shapes_of(lane, indices))
     for one in everyones:
         if one["rank"] % size == rank:
-            load(lane, places, one)
+            load(lane, indices, one)
     lane.reducer.residuals.start_at(max((one["turn"] for one in everyones), default=0))

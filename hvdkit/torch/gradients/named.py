@@ -160,8 +160,8 @@ def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
     shared = set(overlapping([gradient for _, gradient in dense], [False] * len(dense)))
     return {
         id(parameter)
-        for place, (parameter, gradient) in enumerate(dense)
-        if place not in shared and torch._debug_has_internal_overlap(gradient) != 1
+        for index, (parameter, gradient) in enumerate(dense)
+        if index not in shared and torch._debug_has_internal_overlap(gradient) != 1
     }
 
 

@@ -202,8 +202,8 @@ class PlannedGradients:
         apart = set(range(len(gradients))) - set(overlapping(gradients, [result is None for result in results]))
         into: list[torch.Tensor] = []
         out_of: list[torch.Tensor] = []
-        for place, (i, gradient, result) in enumerate(zip(owners, gradients, results, strict=True)):
-            if place not in apart:
+        for index, (i, gradient, result) in enumerate(zip(owners, gradients, results, strict=True)):
+            if index not in apart:
                 self._replace(i, self.parameters[i], result)
             elif result is None:
                 # A graph that saved it must not take the result for it.

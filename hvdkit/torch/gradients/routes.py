@@ -89,7 +89,7 @@ class Routes:
             postscale=postscale,
             codecs=codecs,
             process_set_id=settings.process_set.process_set_id,
-            place=HOST if len(devices) > 1 else str(devices.pop()),
+            device=HOST if len(devices) > 1 else str(devices.pop()),
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
         idle = {codec.name for codec in codecs if codec.has_momentum and not lane.reducer.residuals.keeps_anything}

@@ -83,8 +83,8 @@ class GradientSynchronizer:
         """The user's name of a parameter, else its place in the optimizer."""
         name = self._names.get(id(parameter))
         if name is None:
-            places = {id(member): place for place, member in default_names(self._groups())}
-            name = places.get(id(parameter), "a parameter")
+            indices = {id(member): index for index, member in default_names(self._groups())}
+            name = indices.get(id(parameter), "a parameter")
         return name
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -226,7 +226,7 @@ class GradientSynchronizer:
 
     def _resume(self, planned: PlannedGradients, saved: Any) -> None:
         process_set = self.settings.process_set
-        compression_state.resume(planned.lane, self._places(planned), saved, process_set.rank(), process_set.size())
+        compression_state.resume(planned.lane, self._indices_of(planned), saved, process_set.rank(), process_set.size())
 
     def _save_kept(self, routes: Routes) -> None:
         """Routes are given up between two steps: what codecs kept goes on with the next ones."""
@@ -245,16 +245,16 @@ class GradientSynchronizer:
             )
         old.close()
 
-    def _places(self, planned: PlannedGradients) -> list[int | None]:
-        """The places in the optimizer of the parameters of a plan; None for one that it has no more."""
-        place_of = {id(parameter): place for place, parameter in enumerate(parameters_of(self._groups()))}
-        return [place_of.get(id(parameter)) for parameter in planned.parameters]
+    def _indices_of(self, planned: PlannedGradients) -> list[int | None]:
+        """The indices in the optimizer of the parameters of a plan; None for one that it has no more."""
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters_of(self._groups()))}
+        return [index_of.get(id(parameter)) for parameter in planned.parameters]
 
     def kept_by_codecs(self) -> Any:
         """What this rank's codecs keep, or what was loaded and could not be used yet; None if nothing."""
         if self._routes is None or self._routes.planned is None:
             return self._kept
-        return compression_state.save(self._routes.planned.lane, self._places(self._routes.planned))
+        return compression_state.save(self._routes.planned.lane, self._indices_of(self._routes.planned))
 
     def check_compression_state(self, saved: Any) -> None:
         """Raises TypeError or ValueError for what codecs cannot go on from. Nothing is changed."""
@@ -263,8 +263,8 @@ class GradientSynchronizer:
 
     def _shapes(self) -> compression_state.Shapes:
         return {
-            place: (self.name_of(parameter), slot_of("", parameter).shape)
-            for place, parameter in enumerate(parameters_of(self._groups()))
+            index: (self.name_of(parameter), slot_of("", parameter).shape)
+            for index, parameter in enumerate(parameters_of(self._groups()))
             if not is_lazy(parameter) and can_be_planned(parameter)
         }
 

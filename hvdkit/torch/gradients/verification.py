@@ -42,14 +42,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     """64 bits for a tensor's values, of dimension 0, on its device: the host is not waited for.
 
-    The sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its place, so that
+    The sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its offset, so that
     one that changed is always seen; chunks are folded by Horner's rule. Another number than that of kernels.checksum.
     """
     flat = _flat(tensor)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     words = flat.view(_WORDS[flat.element_size()])
-    places = torch.arange(min(CHUNK, words.numel()), dtype=torch.int64, device=tensor.device)
-    weights = (places * _ODD) ^ (places << 21) | 1
+    offsets = torch.arange(min(CHUNK, words.numel()), dtype=torch.int64, device=tensor.device)
+    weights = (offsets * _ODD) ^ (offsets << 21) | 1
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin in range(0, words.numel(), CHUNK):
         part = words[begin : begin + CHUNK].to(torch.int64)
@@ -61,14 +61,14 @@ def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
     """A hash of each tensor's values in their logical order, uint64. Of each device one small copy is waited for."""
     hashes = np.zeros(len(tensors), dtype=np.uint64)
     elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.is_cpu:
-            hashes[place] = kernels.checksum(_flat(tensor).view(torch.uint8).numpy())
+            hashes[index] = kernels.checksum(_flat(tensor).view(torch.uint8).numpy())
         else:
-            elsewhere.setdefault(tensor.device, []).append((place, device_hash(tensor)))
+            elsewhere.setdefault(tensor.device, []).append((index, device_hash(tensor)))
     for found in elsewhere.values():
-        places, values = zip(*found, strict=True)
-        hashes[list(places)] = torch.stack(values).cpu().numpy().view(np.uint64)
+        indices, values = zip(*found, strict=True)
+        hashes[list(indices)] = torch.stack(values).cpu().numpy().view(np.uint64)
     return hashes
 
 

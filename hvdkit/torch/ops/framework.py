@@ -87,13 +87,13 @@ class Torch(Framework[Tensor]):
     def arrays(self, buffers: list[Any]) -> list[Any]:
         return list(map(as_array, buffers))
 
-    def place(self, tensor: Tensor) -> torch.device:
+    def device_of(self, tensor: Tensor) -> torch.device:
         return tensor.device
 
-    def results(self, places: Sequence[torch.device], made: Sequence[Any]) -> list[Tensor]:
-        return [_tensor(one).to(place) for place, one in zip(places, made, strict=True)]
+    def results(self, devices: Sequence[torch.device], made: Sequence[Any]) -> list[Tensor]:
+        return [_tensor(one).to(device) for device, one in zip(devices, made, strict=True)]
 
-    def integers(self, numbers: Sequence[int], splits: Any, place: torch.device) -> Tensor:
+    def integers(self, numbers: Sequence[int], splits: Any, device: torch.device) -> Tensor:
         """Of the type and on the device of ``splits`` if that is a tensor, else 32 bits wide and on the CPU."""
         if isinstance(splits, Tensor):
             return torch.tensor(numbers, dtype=splits.dtype, device=splits.device)

@@ -34,10 +34,10 @@ def join(device: int = -1) -> int:
     joined last.
     """
     engine = runtime.engine()
-    place = None
+    name = None
     if "cuda" in engine.transport.device_types:
-        place = f"cuda:{device if device >= 0 else torch.cuda.current_device()}"
-    return int(engine.join(place).wait())
+        name = f"cuda:{device if device >= 0 else torch.cuda.current_device()}"
+    return int(engine.join(name).wait())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -51,9 +51,9 @@ def check_names(
     if not isinstance(named_parameters, Iterable):
         raise TypeError(NO_PAIRS.format(got=f"{named_parameters!r}"))
     pairs = list(named_parameters)
-    for place, pair in enumerate(pairs):
+    for index, pair in enumerate(pairs):
         if not _is_named_parameter(pair):
-            raise ValueError(NO_PAIRS.format(got=f"{_told(pair)} at index {place}"))
+            raise ValueError(NO_PAIRS.format(got=f"{_brief(pair)} at index {index}"))
     duplicates = find_duplicates(name for name, _ in pairs)
     if duplicates:
         raise ValueError(
@@ -76,8 +76,8 @@ def _is_named_parameter(pair: Any) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
 
 
-def _told(value: Any) -> str:
+def _brief(value: Any) -> str:
     """What somebody passed, in few words: no tensor's values."""
     if isinstance(value, tuple):
-        return f"({', '.join(_told(member) for member in value)})"
+        return f"({', '.join(_brief(member) for member in value)})"
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)

@@ -219,8 +219,8 @@ class TorchDeviceCollectives(DeviceCollectives):
             for begin, tensor in parts:
                 buffer[begin : begin + tensor.numel()].copy_(tensor)
             rescale_(buffer, Scale(before))
-            place = Exchange(self._group, self._rank, self._size, scale, codec, way, turn, matrices, wait)
-            reduce_encoded(place, buffer, memory)
+            exchange = Exchange(self._group, self._rank, self._size, scale, codec, way, turn, matrices, wait)
+            reduce_encoded(exchange, buffer, memory)
             for begin, tensor in parts:
                 tensor.copy_(buffer[begin : begin + tensor.numel()])
 

@@ -77,18 +77,18 @@ class Signs(Coder):
         counts = (valid - begins).clamp(1, self.step).view(blocks.shape[:2])
         scales = blocks.abs().sum(dim=2) / counts
         bits = (wanted >= 0).view(len(wanted), -1, 8).to(torch.uint8)
-        packed = (bits << _places(wanted.device)).sum(dim=2, dtype=torch.uint8)
+        packed = (bits << _shifts(wanted.device)).sum(dim=2, dtype=torch.uint8)
         return torch.cat([scales.view(torch.uint8), packed], dim=1)
 
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
         blocks = elements // self.step
         scales = payloads[:, : 4 * blocks].contiguous().view(torch.float32)
-        bits = (payloads[:, 4 * blocks :, None] >> _places(payloads.device)) & 1
+        bits = (payloads[:, 4 * blocks :, None] >> _shifts(payloads.device)) & 1
         signs = bits.to(torch.float32).view(len(payloads), blocks, -1) * 2 - 1
         return (signs * scales[:, :, None]).view(len(payloads), elements)
 
 
-def _places(device: torch.device) -> Tensor:
+def _shifts(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
@@ -106,19 +106,19 @@ class Largest(Coder):
 
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
         # NaN is the largest of all.
-        places = torch.topk(wanted.abs(), self._count(wanted.shape[1]), dim=1, sorted=False).indices
-        values = torch.gather(wanted, 1, places)
-        return torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)], dim=1)
+        indices = torch.topk(wanted.abs(), self._count(wanted.shape[1]), dim=1, sorted=False).indices
+        values = torch.gather(wanted, 1, indices)
+        return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)], dim=1)
 
     def pairs(self, payloads: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-        """Places and values, both [rows, count]."""
+        """Indices and values, both [rows, count]."""
         count = self._count(elements)
         values = payloads[:, : 4 * count].contiguous().view(torch.float32)
         return payloads[:, 4 * count :].contiguous().view(torch.int32).long(), values
 
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        places, values = self.pairs(payloads, elements)
-        return values.new_zeros((len(payloads), elements)).scatter_(1, places, values)
+        indices, values = self.pairs(payloads, elements)
+        return values.new_zeros((len(payloads), elements)).scatter_(1, indices, values)
 
 
 # What encodes payloads of a codec that has a twin here, at a turn of a rank.

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from hvdkit.compression import DGC, Codec, LossyCodec, Memory, PowerSGD
 from hvdkit.compression.dgc import VELOCITY
-from hvdkit.compression.memory import OWED, RESIDUAL, Place
+from hvdkit.compression.memory import OWED, RESIDUAL, Key
 from hvdkit.kernels import Scale
 from hvdkit.transports.gpu.device_codecs import CODERS, Coder
 from hvdkit.transports.gpu.device_scale import rescale_
@@ -38,8 +38,8 @@ class DeviceMemory:
         self.elements = elements
         self._device = device
         self.arrays: dict[str, Tensor | None] = dict.fromkeys(names)
-        self.vectors: dict[Place, Tensor] = {}  # of PowerSGD: [rank, columns]
-        self._gaps = torch.tensor([place for begin, end in gaps for place in range(begin, end)], dtype=torch.int64)
+        self.vectors: dict[Key, Tensor] = {}  # of PowerSGD: [rank, columns]
+        self._gaps = torch.tensor([index for begin, end in gaps for index in range(begin, end)], dtype=torch.int64)
         self._is_paid = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def array(self, name: str) -> Tensor | None:
@@ -101,7 +101,7 @@ class DeviceMemory:
             ours = memory.arrays.get(name)
             if array is not None and ours is not None:
                 ours[...] = array.cpu().numpy()
-        memory.shared.vectors = {place: one.reshape(-1).cpu().numpy().copy() for place, one in [*self.vectors.items()]}
+        memory.shared.vectors = {key: one.reshape(-1).cpu().numpy().copy() for key, one in [*self.vectors.items()]}
 
     def push(self, memory: Memory) -> None:
         """Take over what a memory of the host holds."""
@@ -110,7 +110,7 @@ class DeviceMemory:
             for name, array in memory.arrays.items()
         }
         self.vectors = {
-            place: torch.from_numpy(one.copy()).to(self._device) for place, one in memory.shared.vectors.items()
+            key: torch.from_numpy(one.copy()).to(self._device) for key, one in memory.shared.vectors.items()
         }
 
 
@@ -267,11 +267,11 @@ def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
         gradients = {at: one + _matrix(residual, at, *one.shape) for at, one in gradients.items()}
     rights = {}
     for begin, rows, cols in products:
-        place = codec.place(host, begin, rows, cols)
-        if place not in memory.vectors:
+        key = codec.key(host, begin, rows, cols)
+        if key not in memory.vectors:
             start = torch.from_numpy(codec.start(host, begin, rows, cols))
-            memory.vectors[place] = _sent_to(start.view(-1, cols), flat.device)
-        rights[begin] = memory.vectors[place].view(-1, cols)
+            memory.vectors[key] = _sent_to(start.view(-1, cols), flat.device)
+        rights[begin] = memory.vectors[key].view(-1, cols)
     # Tensors that are too small to be products go with the first sum.
     lefts = [(gradients[begin] @ rights[begin].T).view(-1) for begin, _, _ in products]
     first = torch.cat([*lefts, *(flat[begin : begin + rows * cols] for begin, rows, cols in plain)])
@@ -288,8 +288,8 @@ def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     for begin, rows, cols in products:
         right = sums[begin].view(-1, cols)
         finite = torch.isfinite(right).all() & torch.isfinite(summed[begin]).all()
-        place = codec.place(host, begin, rows, cols)
-        memory.vectors[place] = torch.where(finite, right, rights[begin])
+        key = codec.key(host, begin, rows, cols)
+        memory.vectors[key] = torch.where(finite, right, rights[begin])
         if residual is not None:
             target = _matrix(residual, begin, rows, cols)
             target.copy_(torch.where(finite, gradients[begin] - bases[begin] @ own[begin], target))

@@ -27,7 +27,7 @@ NEVER = timedelta(days=3650)
 # It may end a communicator, never the process: deadlines and errors are the engine's. Torch has no argument for it.
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 
-_told: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
+_warned: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
 
 
 def nccl_available() -> bool:
@@ -58,19 +58,19 @@ def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:
     return [ranks for ranks in by_gpu.values() if len(ranks) > 1]
 
 
-def open_nccl(store: Any, rank: int, size: int, place: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
-    """Connect the ranks that use ``store``, each with its GPU ``place``. Collective, and blocks.
+def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
+    """Connect the ranks that use ``store``, each with its GPU ``name``. Collective, and blocks.
 
     None, on every rank, where ranks share a GPU. Raises PeerLostError where not all come in time.
     """
-    device = torch.device(place)
+    device = torch.device(name)
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     gpus = exchange(store, rank, size, gpu_of(device), timeout_seconds)
     shared = shared_gpus(gpus)
     if shared:
-        if rank == 0 and shared not in _told:
-            _told.append(shared)
+        if rank == 0 and shared not in _warned:
+            _warned.append(shared)
             logger.warning("ranks %s share a GPU, so tensors on CUDA travel through host memory, not by NCCL", shared)
         return None
 

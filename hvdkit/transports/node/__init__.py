@@ -3,16 +3,16 @@
 - One anonymous file a node (memfd), made by the node's lowest rank at init and handed to the others over an abstract
   socket, to processes of the same user that show a secret which travelled over the transport. It has no name and no
   place in ``/dev/shm``: its 64 MB in a container do not matter, no other user can open it, and nothing is left when all
-  ranks are killed. The file is sparse and nearly endless, so every lane and every process set has a place of its own by
-  its number (``engine/life/sharing.py``), and nobody allocates.
+  ranks are killed. The file is sparse and nearly endless, so every lane and every process set has a segment of its own
+  by its number (``engine/life/sharing.py``), and nobody allocates.
 - Who has it: ranks that the launcher or the host name puts on one node. If one of them cannot get it, none of that node
   uses it, which is said once with the reason, and all go by the transport. All ranks know which nodes share memory
   (``Transport.nodes``), since algorithms follow from it.
 - Messages (``csrc/post``): two rings of bytes for each pair of ranks, one for control messages. ``NodeTransport`` takes
   them for ranks of the node and the transport below for others; with one node the transport below is never polled.
-- Waiting: each rank has a bell, an event counter with a futex. Whoever moved something for a rank rings it; threads of
-  the rank ring it too. A thread that waits for a result watches it for ``HVDKIT_SPIN_MICROSECONDS`` if the node has a
-  core for each rank, then sleeps.
+- Waiting: each rank has a wake-up, an event counter with a futex. Whoever moved something for a rank rings it; threads
+  of the rank ring it too. A thread that waits for a result watches it for ``HVDKIT_SPIN_MICROSECONDS`` if the node has
+  a core for each rank, then sleeps.
 - Tensors anywhere (``csrc/staged``, ``collectives/staging.py``): chunk by chunk, each rank copies what others need into
   its slot, reduces its own share in rank order and copies the others' results out of their slots. On one node, small
   tensors are reduced whole by everyone: one exchange. Each operation of 256 KiB or more times how long a line that

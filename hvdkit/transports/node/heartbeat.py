@@ -2,7 +2,7 @@
 
 A library that keeps Python's lock keeps a rank from answering, but not a thread of C++ from beating. Ranks of a node
 see each other's beats in its memory. Between nodes nothing that is there can carry them (MPI and Gloo answer only to
-Python), so they have connections of their own, a byte each time: a rank with that of its place on each other node,
+Python), so they have connections of their own, a byte each time: a rank with that of its index on each other node,
 whose beats it counts for all ranks of its own. Who breaks in there can at most make a rank look alive that was stopped,
 until the longer timeout.
 """
@@ -41,12 +41,12 @@ RANK_BYTES = 4
 def watching_pairs(nodes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """The pairs of ranks, the lower one first, that have a connection so that each node sees each rank elsewhere.
 
-    A rank is watched by the one with its place on another node, modulo the number of ranks there.
+    A rank is watched by the one with its index on another node, modulo the number of ranks there.
     """
     pairs = set()
     for node in nodes:
-        for place, rank in enumerate(node):
-            watchers = [other[place % len(other)] for other in nodes if other is not node]
+        for index, rank in enumerate(node):
+            watchers = [other[index % len(other)] for other in nodes if other is not node]
             pairs |= {(min(rank, watcher), max(rank, watcher)) for watcher in watchers}
     return sorted(pairs)
 
@@ -97,15 +97,15 @@ class _Connecting:
             except TransportUnavailableError as error:
                 problem = str(error).splitlines()[0]
         try:
-            told = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            reports = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
             if not self._native:
                 return {}
             deadline = monotonic() + seconds
-            lower = [rank for rank in self._lower if "place" in told[rank]]
-            higher = [rank for rank in self._higher if told[rank]["beats"]]
+            lower = [rank for rank in self._lower if "place" in reports[rank]]
+            higher = [rank for rank in self._higher if reports[rank]["beats"]]
             with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # nobody waits for one who waits for him
                 accepting = None if listener is None else pool.submit(self._accept, listener, secret, higher, deadline)
-                connections = self._reach(lower, told, deadline)
+                connections = self._reach(lower, reports, deadline)
                 if accepting is not None:
                     connections |= accepting.result()
         finally:
@@ -149,12 +149,14 @@ class _Connecting:
             connection.close()
         return came
 
-    def _reach(self, ranks: Sequence[int], told: Sequence[dict[str, Any]], deadline: float) -> dict[int, socket.socket]:
+    def _reach(
+        self, ranks: Sequence[int], reports: Sequence[dict[str, Any]], deadline: float
+    ) -> dict[int, socket.socket]:
         """Those of the ranks that answered in time and showed what only they can know."""
         reached: dict[int, socket.socket] = {}
         for rank in ranks:
-            host, port = told[rank]["place"]
-            credentials = self._credentials(bytes.fromhex(told[rank]["secret"]))
+            host, port = reports[rank]["place"]
+            credentials = self._credentials(bytes.fromhex(reports[rank]["secret"]))
             connection = None
             try:
                 connection = socket.create_connection((host, port), max(0.001, deadline - monotonic()))

@@ -22,11 +22,11 @@ from time import monotonic
 
 from hvdkit.kernels._native import Window
 
-# The file is sparse: addresses cost nothing, so whoever needs memory under a number that all ranks know has a place of
-# its own, and nobody allocates.
+# The file is sparse: addresses cost nothing, so whoever needs memory under a number that all ranks know has a segment
+# of its own, and nobody allocates.
 FILE_BYTES = 1 << 62
-PLACE_BYTES = 1 << 40
-PLACES = FILE_BYTES // PLACE_BYTES - 1
+SEGMENT_BYTES = 1 << 40
+SEGMENTS = FILE_BYTES // SEGMENT_BYTES - 1
 
 # How long a process that has connected may take to show the secret.
 GREETING_SECONDS = 1.0
@@ -39,7 +39,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 
 
 class NodeMemory:
-    """The file, and this rank's place among the ``count`` ranks that have it."""
+    """The file, and this rank's index among the ``count`` ranks that have it."""
 
     def __init__(self, descriptor: int, index: int, count: int) -> None:
         self.index, self.count = index, count
@@ -48,26 +48,26 @@ class NodeMemory:
         # A POSIX lock, unlike the newer kind, is not inherited by children that outlive this process.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index, os.SEEK_SET)
 
-    def window(self, place: int, nbytes: int) -> Window:
+    def window(self, segment: int, nbytes: int) -> Window:
         """Map the memory that belongs to a number; zeros until somebody writes there. Raises OSError."""
-        found = self._in_advance.pop((place, nbytes), None)
+        found = self._in_advance.pop((segment, nbytes), None)
         if found is not None:
             return found
-        if nbytes > PLACE_BYTES:
-            raise OSError(errno.EFBIG, f"{nbytes} bytes in one place", None)
-        return Window(self._descriptor, place % PLACES * PLACE_BYTES, nbytes)
+        if nbytes > SEGMENT_BYTES:
+            raise OSError(errno.EFBIG, f"{nbytes} bytes in one segment", None)
+        return Window(self._descriptor, segment % SEGMENTS * SEGMENT_BYTES, nbytes)
 
-    def map_in_advance(self, place: int, nbytes: int) -> None:
+    def map_in_advance(self, segment: int, nbytes: int) -> None:
         """Map what somebody will ask for, while it can still be done without. Raises OSError."""
-        self._in_advance[place, nbytes] = self.window(place, nbytes)
+        self._in_advance[segment, nbytes] = self.window(segment, nbytes)
 
-    def populate(self, window: Window, place: int, begin: int, nbytes: int) -> None:
-        """Take memory for a part of the window of ``place`` now.
+    def populate(self, window: Window, segment: int, begin: int, nbytes: int) -> None:
+        """Take memory for a part of the window of ``segment`` now.
 
         Raises OSError where there is not enough: to touch it later would be fatal.
         """
         if not window.populate(begin, nbytes):  # this kernel can only set it aside
-            os.posix_fallocate(self._descriptor, place % PLACES * PLACE_BYTES + begin, nbytes)
+            os.posix_fallocate(self._descriptor, segment % SEGMENTS * SEGMENT_BYTES + begin, nbytes)
 
     def gone(self) -> list[int]:
         """The ranks (by index) whose process has ended or closed this memory."""

@@ -23,7 +23,7 @@ def _data_ring(ranks: int) -> int:
 
 
 def _rings_bytes(ranks: int) -> int:
-    """The bells of so many ranks of a node, and the rings of each pair."""
+    """The wake-ups of so many ranks of a node, and the rings of each pair."""
     return ranks * CACHE_LINE + Post.bytes_needed(ranks, _data_ring(ranks), CONTROL_RING)
 
 
@@ -44,16 +44,18 @@ class NodeTransport(Layer):
         self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None] = ()
     ) -> None:
         super().__init__(inner)
-        # Where this node's ranks map each other's gradients, by place in the node; None where not all of them do.
+        # Where this node's ranks map each other's gradients, by index in the node; None where not all of them do.
         self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
         self.members = next(node for node in self.nodes if inner.rank in node)
-        self.memory = memory  # place 0 of it is taken
+        self.memory = memory  # segment 0 of it is taken
         self.polling = inner.polling and len(self.members) < inner.size
-        self._places = {rank: place for place, rank in enumerate(self.members)}
+        self._index_of = {rank: index for index, rank in enumerate(self.members)}
         count = len(self.members)
-        self.bells = [Bell(rings, place * CACHE_LINE) for place in range(count)]
-        self.bell = self.bells[memory.index]
-        self._post = Post(rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.bells)
+        self.wakeups = [Bell(rings, index * CACHE_LINE) for index in range(count)]
+        self.wakeup = self.wakeups[memory.index]
+        self._messages = Post(
+            rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.wakeups
+        )
         self.signs_of_life = (rings, _rings_bytes(count))
         self._gone: dict[int, str] = {}
         self._next_look = 0.0
@@ -62,29 +64,29 @@ class NodeTransport(Layer):
         self.inner.settle([*carried, *(member for member in self.members if member != self.rank)], agree)
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        place = self._places.get(peer)
-        if place is None:
+        index = self._index_of.get(peer)
+        if index is None:
             return self.inner.isend(buffer, peer, tag)
-        return _transfer(self._post.send(place, tag, buffer), peer)
+        return _transfer(self._messages.send(index, tag, buffer), peer)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        place = self._places.get(peer)
-        if place is None:
+        index = self._index_of.get(peer)
+        if index is None:
             return self.inner.irecv(buffer, peer, tag)
-        return _transfer(self._post.receive(place, tag, buffer), peer)
+        return _transfer(self._messages.receive(index, tag, buffer), peer)
 
     def send_control(self, peer: int, payload: bytes) -> None:
-        place = self._places.get(peer)
-        if place is None:
+        index = self._index_of.get(peer)
+        if index is None:
             self.inner.send_control(peer, payload)
         else:
-            self._post.send_control(place, payload)
+            self._messages.send_control(index, payload)
 
     def advance(self) -> bool:
-        return self._post.progress()
+        return self._messages.progress()
 
     def poll_control(self) -> list[tuple[int, bytes]]:
-        messages = [(self.members[place], payload) for place, payload in self._post.take_control()]
+        messages = [(self.members[index], payload) for index, payload in self._messages.take_control()]
         if len(self.members) < self.size:
             messages += self.inner.poll_control()
         return messages
@@ -93,23 +95,23 @@ class NodeTransport(Layer):
         now = monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            for place in self.memory.gone():
-                self._gone.setdefault(self.members[place], "its process ended")
+            for index in self.memory.gone():
+                self._gone.setdefault(self.members[index], "its process ended")
         return {**self.inner.lost_peers(), **self._gone}
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         # What waits for ranks of this node tells which (see Transfer.peer), and is moved by ``advance``.
-        outside = [one for one in transfers if one.peer not in self._places and not hasattr(one, "awaited")]
+        outside = [one for one in transfers if one.peer not in self._index_of and not hasattr(one, "awaited")]
         if outside:
             self.inner.watch(outside)
 
     def arenas_of(self, members: Sequence[int]) -> list[Window | None]:
         """The arenas of ranks of this node."""
-        return [self.arenas[self._places[rank]] for rank in members]
+        return [self.arenas[self._index_of[rank]] for rank in members]
 
-    def bells_of(self, members: Sequence[int]) -> list[Bell]:
-        """The bells of ranks of this node."""
-        return [self.bells[self._places[rank]] for rank in members]
+    def wakeups_of(self, members: Sequence[int]) -> list[Bell]:
+        """The wake-ups of ranks of this node."""
+        return [self.wakeups[self._index_of[rank]] for rank in members]
 
     def close(self, graceful: bool) -> None:
         super().close(graceful)

@@ -13,7 +13,7 @@
 - A secret of the job (``environments/secret``): from ``hvdkitrun`` by the standard input of its workers, which keep it
   in a memory file that the rank opens by ``/proc``; under mpirun by MPI; else the user's file, or none.
 - Proofs (``transports/security/credentials``, pure; ``transports/security/admission``): all HMACs are over the job, the
-  generation and a place, so nothing can be shown twice or elsewhere. Each rank tells a nonce, and the secret of the
+  generation and a label, so nothing can be shown twice or elsewhere. Each rank tells a nonce, and the secret of the
   session follows from all of them. The store seals with it what Gloo reads there; each connection begins with a proof
   of fixed length, before the first byte that is parsed.
 - Lengths are looked at before memory is taken. SECURITY.md has the threat model, and what is not ours to close.

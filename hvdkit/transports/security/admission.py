@@ -37,19 +37,19 @@ STRANGERS = (
 class SealedStore(Store):
     """A store whose values are sealed. What is not authentic is refused before anybody looks at it."""
 
-    def __init__(self, store: Any, place: str, credentials: Credentials) -> None:
+    def __init__(self, store: Any, prefix: str, credentials: Credentials) -> None:
         super().__init__()
         # For what calls a store from threads of C++, which may outlive Python.
-        self.bare = PrefixStore(place, store)
-        self._place = place
+        self.bare = PrefixStore(prefix, store)
+        self._prefix = prefix
         self._credentials = credentials
 
     def set(self, key: str, value: str | bytes) -> None:
         plain = value.encode() if isinstance(value, str) else value
-        self.bare.set(key, self._credentials.seal(f"{self._place}/{key}", plain))  # type: ignore[arg-type]
+        self.bare.set(key, self._credentials.seal(f"{self._prefix}/{key}", plain))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        return believed(self._credentials, f"{self._place}/{key}", self.bare.get(key), key)
+        return believed(self._credentials, f"{self._prefix}/{key}", self.bare.get(key), key)
 
     def check(self, keys: list[str]) -> bool:
         return bool(self.bare.check(keys))
@@ -61,10 +61,10 @@ class SealedStore(Store):
             self.bare.wait(keys, timeout)
 
 
-def believed(credentials: Credentials, place: str, word: bytes, key: str) -> bytes:
-    """What a rank has sealed for a place, and put at a key of the store. Raises AuthenticationError."""
+def believed(credentials: Credentials, label: str, word: bytes, key: str) -> bytes:
+    """What a rank has sealed with a label, and put at a key of the store. Raises AuthenticationError."""
     try:
-        return credentials.unseal(place, word)
+        return credentials.unseal(label, word)
     except NotAuthenticError:
         raise AuthenticationError(
             f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
@@ -89,7 +89,7 @@ def meet(
     late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
     try:
         with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
-            place, words = Attempt(store, world, nonce, judge).meet(timeout_seconds)
+            attempt_store, words = Attempt(store, world, nonce, judge).meet(timeout_seconds)
     except TransportUnavailableError:
         raise
     except (RuntimeError, dist.DistError) as error:
@@ -98,7 +98,7 @@ def meet(
             "HINT: see what rank 0 printed, and the launcher; whoever serves the store has ended."
         ) from error
     nonces = [judge.nonce_of(rank, here(rank), word) for rank, word in enumerate(words)]
-    return place, None if credentials is None else credentials.for_session(nonces)
+    return attempt_store, None if credentials is None else credentials.for_session(nonces)
 
 
 class Judge:
@@ -108,22 +108,22 @@ class Judge:
         self._me = me
         self._credentials = credentials
 
-    def say(self, place: str, value: bytes) -> bytes:
-        """What is put at a place for a value."""
-        return value if self._credentials is None else self._credentials.seal(place, value)
+    def say(self, label: str, value: bytes) -> bytes:
+        """What is put into the store for a value."""
+        return value if self._credentials is None else self._credentials.seal(label, value)
 
-    def hear(self, place: str, word: bytes) -> bytes:
-        """The value that was put at a place. Raises AuthenticationError."""
-        return word if self._credentials is None else believed(self._credentials, place, word, place)
+    def hear(self, label: str, word: bytes) -> bytes:
+        """The value that was said with a label. Raises AuthenticationError."""
+        return word if self._credentials is None else believed(self._credentials, label, word, label)
 
-    def nonce_of(self, rank: int, place: str, word: bytes) -> bytes:
-        """The nonce that a rank said at a place. Raises AuthenticationError that names the rank."""
+    def nonce_of(self, rank: int, label: str, word: bytes) -> bytes:
+        """The nonce that a rank said with a label. Raises AuthenticationError that names the rank."""
         if self._credentials is None:
             if len(word) != NONCE_BYTES:
                 raise AuthenticationError(f"rank {rank} asks for a secret that rank {self._me} has not.\n{STRANGERS}")
             return word
         try:
-            nonce = self._credentials.unseal(place, word)
+            nonce = self._credentials.unseal(label, word)
         except NotAuthenticError:
             nonce = b""
         if len(nonce) != NONCE_BYTES:

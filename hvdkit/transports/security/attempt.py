@@ -66,13 +66,13 @@ class Attempt:
 
     def _lead(self, timeout_seconds: float) -> tuple[Any, list[bytes]]:
         leader_word = self._judge.say(LEADER, self._nonce)
-        place = self._enter(leader_word)
+        attempt_store = self._enter(leader_word)
         self._store.set(LEADER, leader_word)
         try:
-            place.wait(self._everyone, timedelta(seconds=timeout_seconds))
+            attempt_store.wait(self._everyone, timedelta(seconds=timeout_seconds))
         except (RuntimeError, dist.DistError) as error:
-            raise self._late(missing(place, self._everyone), timeout_seconds) from error
-        words = self._words(place)
+            raise self._late(missing(attempt_store, self._everyone), timeout_seconds) from error
+        words = self._words(attempt_store)
         # One that was taken for dead, and has others in its place already, must not take ranks from these.
         if self._store.get(LEADER) != leader_word:
             raise TransportUnavailableError(
@@ -80,42 +80,46 @@ class Attempt:
                 "HINT: if no launcher started the job anew meanwhile, two jobs meet at the same place: give each a "
                 "MASTER_PORT, or HVDKIT_JOB, of its own."
             )
-        place.set(ANSWER, self._judge.say(ANSWER, digest(words)))
-        return place, words
+        attempt_store.set(ANSWER, self._judge.say(ANSWER, digest(words)))
+        return attempt_store, words
 
     def _follow(self, timeout_seconds: float) -> tuple[Any, list[bytes]]:
         began = monotonic()
-        following, place = b"", None
+        following, attempt_store = b"", None
         while True:
             leader_word = self._store.get(LEADER) if self._store.check([LEADER]) else b""
             if leader_word != following:
-                following, place = leader_word, self._enter(leader_word)
+                following, attempt_store = leader_word, self._enter(leader_word)
                 self._judge.nonce_of(0, LEADER, leader_word)  # only now: rank 0 shall judge this rank too
-            if place is not None and place.check([ANSWER]):
-                words = self._words(place)
-                answer = self._judge.hear(ANSWER, place.get(ANSWER))
+            if attempt_store is not None and attempt_store.check([ANSWER]):
+                words = self._words(attempt_store)
+                answer = self._judge.hear(ANSWER, attempt_store.get(ANSWER))
                 # The answer of one that has died is not to this rank's word. A newer rank 0 may have come just now.
                 if answer == digest(words) and words[self._world.rank] == self._word and self._leads(following):
-                    return place, words
+                    return attempt_store, words
             waited = monotonic() - began
             if waited > timeout_seconds:
-                absent = [] if place is None or place.check([ANSWER]) else missing(place, self._everyone)
+                absent = (
+                    []
+                    if attempt_store is None or attempt_store.check([ANSWER])
+                    else missing(attempt_store, self._everyone)
+                )
                 raise self._late(absent or [0], timeout_seconds)
             sleep(min(max(waited * PAUSE_OF_WAIT, SHORTEST_PAUSE), LONGEST_PAUSE))
 
     def _enter(self, leader_word: bytes) -> Any:
         """Say this rank's word in the attempt of a rank 0."""
-        place = PrefixStore(f"attempt/{leader_word[:NONCE_BYTES].hex()}", self._store)
-        place.set(here(self._world.rank), self._word)  # type: ignore[arg-type]
-        return place
+        attempt_store = PrefixStore(f"attempt/{leader_word[:NONCE_BYTES].hex()}", self._store)
+        attempt_store.set(here(self._world.rank), self._word)  # type: ignore[arg-type]
+        return attempt_store
 
     def _leads(self, leader_word: bytes) -> bool:
         return bool(self._store.get(LEADER) == leader_word)
 
-    def _words(self, place: Any) -> list[bytes]:
-        if place.has_extended_api():
-            return list(place.multi_get(self._everyone))
-        return [place.get(key) for key in self._everyone]
+    def _words(self, attempt_store: Any) -> list[bytes]:
+        if attempt_store.has_extended_api():
+            return list(attempt_store.multi_get(self._everyone))
+        return [attempt_store.get(key) for key in self._everyone]
 
     def _late(self, ranks: Sequence[int], timeout_seconds: float) -> TransportUnavailableError:
         return TransportUnavailableError(
@@ -126,7 +130,7 @@ class Attempt:
 
 
 def absent_after(store: Any, keys: Sequence[str], seconds: float) -> list[int]:
-    """Wait for all keys; the ranks, by place, whose keys are not there after ``seconds``."""
+    """Wait for all keys; the ranks, by index, whose keys are not there after ``seconds``."""
     deadline = monotonic() + seconds
     # Asked again and again: a waiting call would keep the store from the other threads of this process.
     while not store.check(keys):

@@ -13,37 +13,37 @@ TAG_BYTES = 32
 
 
 class NotAuthenticError(ValueError):
-    """These bytes do not come from somebody who knows the secret, or not for this place of this job."""
+    """These bytes do not come from somebody who knows the secret, or not with this label in this job."""
 
 
 @dataclass(frozen=True)
 class Credentials:
     """A secret, and the job and the generation (how often it has called ``hvd.init()``) for which it is shown.
 
-    What was recorded of another job, or of another generation, proves nothing, nor does what was meant for another
-    place: all of them are in every HMAC.
+    What was recorded of another job, or of another generation, proves nothing, nor does what has another label: all of
+    them are in every HMAC.
     """
 
     secret: bytes = field(repr=False)
     job: str
     generation: int
 
-    def tag(self, place: str, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of these bytes at this place."""
+    def tag(self, label: str, *parts: bytes) -> bytes:
+        """HMAC-SHA256 of these bytes with this label."""
         mac = hmac.new(self.secret, digestmod=hashlib.sha256)
-        for part in (b"hvdkit 1", self.job.encode(), str(self.generation).encode(), place.encode(), *parts):
+        for part in (b"hvdkit 1", self.job.encode(), str(self.generation).encode(), label.encode(), *parts):
             mac.update(len(part).to_bytes(8, "big") + part)  # so that two parts cannot be taken for others
         return mac.digest()
 
-    def seal(self, place: str, value: bytes) -> bytes:
+    def seal(self, label: str, value: bytes) -> bytes:
         """The bytes and, behind them, what proves them."""
-        return value + self.tag(place, value)
+        return value + self.tag(label, value)
 
-    def unseal(self, place: str, sealed: bytes) -> bytes:
+    def unseal(self, label: str, sealed: bytes) -> bytes:
         """What was sealed. Raises NotAuthenticError before anybody has looked at it."""
         value, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
-        if not hmac.compare_digest(tag, self.tag(place, value)):
-            raise NotAuthenticError(place)
+        if not hmac.compare_digest(tag, self.tag(label, value)):
+            raise NotAuthenticError(label)
         return value
 
     def for_session(self, nonces: Sequence[bytes]) -> Credentials:

@@ -44,7 +44,7 @@ def addresses_for(world: World) -> list[str]:
         ) from error
 
 
-def place_to_meet(world: World, host: str) -> tuple[str, str]:
+def meeting_addresses(world: World, host: str) -> tuple[str, str]:
     """For a meeting place that a user or a launcher named: the host to connect to, and where rank 0 listens for that.
 
     Both are the same on all ranks of a host. Raises TransportUnavailableError for a name that is not known here.

@@ -18,17 +18,17 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.mpi import MEETING_TAG, start_mpi
 from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
-from hvdkit.transports.security.listening import addresses_for, listen, place_to_meet
+from hvdkit.transports.security.listening import addresses_for, listen, meeting_addresses
 
 # A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place. None:
 # another process serves it, also where the ranks of a smaller job meet there.
 _served: dict[tuple[str, int], Any] = {}
 
 # More than an address and a port ever need, or an error that says why there are none.
-PLACE_BYTES = 1024
+ADDRESS_BYTES = 1024
 SECRET_BYTES = 32
-PLACE_TAG = MEETING_TAG + 1  # and those above
-PLACE = "where the store is"
+ADDRESS_TAG = MEETING_TAG + 1  # and those above
+ADDRESS_LABEL = "where the store is"
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -69,13 +69,13 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
 
 
 def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
-    place = (rendezvous.host, rendezvous.port)
-    if _served.get(place) is not None:
-        return _served[place]
-    serves = world.rank == 0 and rendezvous.kind in ("tcp", "fd") and place not in _served
+    key = (rendezvous.host, rendezvous.port)
+    if _served.get(key) is not None:
+        return _served[key]
+    serves = world.rank == 0 and rendezvous.kind in ("tcp", "fd") and key not in _served
     host, descriptor = rendezvous.host, rendezvous.listen_fd
     if rendezvous.kind == "tcp":
-        host, address = place_to_meet(world, host)
+        host, address = meeting_addresses(world, host)
         if serves:
             # Left to itself, the store would listen on all interfaces. It closes what it is given.
             descriptor = listen(address, rendezvous.port).detach()
@@ -101,36 +101,36 @@ def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
             "HINT: check that rank 0 runs, that the address is right on every host and the port is free and not "
             "filtered; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
         ) from error
-    _served[place] = store if serves else None
+    _served[key] = store if serves else None
     return store
 
 
 def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
     """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
     MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
-    served, told = None, bytearray(PLACE_BYTES)
+    served, message = None, bytearray(ADDRESS_BYTES)
     if world.rank == 0:
         try:
             served = _serve(addresses_for(world)[0])
             words = f"{secrets.token_hex(SECRET_BYTES)} {served.host} {served.port}"
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
-        told[:] = words.encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
+        message[:] = words.encode()[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
     late = (
         f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
     )
     # What an earlier start left behind is not this one's.
-    tag = PLACE_TAG + generation % 1000
+    tag = ADDRESS_TAG + generation % 1000
     with ends_process_after(timeout_seconds, late):
         if world.rank == 0:
-            sent = [MPI.COMM_WORLD.Isend([told, MPI.BYTE], rank, tag) for rank in world.launched[1:]]
+            sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, tag) for rank in world.launched[1:]]
             MPI.Request.Waitall(sent)
         else:
-            MPI.COMM_WORLD.Recv([told, MPI.BYTE], world.launched[0], tag)
-    if told.startswith(b"!"):
-        raise TransportUnavailableError(told.decode(errors="replace").strip("! "))
-    secret, _, place = bytes(told).partition(b" ")
-    return served or _place(place), secret
+            MPI.COMM_WORLD.Recv([message, MPI.BYTE], world.launched[0], tag)
+    if message.startswith(b"!"):
+        raise TransportUnavailableError(message.decode(errors="replace").strip("! "))
+    secret, _, address = bytes(message).partition(b" ")
+    return served or _rendezvous_at(address), secret
 
 
 def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableError:
@@ -141,7 +141,7 @@ def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableE
     )
 
 
-def _place(words: bytes) -> Rendezvous:
+def _rendezvous_at(words: bytes) -> Rendezvous:
     """Where rank 0 says that its store is."""
     try:
         host, port = words.decode().split()
@@ -167,7 +167,7 @@ def _meet_through_http(
     if world.rank == 0:
         served = _serve(addresses_for(world)[0])
         words = f"{served.host} {served.port}".encode()
-        data = words if credentials is None else credentials.seal(PLACE, words)
+        data = words if credentials is None else credentials.seal(ADDRESS_LABEL, words)
         try:
             _OPENER.open(urllib.request.Request(url, data=data, method="PUT"), timeout=timeout_seconds).close()
         except OSError as error:
@@ -177,8 +177,8 @@ def _meet_through_http(
     while True:
         try:
             with _OPENER.open(url, timeout=timeout_seconds) as answer:
-                words = answer.read(PLACE_BYTES)
-            return _place(words if credentials is None else credentials.unseal(PLACE, words))
+                words = answer.read(ADDRESS_BYTES)
+            return _rendezvous_at(words if credentials is None else credentials.unseal(ADDRESS_LABEL, words))
         except NotAuthenticError:
             raise AuthenticationError(
                 f"what is at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"
