@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
 from hvdkit.config import Settings
-from hvdkit.engine.ranks.places import group_bytes, staging_segment
+from hvdkit.engine.ranks.segments import group_bytes, staging_segment
 from hvdkit.engine.ranks.topology import Topology, nodes_that_share
 from hvdkit.transports.base import Exchange, Transport
 

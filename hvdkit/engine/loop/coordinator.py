@@ -27,11 +27,9 @@ from hvdkit.engine.loop.messages import (
     Run,
     Waits,
 )
+from hvdkit.engine.loop.recurring import Recurring
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.requests import Key, Request, Signature
-
-# How many operations are remembered to see that they come again.
-REPEATED_KEYS = 4096
 
 
 @dataclass(slots=True)
@@ -91,8 +89,7 @@ class Coordinator:
         self._sequence = 0
         self._lanes = 0
         self._process_sets = 0
-        self._repeated: dict[object, Signature | None] = {}  # what came once, or, with None, has a region
-        self._regions = 0
+        self._recurring = Recurring()
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -137,15 +134,7 @@ class Coordinator:
 
         Where all ranks take part themselves: one that has joined does not count how often it came.
         """
-        if self._joined:
-            return None
-        is_new, known = what not in self._repeated, self._repeated.pop(what, None)
-        comes_again = known == signature
-        self._repeated[what] = signature if is_new or (known is not None and not comes_again) else None
-        if len(self._repeated) > REPEATED_KEYS:
-            self._repeated.pop(next(iter(self._repeated)))  # the one that came last before all others
-        self._regions += comes_again
-        return self._regions - 1 if comes_again else None
+        return None if self._joined else self._recurring.number(what, signature)
 
     def depart(self, rank: int, reason: str) -> None:
         """A rank has left the job: what waits for it fails, a join included."""
@@ -307,7 +296,7 @@ class Coordinator:
 
     def _join(self, rank: int) -> None:
         self._joined.append(rank)
-        self._repeated.clear()
+        self._recurring.forget()
         self._fail_join()
         everyone = self.members[0]
         for key in [key for key in self._pending if key.process_set == 0]:

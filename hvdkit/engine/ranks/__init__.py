@@ -1,1 +1,1 @@
-"""Who the ranks are and where: topology, process sets, places in the memory of a node."""
+"""Who the ranks are and where: topology, process sets, segments of a node's memory."""

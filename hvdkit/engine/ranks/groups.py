@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Group
-from hvdkit.engine.ranks.places import layout_of, repetitions_of
 from hvdkit.engine.ranks.repetitions import Repetitions
+from hvdkit.engine.ranks.segments import layout_of, repetitions_of
 from hvdkit.transports.base import DeviceCollectives, Transport
 
 

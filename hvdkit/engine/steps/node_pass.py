@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.ranks.places import lane_segment
+from hvdkit.engine.ranks.segments import lane_segment
 from hvdkit.engine.steps.plan import Slot, small_offsets
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE
