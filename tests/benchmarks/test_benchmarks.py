@@ -41,6 +41,7 @@ BENCHMARKS = {
     "compression": (["--elements", "20000", "--rounds", "2", "--settle", "2"], []),
     "accuracy": (["--epochs", "1"], ["none", "int8", "dgc"]),
     "device_compression": (["--device", "cpu", "--elements", "50000", "--rounds", "2"], []),
+    "many_ranks": (["--ranks", "2"], ["hvdkit torch", "Gloo"]),
     "coordinator": (["--sizes", "8", "32", "--operations", "3"], []),
     "overhead": (["--seconds", "0.5", "--block", "0.01", "--models", "small"], []),
 }
