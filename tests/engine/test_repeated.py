@@ -135,6 +135,12 @@ def test_each_turn_ends_alike_on_all_ranks_whatever_they_do(seed):
 
 
 @needs_native
+def test_who_leaves_last_is_told():
+    three = areas(3)
+    assert [one.leave() for one in three] == [False, False, True]
+
+
+@needs_native
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

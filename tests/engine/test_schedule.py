@@ -176,4 +176,6 @@ def test_ranks_that_share_cores_do_not_watch_but_sleep():
     assert spins(*[everywhere] * 5) == 0.0
     assert spins([0], [1]) == 1e-4, "as mpirun binds ranks: each has a core of its own"
     assert spins([0], [0]) == 0.0
+    assert spins([0], [0], everywhere) == 0.0, "the first two share one"
+    assert spins([0, 1], [0, 1], everywhere, everywhere) == 1e-4
     assert spins(*[everywhere] * 4, polling=False) == 0.0, "nobody rings: events come from threads of this process"

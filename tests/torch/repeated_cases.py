@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import torch
 
 from hvdkit import kernels
 from hvdkit.engine.life import runtime
+from hvdkit.engine.ranks.repetitions import REGIONS
 from tests.ranks import Skip
 from tests.told import told
 from tests.torch.data import equal
@@ -157,6 +159,64 @@ def case_a_name_in_flight_is_still_an_error(hvd):
     for step in range(4):
         got = hvd.allreduce(torch.full((4,), float(step)), name="in.flight", op=hvd.Sum)
         assert equal(got, torch.full((4,), float(step * hvd.size())))
+
+
+def case_what_failed_once_comes_again_later(hvd):
+    if repetitions() is None:
+        raise Skip("needs others, and the native kernels")
+    for name in ("failing", None):
+        for _ in range(3):
+            hvd.allreduce(torch.ones(4), name=name)
+        with told(hvd.HorovodInternalError, "Mismatched shapes"):
+            hvd.allreduce(torch.ones(3 + (hvd.rank() == 0)), name=name)
+        for _ in range(3):
+            hvd.allreduce(torch.ones(4), name=name)
+        assert repetitions().knows(name)
+    # A call that was an error on one rank is none that the others would count.
+    for _ in range(3):
+        hvd.allreduce(torch.ones(4), name="twice")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(4), name="twice")
+        with told(ValueError, "twice", "currently being processed"):
+            hvd.allreduce_async(torch.ones(4), name="twice")
+        hvd.barrier()
+    else:
+        hvd.barrier()
+        handle = hvd.allreduce_async(torch.ones(4), name="twice")
+    hvd.synchronize(handle)
+    (done,) = [known.done for content, known in repetitions()._known.items() if content.name == "twice"]
+    assert set(hvd.allgather(torch.tensor([done])).tolist()) == {done}
+
+
+def case_more_of_them_than_there_are_regions_never_cross(hvd):
+    if repetitions() is None:
+        raise Skip("needs others, and the native kernels")
+    sent, steps, rank = hvd.communication_stats().bytes_sent, 300, hvd.rank()
+    for name in ("old", *(f"between.{number}" for number in range(REGIONS - 1)), "new"):
+        for _ in range(2):
+            hvd.allreduce(torch.ones(500), name=name)
+    assert not repetitions().knows("old"), "the new one has its region"
+    assert len(repetitions()._known) <= REGIONS
+    wrong = []
+
+    def repeat(name, base):
+        for step in range(steps):
+            if step == 1:
+                both.wait()
+            got = hvd.allreduce(torch.full((500,), float(base + rank)), name=name, op=hvd.Sum)
+            if not equal(got, torch.full((500,), float(sum(base + one for one in range(hvd.size()))))):
+                wrong.append((name, step))
+
+    both = threading.Barrier(2, timeout=60)
+    threads = [threading.Thread(target=repeat, args=one) for one in (("old", 1000), ("new", 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong
+    calls = 2 * (REGIONS + 1) + 2 * steps
+    assert hvd.communication_stats().bytes_sent - sent >= calls * 2000, "what ranks reduce alone counts too"
 
 
 def case_process_sets_have_their_own(hvd):

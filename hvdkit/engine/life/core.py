@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.choice import Choice
@@ -28,7 +28,7 @@ from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest, Signature
-from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.ops.submissions import Submissions, duplicate_name
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.steps.lane import Lane
@@ -287,9 +287,15 @@ class Engine(NamedOperations):
             if call.name is None:
                 call = call._replace(number=self.submissions.count("allreduce", call.process_set_id))
             source = None if sources is None else sources[0]
+            if call.name is not None and call.name in repetitions.under_way:
+                raise duplicate_name("allreduce", "allreduce", call.name)
             # Of what is in flight already the name may be the same, which is an error.
             asks = call.wake or bool(self.submissions) or self.telemetry.timeline is not None
-            if repetitions.reduce(arrays[0], source, request, call, asks):
+            self.watch.threads.add(get_ident())
+            began = perf_counter()
+            done = repetitions.reduce(arrays[0], source, request, call, asks)
+            self.telemetry.statistics.waited(perf_counter() - began)
+            if done:
                 if self._going_on is not None:
                     self._going_on()
                 handle = Handle("an allreduce", call.name, self._drive)

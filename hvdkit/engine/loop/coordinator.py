@@ -267,6 +267,7 @@ class Coordinator:
 
     def _fail(self, keys: list[Key], message: str, cause: str = MISMATCH) -> None:
         """Tell every rank that asked for one of these, and every member that will still ask, once."""
+        self._recurring.forget()  # as they do who hear of it
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
         asked = {rank for key in keys for rank in self._pending[key].requests}
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}

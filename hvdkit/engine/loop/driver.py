@@ -31,8 +31,7 @@ def spin_seconds(asked: float, transport: Transport, topology: Topology) -> floa
     """For how long a thread that waits may watch without giving up its core: not at all where ranks share cores."""
     if not (transport.polling or transport.wakeup is not None):
         return 0.0  # events come from threads of this process, which need the core
-    ranks_here = len(next(node for node in topology.nodes if topology.rank in node))
-    return asked if ranks_here <= topology.cores else 0.0
+    return asked if topology.has_core_each else 0.0
 
 
 class Signal:

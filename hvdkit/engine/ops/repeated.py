@@ -24,13 +24,15 @@ def region_for(assigned: Assigned, key: Key, requests: Requests) -> int | None:
 
 
 def learn(groups: Groups, submission: Submission, number: int | None) -> None:
-    """What was submitted has a region from now on, if ``number`` is one and these ranks can do it alone."""
-    repetitions = groups.repetitions.get(submission.key.process_set)
-    if number is None or repetitions is None:
+    """What was submitted runs, and has a region from now on if ``number`` is one and these ranks can do it alone."""
+    repetitions, signature = groups.repetitions.get(submission.key.process_set), submission.signature
+    if repetitions is None or "direct" in signature or (number is None and not repetitions):
         return
-    array = submission.arrays[0]  # of the host: a rank that has joined has none of a device
-    signature, label = submission.signature, submission.handle.label
+    array, label = submission.arrays[0], submission.handle.label
     op, postscale = ReduceOp(signature["op"]), signature["postscale"]
     content = Content(label, array.dtype, array.shape, op, postscale)
+    if number is None:
+        repetitions.ran(content)
+        return
     size = len(groups.ranks[submission.key.process_set])
     repetitions.learn(content, array.nbytes, number, *effective(op, postscale, size))

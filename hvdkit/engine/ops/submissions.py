@@ -9,6 +9,15 @@ from hvdkit.engine.ops.requests import Call, Key, automatic_key
 from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
 
+def duplicate_name(kind: str, other: str, name: str) -> DuplicateNameError:
+    """A name was used for an operation of one kind while one of another, or the same, is in flight under it."""
+    return DuplicateNameError(
+        f"Requested to {kind} a tensor with the same name as another tensor that is currently "
+        f"being processed: {other} '{name}'.\n"
+        "HINT: synchronize() the first one, or give each tensor a name of its own."
+    )
+
+
 class Submissions(dict[Key, Submission]):
     """By key. Any thread may enter; the driver alone takes out."""
 
@@ -36,11 +45,7 @@ class Submissions(dict[Key, Submission]):
         with self._lock:
             for other in () if not self else tensor_kinds() if KINDS[key.kind].carries_tensors else (key.kind,):
                 if key._replace(kind=other) in self:
-                    raise DuplicateNameError(
-                        f"Requested to {key.kind} a tensor with the same name as another tensor that is currently "
-                        f"being processed: {other} '{key.name}'.\n"
-                        "HINT: synchronize() the first one, or give each tensor a name of its own."
-                    )
+                    raise duplicate_name(key.kind, other, key.name)
             self[key] = submission
 
     def fail(self, error: HorovodInternalError) -> None:

@@ -70,7 +70,7 @@ class Groups:
 
     def forget_repetitions(self) -> None:
         """From now on the coordinator is asked for each operation."""
-        for repetitions in self.repetitions.values():
+        for repetitions in list(self.repetitions.values()):  # one that registers gradients may add to it
             repetitions.forget_all()
 
     def bytes_sent(self) -> int:

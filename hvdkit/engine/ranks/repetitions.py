@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hvdkit.collectives.group import Array
+from hvdkit.collectives.group import Array, Group, two_phase_bytes
 from hvdkit.kernels import ReduceOp, Scale
 
 if TYPE_CHECKING:
@@ -46,24 +46,34 @@ class Content(NamedTuple):
     postscale: float
 
 
-class _Repetition:
-    """One operation that comes again."""
+class _Region:
+    """What this rank does in one region: one turn at a time, and only later ones after it, as others rely on."""
 
-    __slots__ = ("begin", "op", "region", "scale", "turn", "under_way")
+    __slots__ = ("last", "lock")
+
+    def __init__(self) -> None:
+        self.last, self.lock = 0, Lock()
+
+
+class _Repetition:
+    """One operation that comes again. ``done``: how often it ran under its name since it has its region."""
+
+    __slots__ = ("begin", "done", "op", "region", "scale")
 
     def __init__(self, number: int, op: ReduceOp, scale: Scale) -> None:
         self.begin, self.region = number // REGIONS * _ROUND, number % REGIONS
-        self.op, self.scale = op, scale
-        self.turn, self.under_way = self.begin, Lock()
+        self.op, self.scale, self.done = op, scale, 0
 
 
 class Repetitions:
     """Those that this rank knows, of one process set whose ranks share the memory ``area``, a native Repeated."""
 
-    def __init__(self, area: Any, most_bytes: int, give_back: Callable[[], None]) -> None:
-        self._area, self._most_bytes = area, most_bytes
+    def __init__(self, group: Group, area: Any, most_bytes: int, give_back: Callable[[], None]) -> None:
+        self._group, self._area, self._most_bytes = group, area, most_bytes
         self._give_back = give_back  # the area's memory, to the system
         self._known: dict[Content, _Repetition] = {}
+        self._regions: dict[int, _Region] = {}
+        self.under_way: set[str | None] = set()  # the names of those that this rank is in
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -74,8 +84,19 @@ class Repetitions:
 
     def learn(self, content: Content, nbytes: int, number: int, op: ReduceOp, scale: Scale) -> None:
         """An operation has the region ``number`` from now on; ``op`` and ``scale`` are how ranks do it."""
-        if nbytes <= self._most_bytes:
-            self._known[content] = _Repetition(number, op, scale)
+        if nbytes > self._most_bytes:
+            return
+        new = _Repetition(number, op, scale)
+        self._regions.setdefault(new.region, _Region())
+        for old in [one for one, known in self._known.items() if known.region == new.region]:
+            self._known.pop(old, None)
+        self._known[content] = new
+
+    def ran(self, content: Content) -> None:
+        """The operation ran as the coordinator said."""
+        known = self._known.get(content)
+        if known is not None:
+            known.done += 1
 
     def reduce(
         self, array: Array | DeviceArray, source: Array | None, request: ReduceRequest, call: Call, asks: bool
@@ -86,13 +107,18 @@ class Repetitions:
         is_plain = request.prescale == 1.0 and not request.codec.encodes and call.device == "cpu"
         if known is None or not is_plain or not isinstance(array, np.ndarray):
             return False
-        turn = known.turn = known.turn + 1 if call.number is None else known.begin + call.number + 1
-        if not known.under_way.acquire(blocking=False):
-            return False  # the others see in moments that this rank does not come, and this region is in use
+        turn = known.begin + 1 + (known.done if call.number is None else call.number)
+        region = self._regions[known.region]
+        if not region.lock.acquire(blocking=False):
+            return False  # another thread is in this region; the other ranks see in moments that this one does not come
         try:
+            if turn <= region.last:
+                return False
+            region.last = turn
             if asks:
                 self._area.withdraw(known.region, turn)
                 return False
+            self.under_way.add(call.name)
             done: bool = self._area.allreduce(
                 known.region,
                 turn,
@@ -102,9 +128,13 @@ class Repetitions:
                 None if source is None else source.reshape(-1),
                 PATIENCE_SECONDS,
             )
+            if done:
+                known.done += 1
+                self._group.bytes_sent += two_phase_bytes(array.nbytes, self._group.size)
+            return done
         finally:
-            known.under_way.release()
-        return done
+            self.under_way.discard(call.name)
+            region.lock.release()
 
     def forget(self, name: str | None) -> None:
         """An operation of this name, or one without, failed: ranks may have counted differently."""
@@ -116,6 +146,9 @@ class Repetitions:
         self._known.clear()
 
     def leave(self) -> None:
-        """The process set is no more."""
+        """The process set is no more; who is the last of its ranks to say so gives its memory back."""
         self._known.clear()
-        self._give_back()
+        for region in self._regions.values():
+            region.lock.acquire(timeout=10 * PATIENCE_SECONDS)  # for good
+        if self._area.leave():
+            self._give_back()

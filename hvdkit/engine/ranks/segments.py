@@ -57,4 +57,4 @@ def repetitions_of(group: Group) -> Repetitions | None:
     begin, most = staging_bytes(group.size), most_bytes(group.size)
     area = Repeated(staging.window, begin, group.size, group.rank, REGIONS, most)
     nbytes = Repeated.bytes_needed(group.size, REGIONS, most)
-    return Repetitions(area, most, partial(staging.window.give_back, begin, nbytes))
+    return Repetitions(group, area, most, partial(staging.window.give_back, begin, nbytes))

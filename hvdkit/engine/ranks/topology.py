@@ -20,7 +20,7 @@ class Topology:
     is_homogeneous: bool
     hosts: tuple[str, ...]  # the host of each rank
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, ascending
-    cores: int = 1  # that any of this node's ranks may run on
+    has_core_each: bool = False  # the ranks of this node need not share cores
     is_full: bool = False  # on every node the ranks' threads have every core that they may run on
 
     def describe(self, rank: int) -> str:
@@ -51,21 +51,18 @@ def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
     homogeneous = len({len(members) for members in nodes}) == 1
     hosts = tuple(str(one["host"]) for one in reports)
     placed = tuple(tuple(members) for members in nodes)
-    cores = [len({core for one in members for core in reports[one]["cores"]}) for members in nodes]
+    cores = [[set(reports[one]["cores"]) for one in members] for members in nodes]
     threads = [sum(int(reports[one]["threads"]) for one in members) for members in nodes]
+    full = [len(set().union(*there)) <= busy for there, busy in zip(cores, threads, strict=True)]
+    core_each = _has_core_each(cores[nodes.index(node)])
     return Topology(
-        rank,
-        size,
-        local_rank,
-        local_size,
-        cross_rank,
-        cross_size,
-        homogeneous,
-        hosts,
-        placed,
-        cores[nodes.index(node)],
-        is_full=all(there <= busy for there, busy in zip(cores, threads, strict=True)),
+        rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts, placed, core_each, all(full)
     )
+
+
+def _has_core_each(cores: Sequence[set[int]]) -> bool:
+    """Whether ranks, bound to these cores, need not share any: no set of cores has more ranks bound to it alone."""
+    return all(sum(one <= those for one in cores) <= len(those) for those in (*cores, set().union(*cores)))
 
 
 def _nodes(reports: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -326,10 +326,12 @@ void bind_shared_memory(py::module_& module) {
              py::keep_alive<1, 2>())
         .def("allreduce", &reduce_repeated, py::arg("place"), py::arg("turn"), py::arg("array"), py::arg("op"),
              py::arg("scale"), py::arg("source"), py::arg("seconds"))
-        .def("withdraw", [](Repeated& repeated, std::size_t place, std::uint64_t turn) {
-            if (place >= repeated.places()) throw py::index_error("Repeated.withdraw: no such place");
-            repeated.withdraw(place, turn);
-        });
+        .def("withdraw",
+             [](Repeated& repeated, std::size_t place, std::uint64_t turn) {
+                 if (place >= repeated.places()) throw py::index_error("Repeated.withdraw: no such place");
+                 repeated.withdraw(place, turn);
+             })
+        .def("leave", &Repeated::leave);
     py::class_<InPlace>(module, "InPlace")
         .def_static("table_bytes", &InPlace::table_bytes, py::arg("ranks"), py::arg("slots"))
         .def(py::init(&make_in_place), py::arg("window"), py::arg("table_offset"), py::arg("me"), py::arg("slots"),

@@ -17,15 +17,21 @@ std::size_t up_to_lines(std::size_t nbytes) { return (nbytes + kLine - 1) / kLin
 }  // namespace
 
 std::size_t Repeated::bytes_needed(std::size_t ranks, std::size_t places, std::size_t most_bytes) {
-    return places * ((kTurns + 1 + ranks) * kLine + kTurns * ranks * up_to_lines(most_bytes));
+    return kLine + places * ((kTurns + 1 + ranks) * kLine + kTurns * ranks * up_to_lines(most_bytes));
 }
 
 Repeated::Repeated(std::byte* base, std::size_t ranks, std::size_t me, std::size_t places, std::size_t most_bytes)
-    : base_(base), ranks_(ranks), me_(me), most_bytes_(up_to_lines(most_bytes)) {
+    : left_(*reinterpret_cast<Counter*>(base)),
+      base_(base + kLine),
+      ranks_(ranks),
+      me_(me),
+      most_bytes_(up_to_lines(most_bytes)) {
     for (auto& turns : read_) turns.resize(places);
 }
 
-std::size_t Repeated::place_bytes() const { return bytes_needed(ranks_, 1, most_bytes_); }
+std::size_t Repeated::place_bytes() const { return bytes_needed(ranks_, 1, most_bytes_) - kLine; }
+
+bool Repeated::leave() { return left_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks_; }
 
 std::atomic<std::uint64_t>& Repeated::state(std::size_t place, std::uint64_t turn) const {
     return reinterpret_cast<Counter*>(base_ + place * place_bytes())[turn % kTurns].value;
@@ -62,9 +68,10 @@ bool Repeated::arrive(std::size_t place, std::uint64_t turn, const std::byte* so
         withdraw(place, turn);
         return false;
     }
-    std::memcpy(slot(place, turn, me_), source, nbytes);
     std::atomic<std::uint64_t>& word = state(place, turn);
     std::uint64_t seen = word.load(std::memory_order_acquire), wanted = 0;
+    if (seen >> kTurnShift > turn || (seen >> kTurnShift == turn && (seen & kWithdrawn) != 0)) return false;
+    std::memcpy(slot(place, turn, me_), source, nbytes);
     do {
         const std::uint64_t there = seen >> kTurnShift;
         if (there > turn || (there == turn && (seen & kWithdrawn) != 0)) return false;

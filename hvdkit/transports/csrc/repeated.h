@@ -38,6 +38,9 @@ class Repeated {
     // This rank takes part in the turn in another way.
     void withdraw(std::size_t place, std::uint64_t turn);
 
+    // This rank is in no turn and will be in none. True for the last one: nobody needs the memory any more.
+    bool leave();
+
  private:
     // Of two turns that follow each other the second may begin while ranks still look at the first.
     static constexpr std::size_t kTurns = 2;
@@ -49,6 +52,7 @@ class Repeated {
     bool await_readers(std::size_t place, std::uint64_t turn, double seconds) const;
     std::size_t place_bytes() const;
 
+    Counter& left_;  // how many ranks have left
     std::byte* base_;
     std::size_t ranks_;
     std::size_t me_;
