@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hvdkit.engine.loop.coordinator import Coordinator, Entry
+from hvdkit.engine.loop import messages
+from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import (
     STALLED,
     Ask,
@@ -18,8 +19,25 @@ from hvdkit.engine.loop.messages import (
     Reject,
     Run,
     Waits,
+    decode,
+    encode,
 )
+from hvdkit.engine.loop.pending import Entry
 from hvdkit.engine.ops.requests import Key
+
+
+def test_what_ranks_say_in_the_same_words_is_read_once_and_not_kept_for_ever():
+    said = encode(Ask(3, "gradient", [1, None]))
+    assert decode(said) is decode(bytes(bytearray(said)))
+    assert decode(said) == Ask(3, "gradient", [1, None])
+    for number in range(messages.MOST_READ + 10):
+        assert decode(encode(Ask(0, f"gradient.{number}", None))).name == f"gradient.{number}"
+    assert len(messages._READ) <= messages.MOST_READ
+    long = encode(Ask(0, "n" * messages.LONGEST_READ, None))
+    assert decode(long) == decode(long)
+    assert decode(long) is not decode(long)
+    with pytest.raises(ValueError, match="not a control message"):
+        decode(b'["request",0]')
 
 
 def allreduce(shape=(4,), dtype="float32", op=1, process_set=0, device="cpu"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from hvdkit.engine.loop.dead_locks import DeadLocks
 from hvdkit.engine.loop.fusing import batch_size
@@ -27,45 +26,10 @@ from hvdkit.engine.loop.messages import (
     Run,
     Waits,
 )
+from hvdkit.engine.loop.pending import Entry, Failure, Stall
 from hvdkit.engine.loop.recurring import Recurring
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.requests import Key, Request, Signature
-
-
-@dataclass(slots=True)
-class Entry:
-    """One operation that not all of its ranks have asked for yet."""
-
-    since: float
-    requests: dict[int, Request] = field(default_factory=dict)
-    warned: bool = False
-
-    @property
-    def signature(self) -> Signature:
-        """What was asked for, where all who asked agree."""
-        return next(iter(self.requests.values())).signature
-
-
-@dataclass
-class Failure:
-    """An error of one or more operations, and the members that have not asked for any yet: each is told once.
-
-    ``cause``: MISMATCH, LEFT or STALLED.
-    """
-
-    text: str
-    cause: str
-    untold: set[int]
-
-
-@dataclass(frozen=True)
-class Stall:
-    """An operation that some ranks wait for and others have not submitted."""
-
-    key: Key
-    submitted: list[int]
-    missing: list[int]
-    seconds: float
 
 
 class Coordinator:
@@ -90,17 +54,17 @@ class Coordinator:
         self._lanes = 0
         self._process_sets = 0
         self._recurring = Recurring()
+        self._last_asked: tuple[Ask, Signature, tuple[Key, Request]] | None = None
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
         match message:
-            case Ask(asked, name, detail):
-                known = asked if isinstance(asked, dict) else self._signatures.get((rank, asked))
-                if known is None or known.get("kind") not in KINDS:
-                    raise ValueError(f"rank {rank} sent a request with an unknown signature {asked!r}")
-                self._request(rank, Key(known["ps"], known["kind"], name), Request(known, detail), now)
+            case Ask():
+                key, request = self._understood(rank, message)
+                if not self._failed or not self._tell_earlier_failure(rank, key):
+                    self._request(rank, key, request, now)
             case NewSignature(number, signature):
                 self._signatures[rank, number] = signature
             case Join():
@@ -109,6 +73,19 @@ class Coordinator:
                 self._break_dead_lock(rank, message)
             case _:
                 raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
+
+    def _understood(self, rank: int, message: Ask) -> tuple[Key, Request]:
+        """What a rank asks for. Many say the same, one after the other, and are understood at once."""
+        asked = message.signature
+        known = asked if isinstance(asked, dict) else self._signatures.get((rank, asked))
+        last = self._last_asked
+        if last is not None and message is last[0] and known is last[1]:
+            return last[2]
+        if known is None or known.get("kind") not in KINDS:
+            raise ValueError(f"rank {rank} sent a request with an unknown signature {asked!r}")
+        understood = Key(known["ps"], known["kind"], message.name), Request(known, message.detail)
+        self._last_asked = message, known, understood
+        return understood
 
     def add_static_process_sets(self, sets: Iterable[list[int]]) -> None:
         """The process sets that every rank passed to init, numbered from 1."""
@@ -190,20 +167,14 @@ class Coordinator:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
-        failures = self._failed.get(key)
-        failure = next((one for one in failures if rank in one.untold), None) if failures else None
-        if failure is not None:
-            self._tell_failure(rank, key, failure)
-            failure.untold.discard(rank)
-            if not failure.untold:
-                self._forget(failure)
-            return
         entry = self._pending.get(key)
         is_new = entry is None
         if entry is None:
             entry = self._pending[key] = Entry(now)
         entry.requests[rank] = request
-        if key.process_set not in self.members:
+        process_set, kind, _ = key
+        members = self.members.get(process_set)
+        if members is None:
             self._fail([key], f"{key}: there is no such process set; it was removed.")
             return
         if self._departed:
@@ -212,16 +183,17 @@ class Coordinator:
                 self._fail([key], self._departed_text(key, gone[0]), LEFT)
                 return
         if is_new and len(self._pending) > 1:
-            for rival in [Key(key.process_set, kind, key.name) for kind in tensor_kinds() if kind != key.kind]:
+            for rival in [Key(process_set, other, key.name) for other in tensor_kinds() if other != kind]:
                 if rival in self._pending:
                     self._fail([key, rival], self._other_kind_text(key, rival))
                     return
-        wrong = KINDS[key.kind].wrong
-        problem = None if wrong is None else wrong(key, rank, request, len(self.members[key.process_set]))
+        wrong = KINDS[kind].wrong
+        problem = None if wrong is None else wrong(key, rank, request, len(members))
         if problem is not None:  # nobody needs to wait for the others to know
             self._fail([key], problem)
             return
-        self._check_complete(key)
+        if len(entry.requests) >= len(members) or self._joined:
+            self._check_complete(key)
 
     def _other_kind_text(self, key: Key, rival: Key) -> str:
         """A name is one operation at a time, so two kinds under it are a mistake on one of the ranks."""
@@ -278,6 +250,17 @@ class Coordinator:
                 self._tell_failure(rank, key, failure)
             if failure.untold:
                 self._failed.setdefault(key, []).append(failure)
+
+    def _tell_earlier_failure(self, rank: int, key: Key) -> bool:
+        """Whether a rank asks for what has failed already, as it learns now."""
+        failure = next((one for one in self._failed.get(key, []) if rank in one.untold), None)
+        if failure is None:
+            return False
+        self._tell_failure(rank, key, failure)
+        failure.untold.discard(rank)
+        if not failure.untold:
+            self._forget(failure)
+        return True
 
     def _tell_failure(self, rank: int, key: Key, failure: Failure) -> None:
         self._outgoing.append(([rank], Reject(*key, failure.text, failure.cause)))
