@@ -172,7 +172,11 @@ class Transport(ABC):
 
     @abstractmethod
     def send_control(self, peer: int, payload: bytes) -> None:
-        """Send a small message of any length; the payload is copied."""
+        """Send a small message of any length; the payload is copied.
+
+        Nothing is raised for a peer that cannot be reached: it is one of ``lost_peers()`` once all that it said has
+        come in.
+        """
 
     def advance(self) -> bool:
         """Move what does not move by itself; called in every round of the engine. True if anything moved."""

@@ -126,7 +126,12 @@ class GlooTransport(Transport):
             part = payload[start : start + FRAME_PAYLOAD]
             last = start + FRAME_PAYLOAD >= len(payload)
             frame = np.frombuffer(bytearray(FRAME_HEADER.pack(len(part), last) + part), dtype=np.uint8)
-            transfer = self.isend(frame, peer, CONTROL_TAG)
+            try:
+                transfer = self.isend(frame, peer, CONTROL_TAG)
+            except PeerLostError as error:
+                # Whoever receives from it says so, after a goodbye that may have come before.
+                logger.debug("could not tell rank %d anything: %s", peer, error)
+                return
             # A frame must live until it is sent, which takes no time unless the peer is stuck. Nobody waits for the
             # newest ones: a thread for each would cost more than the message.
             self._frames_sent.append(transfer)

@@ -152,7 +152,7 @@ def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
     missed = rf"(missing:|for ranks) \[[^]]*\b{rank}\b"
     launcher = [line for line in output.splitlines() if re.match(rf"hvdkitrun: rank {rank} on ", line)]
     # In init(), which tells nobody else.
-    silent = rf"missing: \[[^]]*\b{rank}\b|\brank {rank} did not (prove to|say where) "
+    silent = rf"missing: \[[^]]*\b{rank}\b|\brank {rank} did not say where "
     late = [line for line in output.splitlines() if re.search(silent, line)]
     return next((text for text in noticed if re.search(f"{lost}|{missed}", text)), "") or "".join(
         [*launcher, *late][:1]

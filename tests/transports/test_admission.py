@@ -27,7 +27,8 @@ class Connections:
         return self
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        tensors[0].copy_(torch.frombuffer(bytearray(self.shown[peer]), dtype=torch.uint8))
+        if peer in self.shown:
+            tensors[0].copy_(torch.frombuffer(bytearray(self.shown[peer]), dtype=torch.uint8))
         return self
 
     def wait(self, timeout: Any) -> None:
@@ -60,11 +61,15 @@ def test_who_does_not_know_the_secret_is_named(wrong: bytes) -> None:
         greeted({1: SESSION.shown_by(1, to=0), 2: wrong})
 
 
-def test_who_shows_nothing_in_time_is_named() -> None:
+@pytest.mark.parametrize(("shows", "missing"), [((1, 2), r"\[3\]"), ((2,), r"\[1, 3\]"), ((1, 2, 3), r"\[1\]")])
+def test_all_who_show_nothing_in_time_are_named(shows: tuple[int, ...], missing: str) -> None:
+    """Also where the wait for another one is what ran out of time; one whose word came, but who took none, is too."""
+
     class Silent(Connections):
         def wait(self, timeout: Any) -> None:
             raise RuntimeError("Timed out waiting 1000ms for send operation to complete\nsomewhere in Gloo")
 
-    shown = {peer: SESSION.shown_by(peer, to=0) for peer in (1, 2)}
-    with pytest.raises(AuthenticationError, match=r"rank 1 did not prove to rank 0 in 1 s .*Timed out.*\nHINT.*stop"):
-        greet(Silent(shown), World("test", 0, 3), SESSION, 7, 1.0)
+    shown = {peer: SESSION.shown_by(peer, to=0) for peer in shows}
+    said = rf"proved to rank 0 in 1 s .*missing: {missing}: Timed out.*\nHINT.*stopped"
+    with pytest.raises(AuthenticationError, match=said):
+        greet(Silent(shown), World("test", 0, 4), SESSION, 7, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 from hvdkit.engine.loop.messages import Bye, Message, Pong, decode, encode
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.liveness import Liveness
-from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transport
-
-logger = logging.getLogger("hvdkit")
 
 Action = Callable[[], None]
 
@@ -39,29 +36,26 @@ class Mailbox:
         self._rank = topology.rank
 
     def send(self, rank: int, message: Message) -> None:
-        """Send to another rank. Raises PeerLostError where it cannot be reached."""
+        """Send to another rank. One that cannot be reached is noticed by whoever looks for lost ones."""
         assert rank != self._rank, f"{type(message).__name__} to oneself"
         if rank not in self.departed or isinstance(message, (Bye, Pong)):  # who said goodbye waits for ours
             self._transport.send_control(rank, encode(message))
 
     def send_all(self, ranks: Iterable[int], message: Message) -> None:
-        """Send to those of ``ranks`` that are others and have not left. Raises PeerLostError for one out of reach."""
+        """Send to those of ``ranks`` that are others and have not left."""
         payload = encode(message)
         for rank in ranks:
             if rank != self._rank and rank not in self.departed:
                 self._transport.send_control(rank, payload)
 
     def tell(self, ranks: Iterable[int], message: Message) -> None:
-        """Send to those of ``ranks`` that are others, as far as they can be reached."""
+        """Send to those of ``ranks`` that are others."""
         for rank in ranks:
             if rank != self._rank:
-                try:
-                    self.send(rank, message)
-                except PeerLostError as error:
-                    logger.info("could not tell rank %d: %s", rank, error)
+                self.send(rank, message)
 
     def tell_everyone(self, message: Message) -> None:
-        """Send to all other ranks, as far as they can be reached."""
+        """Send to all other ranks."""
         self.tell(range(self.topology.size), message)
 
     def tell_later(self, ranks: Iterable[int], message: Message) -> None:

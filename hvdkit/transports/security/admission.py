@@ -25,8 +25,8 @@ from hvdkit.transports.security.attempt import Attempt, here
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 
 SILENT = (
-    "HINT: see whether that rank was stopped, killed or cut off from the network. If it lives, somebody else is where "
-    "it should be: see SECURITY.md."
+    "HINT: see whether one of them was stopped, killed or cut off from the network; the others may wait for it. If all "
+    "live, somebody else is where one should be: see SECURITY.md."
 )
 STRANGERS = (
     "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
@@ -132,7 +132,7 @@ class Judge:
 
 
 def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seconds: float) -> None:
-    """Prove over each connection who is at its ends. Raises AuthenticationError that names the rank which could not."""
+    """Prove over each connection who is at its ends. Raises AuthenticationError that names who could not."""
     deadline = monotonic() + timeout_seconds
     peers = [peer for peer in range(world.size) if peer != world.rank]
     shown = {peer: np.frombuffer(bytearray(session.shown_by(world.rank, to=peer)), dtype=np.uint8) for peer in peers}
@@ -144,9 +144,11 @@ def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seco
             for work in (sent[peer], received[peer]):
                 work.wait(timedelta(seconds=max(0.001, deadline - monotonic())))
         except RuntimeError as error:
+            # All of them: who waits in turn for a rank that was stopped is as silent as that one.
+            missing = [rank for rank in peers if not heard[rank].any()] or [peer]
             raise AuthenticationError(
-                f"rank {peer} did not prove to rank {world.rank} in {timeout_seconds:g} s "
-                f"(HVDKIT_START_TIMEOUT_SECONDS) that it is one: {str(error).splitlines()[0]}\n{SILENT}"
+                f"not all ranks proved to rank {world.rank} in {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) "
+                f"that they are ranks, missing: {missing}: {str(error).splitlines()[0]}\n{SILENT}"
             ) from error
     for peer in peers:
         if not hmac.compare_digest(heard[peer].tobytes(), session.shown_by(peer, to=world.rank)):
