@@ -39,6 +39,8 @@ _WORKER_FLAGS = ("steps", "warmup_steps", "batch_size", "context", "layers", "wi
 def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
     """Compute alone, DDP with and without its hooks, hvdkit and Horovod with fp32 and fp16 on the wire.
 
+    "forward too": hvdkit with ``overlap_forward``.
+
     ``codecs``: more of hvdkit's, by their names in CODECS.
     """
     return [
@@ -49,6 +51,7 @@ def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
         Peer(f"{DDP} PowerSGD", "ddp", "plain", ("--compression", "powersgd")),
         *jobs.horovods(),
         *(peer for peer in jobs.horovods(" staged", "--staged") if peer.worker == "hvdkit"),
+        *(peer for peer in jobs.horovods(" forward too", "--overlap-forward") if peer.worker == "hvdkit"),
         *jobs.horovods(" fp16", "--compression", "fp16"),
         *(
             peer
@@ -72,6 +75,7 @@ def add_flags(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--compression", choices=CODECS, default="none", help=argparse.SUPPRESS)
     parser.add_argument("--barrier", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--staged", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--overlap-forward", action="store_true", help=argparse.SUPPRESS)
 
 
 def worker_flags(args: argparse.Namespace, model: str) -> list[Any]:
@@ -101,6 +105,7 @@ def work(args: argparse.Namespace) -> None:
             optimizer,
             named_parameters=model.named_parameters(),
             compression=codec(hvd, args.compression),
+            **({"overlap_forward": True} if args.overlap_forward else {}),
         )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

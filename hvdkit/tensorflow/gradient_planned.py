@@ -140,7 +140,7 @@ class PlannedGradients:
                 self._offer(index, as_array(gradient)) for index, gradient in zip(indices, gradients, strict=True)
             ]
         for index, offer in zip(indices, offers, strict=True):
-            self._lane.copied([index], started)
+            self._lane.records.copied([index], started)
             self._left.discard(index)
             self._lane.ready(index, offer)
 

@@ -14,6 +14,7 @@ from hvdkit.torch.compression import Compression
 from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.optimizers.distributed_class import is_distributed, wrap
 from hvdkit.torch.optimizers.names import check_names
+from hvdkit.torch.optimizers.overlap import check_overlap
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -29,6 +30,7 @@ def DistributedOptimizer(
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    overlap_forward: bool = False,
 ) -> Optimizer:
     """An optimizer that steps with gradients reduced over all ranks.
 
@@ -62,6 +64,12 @@ def DistributedOptimizer(
         sparse_as_dense: reduce sparse gradients as dense ones. A gradient is known to be sparse from the first step
             in which some rank computes it, if that is the first step, or the first after parameters were changed.
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
+        overlap_forward: whether ``step()`` leaves what still travels to the background. Each parameter is updated
+            before it is used the next time, with the same bits: by the next forward pass, which so hides what a slow
+            network takes, or by whoever reads it. Clear gradients by ``optimizer.zero_grad()`` after ``step()``, since
+            ``model.zero_grad()`` waits for them all. ``step()`` waits, as without it, where clipping or a GradScaler
+            need all gradients, with a closure, with hooks on steps, where parameters are compared (HVDKIT_VERIFY) and
+            in the first step. For parameters in host memory and PyTorch's own optimizers.
 
     Raises ValueError or TypeError for arguments that make no sense; ``step`` and ``synchronize`` raise
     HorovodInternalError on every rank where the ranks' parameters differ, or if a rank is lost.
@@ -86,8 +94,11 @@ def DistributedOptimizer(
         members="torch.Tensor",
         is_member=lambda member: isinstance(member, torch.Tensor),
     )
+    if overlap_forward:
+        check_overlap(optimizer, settings.op)
     names = check_names(named_parameters, optimizer.param_groups)
     alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
     op = ReduceOp.AVERAGE if alone else settings.op
-    wrapped: Optimizer = wrap(optimizer, settings.as_kind(Settings, op=op, names=names))
+    chosen = settings.as_kind(Settings, op=op, names=names, overlap_forward=bool(overlap_forward))
+    wrapped: Optimizer = wrap(optimizer, chosen)
     return wrapped

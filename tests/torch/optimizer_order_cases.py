@@ -34,7 +34,7 @@ def bucket_order(optimizer: Any) -> list[str]:
 
 def travel_order(optimizer: Any) -> list[str]:
     lane = optimizer._synchronizer._routes.planned.lane
-    return [name for index in range(len(lane.arrangement.pieces)) for name in lane.names_in(index)]
+    return [name for index in range(len(lane.arrangement.pieces)) for name in lane.records.names_in(index)]
 
 
 class Announcements:

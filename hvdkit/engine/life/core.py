@@ -113,6 +113,7 @@ class Engine(NamedOperations):
 
         ``device``: the device for zeros where this rank has used none so far.
         """
+        self.lanes.end_steps()
         self.check_usable()
         self.groups.device = self.groups.device or device
         handle = Handle("join()", None, self._drive)
@@ -140,6 +141,7 @@ class Engine(NamedOperations):
         has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
+        self.lanes.end_steps()  # of optimizers that nobody may use any more
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
         plan = Plan(name, list(slots), reduction, process_set_id, groups, device)
         lane = register(self, self.topology, self.settings, self.lanes, plan)
@@ -163,13 +165,13 @@ class Engine(NamedOperations):
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
-    def _drive(self, what: Handle | Lane) -> None:
-        """Drive until an operation has ended, or every bucket of a lane's step is reduced or the lane has failed."""
+    def _drive(self, what: Handle | Lane, finished: Callable[[], bool]) -> None:
+        """Drive until ``finished()``, which ``what`` of the calling thread waits for."""
         if os.getpid() != self._process:
             raise ForkedChildError(self.mailbox.me(), self._process)
         self.watch.begin_waiting(what)
         try:
-            self.driver.drive_until(what.done if isinstance(what, Handle) else what.idle)
+            self.driver.drive_until(finished)
         finally:
             self.watch.end_waiting()
 

@@ -88,6 +88,8 @@ class Session:
         engine = self.engine
         graceful, lost = False, None
         try:
+            if not (failed or code or engine.error):
+                engine.lanes.end_steps()
             if engine.topology.size > 1:
                 graceful, lost = self._say_goodbye(reason, code, failed)
         finally:

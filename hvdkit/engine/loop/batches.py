@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 from hvdkit.collectives.group import Steps
@@ -150,5 +151,5 @@ class Batches:
         return (yield from steps)
 
 
-def _nobody_waits(handle: Handle) -> None:
+def _nobody_waits(handle: Handle, finished: Callable[[], bool]) -> None:
     raise AssertionError(f"{handle.what} was not submitted here")

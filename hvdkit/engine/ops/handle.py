@@ -11,7 +11,7 @@ class Handle:
 
     __slots__ = ("_drive", "_error", "_finished", "_result", "_what", "label")
 
-    def __init__(self, what: object, label: str | None, drive: Callable[[Handle], None]) -> None:
+    def __init__(self, what: object, label: str | None, drive: Callable[[Handle, Callable[[], bool]], None]) -> None:
         self._what = what
         self.label = label  # the name that the user gave, None for an automatic one
         self._drive = drive
@@ -31,7 +31,7 @@ class Handle:
     def wait(self) -> Any:
         """The result. Raises HorovodInternalError where the operation failed."""
         if not self._finished:
-            self._drive(self)
+            self._drive(self, self.done)
         if self._error is not None:
             raise self._error
         return self._result

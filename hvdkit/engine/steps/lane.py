@@ -47,15 +47,18 @@ class Lane:
         self.moved_at = 0.0  # when an operation was last through, by monotonic()
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
         self.reducer = reducer
+        # Whether nothing is reduced before the step is finished; gradients may as well be handed over then.
+        self.takes_turns = reducer.takes_turns
         self._running: dict[int, Operation] = {}  # by sequence
-        self._lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
-        self._sizes = without_overlap(lanes.sizes) if reducer.takes_turns else lanes.sizes
-        self._records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
+        self.lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
+        self._sizes = without_overlap(lanes.sizes) if self.takes_turns else lanes.sizes
+        self.records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
         self._abandoned = AbandonedSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
         self._lock = threading.Lock()
-        self._step = 0  # steps that are over
+        self._finishing = False
+        self.steps = 0  # that are over, which ranks count alike: also what was given up or taken part in with zeros
         self._started = 0  # operations of this step
         self._completed = 0
         self._observation = Observation(group, len(plan.slots))
@@ -85,7 +88,7 @@ class Lane:
             if slot in self._ready:
                 raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
             self._ready.add(slot)
-            if self._step == 0:
+            if self.steps == 0:
                 self._observation.sees(slot, since)
             bucket = self.arrangement.bucket_of[slot]
             if mark is not None:
@@ -93,28 +96,14 @@ class Lane:
             self._left[bucket] -= 1
             complete = self._left[bucket] == 0
         if complete:
-            self._records.waits(bucket)
-            if not self.reducer.takes_turns:
+            self.records.waits(bucket)
+            if not self.takes_turns:
                 self._driver.wake()
-
-    def copied(self, slots: Sequence[int], started: float) -> None:
-        """For the timeline: gradients were copied into their slots between ``started`` (perf_counter) and now."""
-        self._records.copied(slots, started)
 
     def unready_slots(self) -> list[int]:
         """The slots not handed over in this step."""
         with self._lock:
             return [slot for slot in range(len(self.slots)) if slot not in self._ready]
-
-    @property
-    def steps(self) -> int:
-        """How many steps are over, which ranks count alike: also what was given up or taken part in with zeros."""
-        return self._step
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether nothing is reduced before the step is finished; gradients may as well be handed over then."""
-        return self.reducer.takes_turns
 
     def begin(self) -> None:
         """A gradient of this step is complete, and will be handed over: until the step is over, it is in flight."""
@@ -130,19 +119,37 @@ class Lane:
 
         Raises HorovodInternalError where a rank is lost, does something else or has given the step up.
         """
-        step = self._step
-        if self._verifies:
-            self.verification.prepare()
+        step = self.steps
+        self._begin_finish()
         self._end()
-        rank = self._abandoned.use(step)
-        if rank is not None:
+        self._use(step)
+
+    def begin_finish(self) -> None:
+        """Every slot is ready: all are reduced in the background. ``wait`` waits for some, ``finish`` for all."""
+        self._begin_finish()
+        self._driver.wake()
+
+    def _begin_finish(self) -> None:
+        assert not self.unready_slots(), "finish() before every slot was ready"
+        if self.verifies and not self._finishing:
+            self.verification.prepare()
+        self._finishing = True
+
+    def wait(self, slots: Sequence[int]) -> None:
+        """After ``begin_finish``: wait until these slots are reduced. Raises as ``finish`` does, which follows."""
+        buckets = {self.arrangement.bucket_of[slot] for slot in slots}
+        self.lanes.drive(self, lambda: self.error is not None or not any(self._unreduced[one] for one in buckets))
+        if self.error is not None:
+            raise self.error
+        self._use(self.steps)
+
+    def _use(self, step: int) -> None:
+        if (rank := self._abandoned.use(step)) is not None:
             self._fail_everywhere(rank)
             raise self.error or AssertionError("a lane that failed has no error")
 
     def _end(self) -> None:
-        assert not self.unready_slots(), "finish() before every slot was ready"
-        self._finishing = True
-        self._lanes.drive(self)
+        self.lanes.drive(self, self.idle)
         if self.error is not None:
             raise self.error
         with self._lock:
@@ -154,10 +161,11 @@ class Lane:
         Where another rank does use them, the lane fails on all ranks.
         """
         if self.in_flight and self.error is None:
-            self._abandoned.here(self._step)
-            self._mailbox.tell_later(self.group.members, Abandoned(self.lane_id, self._step))
+            self._abandoned.here(self.steps)
+            self._mailbox.tell_later(self.group.members, Abandoned(self.lane_id, self.steps))
             for slot in self.unready_slots():
                 self.ready(slot, None)
+            self._finishing = True
             self._end()
 
     def give_up(self) -> None:
@@ -167,12 +175,12 @@ class Lane:
         """
         if self.in_flight and self.error is None:
             self.fail(MismatchError(ENDED % (self._mailbox.me(), self.name)))
-            self._mailbox.tell_later(self.group.members, Ended(self.lane_id, self._step))
+            self._mailbox.tell_later(self.group.members, Ended(self.lane_id, self.steps))
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
         self.closed = True
-        self._lanes.keep_closed(self)
+        self.lanes.keep_closed(self)
         if self.error is not None or not self._in_flight:
             self.reducer.end_step()
         self.reducer.forget(quiet=self.error is None and not self._in_flight)
@@ -186,7 +194,7 @@ class Lane:
     def startable(self) -> bool:
         """Whether the next operation in the agreed order may start now."""
         with self._lock:  # the training thread may be laying the buckets out anew
-            if self.error is not None or not self._room() or (self.reducer.takes_turns and not self._finishing):
+            if self.error is not None or not self._room() or (self.takes_turns and not self._finishing):
                 return False
             if self._started < len(self.arrangement.pieces):
                 return self._left[self.arrangement.pieces[self._started].bucket] == 0
@@ -227,8 +235,8 @@ class Lane:
             self._in_flight[sequence] = self._load(index)
             marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
             steps = self.reducer.reduce(self.arrangement.pieces[index], joined, marks, sequence, tag)
-            steps = self._records.reduction(index, joined, steps)
-            what = self._records.summary(index)
+            steps = self.records.reduction(index, joined, steps)
+            what = self.records.summary(index)
         else:
             self._in_flight[sequence] = 0
             steps, what = self._exchange(index - len(self.arrangement.pieces), joined, tag)
@@ -236,6 +244,8 @@ class Lane:
         def completed(_: Any) -> None:
             del self._in_flight[sequence], self._running[sequence]
             self.moved_at = monotonic()
+            if index < len(self.arrangement.pieces):
+                self._unreduced[self.arrangement.pieces[index].bucket] -= 1
             self._completed += 1  # from here on the training thread may begin the next step
             if self.closed and not self._in_flight:
                 self.reducer.end_step()  # until now others have read and written what was offered
@@ -255,10 +265,10 @@ class Lane:
             self.error = error
             self.reducer.rescue()
             # Others may have stopped before these: nobody would ever end them.
-            self._lanes.drop_later(self._running.values())
+            self.lanes.drop_later(self._running.values())
             count = len(self.arrangement.pieces)
             for index in range(min(self._completed, count), min(self._started, count)):
-                self._records.ended(index)
+                self.records.ended(index)
 
     def abandoned_by(self, rank: int, step: int) -> None:
         """``rank`` does not use the results of ``step``."""
@@ -272,13 +282,9 @@ class Lane:
                 self._ended = rank, step
             self._fail_if_ended()
 
-    def names_in(self, index: int) -> list[str]:
-        """The tensors of an operation of this step, for messages."""
-        return self._records.names_in(index)
-
     def waiting_for(self) -> str:
         """What this lane is at, for messages."""
-        return self._records.waiting_for(self._completed)
+        return self.records.waiting_for(self._completed)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -289,7 +295,7 @@ class Lane:
         self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
 
     def _planned(self) -> int:
-        return len(self.arrangement.pieces) + self._observes + self._verifies
+        return len(self.arrangement.pieces) + self._observes + self.verifies
 
     def _load(self, index: int) -> int:
         now = self.arrangement
@@ -300,7 +306,7 @@ class Lane:
     def _arrange(self) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
         plan, share = self.plan, sent_share(self.group.size, self.reducer.layout)
-        codecs, network = plan.reduction.codecs, self._lanes.network
+        codecs, network = plan.reduction.codecs, self.lanes.network
         self.arrangement = arrange(
             plan.slots, self._observation.ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
@@ -310,8 +316,8 @@ class Lane:
     def _end_step(self) -> None:
         """Ready for the next step; after the first one in the order that rank 0 observed."""
         self.reducer.end_step()
-        self._step += 1
-        if self._step == 1:
+        self.steps += 1
+        if self.steps == 1:
             self._arrange()
         else:
             self._begin_step()
@@ -319,16 +325,19 @@ class Lane:
 
     def _fail_if_ended(self) -> None:
         """Nobody may wait for a rank that takes no part in this step."""
-        if self._ended is not None and self._step >= self._ended[1]:
+        if self._ended is not None and self.steps >= self._ended[1]:
             self.fail(MismatchError(ENDED % (self._mailbox.topology.describe(self._ended[0]), self.name)))
 
     def _begin_step(self) -> None:
-        self._observes = self._step == 0
-        self._verifies = self.verification.due(self._step + 1)
+        self._observes = self.steps == 0
+        self.verifies = self.verification.due(self.steps + 1)
         self._finishing = False
         self._begun = False
         self._ready: set[int] = set()
         self._left = [len(bucket.slots) for bucket in self.arrangement.buckets]
+        self._unreduced = [0] * len(self._left)  # pieces of each bucket
+        for piece in self.arrangement.pieces:
+            self._unreduced[piece.bucket] += 1
         self._marks: list[list[Any]] = [[] for _ in self.arrangement.buckets]
         self._in_flight: dict[int, int] = {}  # bytes by sequence
         self._started = 0

@@ -23,7 +23,7 @@ CLOSED_DEVICE_LANES = 4
 
 
 class Lanes(dict[int, "Lane"]):
-    """Those that are open, by number. ``drive`` blocks until a lane's step is reduced or the lane has failed."""
+    """Those that are open, by number. ``drive`` blocks until what a lane waits for is so."""
 
     def __init__(
         self,
@@ -33,12 +33,14 @@ class Lanes(dict[int, "Lane"]):
         operations: list[Operation],
         network: Network,
         sizes: Sizes,
-        drive: Callable[[Lane], None],
+        drive: Callable[[Lane, Callable[[], bool]], None],
     ) -> None:
         super().__init__()
         self.driver, self.mailbox, self.telemetry, self.drive = driver, mailbox, telemetry, drive
         self.network, self.sizes = network, sizes
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
+        # What users of lanes have still to do with the results of a step whose end they did not wait for.
+        self.unended: dict[Lane, Callable[[], None]] = {}
         self._operations = operations
         mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned, Ended: self._ended})
 
@@ -60,6 +62,11 @@ class Lanes(dict[int, "Lane"]):
             del self.closed[old.lane_id]
         while len(self.closed) > CLOSED_LANES:
             self.closed.pop(next(iter(self.closed)))
+
+    def end_steps(self) -> None:
+        """This rank is about to join or to leave: have all users of lanes end their steps. Raises what that raises."""
+        for end in list(self.unended.values()):
+            end()
 
     def drop_later(self, operations: Iterable[Operation]) -> None:
         """Have the driver let go of what nobody waits for any more and may never end."""

@@ -98,14 +98,14 @@ class PlannedGradients:
                 small.zero_()
             else:
                 small.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            self.lane.copied([i], started)
+            self.lane.records.copied([i], started)
             self.lane.ready(i, FILLED, since)
         elif gradient is not None and (self._is_free(i, gradient) if is_free is None else is_free):
             self._in_place[gradient.data_ptr()] = i
             self.lane.ready(i, offer_from(gradient, self.lane.on_device), since)
         else:
             copy = self._copies[i] = self._copied(i, gradient)
-            self.lane.copied([i], started)
+            self.lane.records.copied([i], started)
             self.lane.ready(i, offer_from(copy, self.lane.on_device), since)
 
     def _is_free(self, i: int, gradient: torch.Tensor) -> bool:
@@ -148,6 +148,36 @@ class PlannedGradients:
 
     def finish(self) -> None:
         """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
+        self._hand_over_rest()
+        self.lane.finish()
+        self._give_back(range(len(self.parameters)))
+        self._start_step()
+
+    def begin_finish(self) -> None:
+        """The same, but for the wait: ``collect`` waits for some, and ``end`` for all after all were collected."""
+        self._hand_over_rest()
+        self.lane.begin_finish()
+
+    def collect(self, slots: Sequence[int]) -> None:
+        """Wait until these gradients hold their results."""
+        self.lane.wait(slots)
+        self._give_back(slots)
+
+    def end(self) -> None:
+        """The step is over."""
+        self.lane.finish()
+        self._start_step()
+
+    def can_be_collected_apart(self) -> bool:
+        """Whether no two gradients may lie in the same memory: one's result may come before the other's is used."""
+        gradients = [
+            gradient
+            for i, parameter in enumerate(self.parameters)
+            if self._takes_part(i) and (gradient := parameter.grad) is not None and gradient.layout is torch.strided
+        ]
+        return not overlapping(gradients, [True] * len(gradients))
+
+    def _hand_over_rest(self) -> None:
         unready = self.lane.unready_slots()
         # What is to be copied for one parameter must not be reduced where it lies for another.
         storages = Counter(storage_of(self.parameters[i].grad) for i in unready)
@@ -159,9 +189,6 @@ class PlannedGradients:
                 self.lane.ready(i, FILLED, since)
             else:
                 self._hand_over(i, since)
-        self.lane.finish()
-        self._give_back()
-        self._start_step()
 
     def _fill_small(self, slots: Sequence[int]) -> set[int]:
         """Copy dense gradients of small slots, all of them in one go; returns of which slots."""
@@ -176,17 +203,18 @@ class PlannedGradients:
         }
         if gradients:
             torch._foreach_copy_([self._small[i] for i in gradients], list(gradients.values()))
-        self.lane.copied(list(gradients), started)
+        self.lane.records.copied(list(gradients), started)
         return set(gradients)
 
-    def _give_back(self) -> None:
-        """Every gradient holds its result: those that were reduced elsewhere get it now."""
+    def _give_back(self, slots: Sequence[int]) -> None:
+        """These gradients hold their results: those that were reduced elsewhere get them now."""
         gradients: list[torch.Tensor] = []  # dense ones, and what each is to be given, if it is not there
         results: list[torch.Tensor | None] = []
         owners: list[int] = []
-        for i, parameter in enumerate(self.parameters):
+        for i in slots:
             if not self._takes_part(i):
                 continue
+            parameter = self.parameters[i]
             gradient, result = parameter.grad, self._copies.get(i, self._small.get(i))
             sparse_dim = self._sparse_dims.get(id(parameter))
             if sparse_dim is None and gradient is not None and gradient.is_sparse:

@@ -129,6 +129,13 @@ class Routes:
             self.planned.finish()
         self.named.finish()
 
+    def begin_finish(self, name_of: NameOf) -> None:
+        """The same, but for the wait for what a lane reduces: see PlannedGradients."""
+        assert self.planned is not None
+        self.planned.check_unchanged(name_of)
+        self.planned.begin_finish()
+        self.named.finish()
+
     def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf, settings: GradientSettings) -> None:
         """Reduce gradients that were computed before these routes were agreed on, one by one."""
         names = {id(parameter): f"newcomer.{name_of(parameter)}" for parameter in parameters}

@@ -174,6 +174,36 @@ class GradientSynchronizer:
                 self._finish_step()
             self.verification.finished()
 
+    @_disable_dynamo
+    def begin_step(self) -> PlannedGradients | None:
+        """The same as far as that is possible without a wait. Collective: an update follows.
+
+        Returns gradients to be collected, ended and then ``ended()``; None where this is a step to be waited for.
+        """
+        self._check_owner()
+        self._bind()
+        self._check_cleared()
+        routes = self._routes
+        planned = None if routes is None or self._unraised is not None else routes.planned
+        if routes is None or planned is None or routes.ids != list(self._trainable()):
+            return None
+        is_compared = planned.lane.verifies or self.verification.wants(planned.lane.steps + 1)
+        if is_compared or planned.lane.on_device or not planned.can_be_collected_apart():
+            return None
+        self.verification.updates = True
+        try:
+            with torch.no_grad():
+                routes.begin_finish(self.name_of)
+        except HorovodInternalError as error:
+            self.failed(error)
+            raise
+        self._start_step()
+        return planned
+
+    def ended(self) -> None:
+        """All that ``begin_step`` began was collected, and is over."""
+        self.verification.finished()
+
     def _check_cleared(self) -> None:
         for parameter in self._trainable().values() if some_are_half_summed() else ():
             if is_half_summed(parameter.grad):
@@ -194,13 +224,17 @@ class GradientSynchronizer:
             else:
                 self._change_routes(self._routes, trainable)
         except HorovodInternalError as error:
-            if self._routes is not None:
-                self._save_kept(self._routes)
-                if self._routes.move_out() and STEP_FAILED not in str(error):
-                    error.args = (f"{error}\n{STEP_FAILED}", *error.args[1:])
-            self._routes = None
-            self._start_step()
+            self.failed(error)
             raise
+        self._start_step()
+
+    def failed(self, error: HorovodInternalError) -> None:
+        """A step failed: the next one begins anew."""
+        if self._routes is not None:
+            self._save_kept(self._routes)
+            if self._routes.move_out() and STEP_FAILED not in str(error):
+                error.args = (f"{error}\n{STEP_FAILED}", *error.args[1:])
+        self._routes = None
         self._start_step()
 
     def _raise_unraised(self) -> None:

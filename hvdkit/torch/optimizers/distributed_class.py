@@ -116,6 +116,7 @@ def distributed_class(base: Any) -> Any:
 
         def reset_compression(self) -> None:
             """Forget what codecs keep from step to step, as residuals; call it on all ranks."""
+            self._synchronizer.complete()
             self._synchronizer.reset_compression()
 
         @contextmanager
@@ -142,10 +143,33 @@ def distributed_class(base: Any) -> Any:
             if self._synchronizer.in_flight:
                 raise AssertionError(CLEARED_IN_FLIGHT)
             self._synchronizer.forget_synchronized()
+            updates = self._synchronizer.updates
+            if updates is not None and (args[0] if args else kwargs.get("set_to_none", True)):
+                updates.clear_later(super().zero_grad)
+                return
+            self._synchronizer.complete()
             super().zero_grad(*args, **kwargs)
+
+        @property
+        def state(self) -> Any:
+            """What the optimizer keeps for each parameter, as the last step leaves it."""
+            if "_synchronizer" in self.__dict__:
+                self._synchronizer.complete()
+            return self.__dict__["state"]
+
+        @state.setter
+        def state(self, value: Any) -> None:
+            self.__dict__["state"] = value
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """See torch.optim.Optimizer; what is left of the last step comes first."""
+            if "_synchronizer" in self.__dict__:
+                self._synchronizer.complete()
+            super().add_param_group(param_group)
 
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             """The wrapped optimizer's, and what this rank's codecs keep under "compression", if they keep anything."""
+            self._synchronizer.complete()
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
             kept = self._synchronizer.kept_by_codecs()
             return state if kept is None else {**state, KEY: kept}
@@ -155,6 +179,7 @@ def distributed_class(base: Any) -> Any:
 
             Raises ValueError or TypeError, and changes nothing, where codecs cannot go on from what they kept.
             """
+            self._synchronizer.complete()
             state = args[0] if args else kwargs["state_dict"]
             self._synchronizer.check_compression_state(state.get(KEY))
             self._synchronizer.abandon()
@@ -165,6 +190,7 @@ def distributed_class(base: Any) -> Any:
                 self._wrapped_optimizer.param_groups = self.param_groups
 
         def __getstate__(self) -> dict[str, Any]:
+            self._synchronizer.complete()
             return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings}
 
         def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.ops.allreduce import allreduce_async_
 from hvdkit.torch.ops.sync import synchronize
+from hvdkit.torch.optimizers.overlap import Updates, has_step_hooks
 
 STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -35,6 +37,7 @@ class OptimizerSynchronizer(GradientSynchronizer):
         self.should_synchronize = True
         self._is_synchronized = False
         self._for_scaler = False
+        self._updates: Updates | None = None  # of the last step, while some are still to be made
         super().__init__(optimizer, settings)
 
     @property
@@ -45,6 +48,7 @@ class OptimizerSynchronizer(GradientSynchronizer):
     @_disable_dynamo
     def synchronize(self, updates: bool = False) -> None:
         """See GradientSynchronizer."""
+        self.complete()
         super().synchronize(updates)
         self._is_synchronized = True
         self._for_scaler = False
@@ -55,8 +59,38 @@ class OptimizerSynchronizer(GradientSynchronizer):
             self.synchronize()
             self._for_scaler = True
 
+    def complete(self) -> None:
+        """Make what is left of the last step's updates."""
+        updates = self._updates
+        if updates is not None:
+            updates.complete_all()
+            if updates.is_over:
+                self._updates = None
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        self.complete()
+        super()._complete(parameter)
+
+    @property
+    def updates(self) -> Updates | None:
+        """Those of the last step that are still to be made."""
+        return None if self._updates is None or self._updates.is_over else self._updates
+
+    def _leave_to_background(self, update: Callable[[], Any]) -> bool:
+        """Begin a step whose updates are made when they are needed. Returns whether that can be."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self.settings.overlap_forward or has_step_hooks(optimizer):
+            return False
+        planned = self.begin_step()
+        if planned is not None:
+            self.forget_synchronized()
+            self._updates = Updates(self, planned, optimizer, update)
+            self._updates.begin()
+        return planned is not None
+
     def step(self, base_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Synchronise and then call the wrapped optimizer's ``step``, whose closure, if any, synchronises itself."""
+        self.complete()
         if args and callable(args[0]):
             args = (self._synchronized_closure(args[0]), *args[1:])
         elif callable(kwargs.get("closure")):
@@ -64,6 +98,8 @@ class OptimizerSynchronizer(GradientSynchronizer):
         elif self.should_synchronize and not (self._for_scaler and self.is_synchronized):
             if self.is_synchronized:
                 warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
+            elif self._leave_to_background(partial(base_step, *args, **kwargs)):
+                return None
             self.synchronize(updates=True)
         else:
             self._check_synchronized()
@@ -87,6 +123,7 @@ class OptimizerSynchronizer(GradientSynchronizer):
 
     def abandon(self) -> None:
         """See GradientSynchronizer."""
+        self.complete()
         self.forget_synchronized()
         self.should_synchronize = True
         super().abandon()

@@ -1,0 +1,136 @@
+"""Parameters that wait for an update: of a class of which PyTorch asks before it does anything with them.
+
+Whatever of PyTorch's is called with one, on whatever thread, goes through ``__torch_function__``, where the update is
+made first. What PyTorch hands to C++ without that is guarded by itself: ``torch.func``, modules with extensions of
+their own, scripted and compiled ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
+from torch._compile import _disable_dynamo
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Completes(Protocol):
+    """Who makes the update of a parameter."""
+
+    def complete(self, parameter: torch.Tensor) -> None:
+        """Make it."""
+
+    def complete_all(self) -> None:
+        """Make all that are left."""
+
+
+# What can be answered at once: no value is read.
+NO_VALUES = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad", "shape")
+)
+
+_UNDER_WAY: Any = WeakIdKeyDictionary()  # who makes the update of a parameter
+
+
+class UpdatedLater(torch.nn.Parameter):
+    """A parameter whose update is under way: it is made before PyTorch does anything with it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        complete(_waiting_in((args, kwargs)))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        complete([self])
+        return copy.deepcopy(self, memo)  # of the class that it has by now
+
+
+def _waiting_in(value: Any) -> Iterator[UpdatedLater]:
+    if type(value) is UpdatedLater:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for member in value:
+            yield from _waiting_in(member)
+    elif isinstance(value, dict):
+        for member in value.values():
+            yield from _waiting_in(member)
+
+
+@_disable_dynamo
+def complete(parameters: Iterable[torch.Tensor]) -> None:
+    """Make the updates that these parameters wait for."""
+    for parameter in parameters:
+        updates = _UNDER_WAY.get(parameter)
+        if updates is not None:
+            updates.complete(parameter)
+        elif type(parameter) is UpdatedLater:
+            _become_plain(parameter)  # it was made while another one waited
+
+
+def _become_plain(parameter: Any) -> None:
+    parameter.__class__ = torch.nn.Parameter
+
+
+def wait_for(parameter: Any, updates: Completes) -> None:
+    """From now on an update of ``parameter`` is made by ``updates`` before anybody uses it."""
+    _guard_transforms()
+    _UNDER_WAY[parameter] = updates
+    parameter.__class__ = UpdatedLater
+
+
+def is_waiting(parameter: torch.Tensor) -> bool:
+    """Whether its update is still to be made."""
+    return parameter in _UNDER_WAY
+
+
+def release(parameter: torch.Tensor) -> None:
+    """Its update is made: it is an ordinary parameter."""
+    _UNDER_WAY.pop(parameter, None)
+    _become_plain(parameter)
+
+
+def before_forward(module: torch.nn.Module, _: Any) -> None:
+    """Before a module computes: its extension in C++ may be given parameters without a word of PyTorch's.
+
+    So is what was scripted or compiled, as a whole.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+        for updates in set(_UNDER_WAY.values()):
+            updates.complete_all()
+    else:
+        complete(_waiting_in(list(module._parameters.values())))
+
+
+@functools.cache
+def _guard_transforms() -> None:
+    """From now on torch.func's grad, vmap and what is made of them complete what they are given."""
+    # The hook on all modules is one of ours, and may well be called an extra time.
+    warnings.filterwarnings(
+        "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks on modules"
+    )
+    transforms, batches = torch._functorch.eager_transforms, torch._functorch.vmap
+    for module, name in ((transforms, "_wrap_for_grad"), (batches, "_add_batch_dim")):
+        setattr(module, name, _completing(getattr(module, name)))
+
+
+def _completing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def guarded(*args: Any) -> Any:
+        complete(_waiting_in(args))
+        return plain(*args)
+
+    return guarded
