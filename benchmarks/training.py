@@ -39,8 +39,6 @@ _WORKER_FLAGS = ("steps", "warmup_steps", "batch_size", "context", "layers", "wi
 def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
     """Compute alone, DDP with and without its hooks, hvdkit and Horovod with fp32 and fp16 on the wire.
 
-    "forward too": hvdkit with ``overlap_forward``.
-
     ``codecs``: more of hvdkit's, by their names in CODECS.
     """
     return [
@@ -51,7 +49,6 @@ def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
         Peer(f"{DDP} PowerSGD", "ddp", "plain", ("--compression", "powersgd")),
         *jobs.horovods(),
         *(peer for peer in jobs.horovods(" staged", "--staged") if peer.worker == "hvdkit"),
-        *(peer for peer in jobs.horovods(" forward too", "--overlap-forward") if peer.worker == "hvdkit"),
         *jobs.horovods(" fp16", "--compression", "fp16"),
         *(
             peer

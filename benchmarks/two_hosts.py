@@ -8,8 +8,8 @@ The hosts are Linux namespaces on this machine (see namespaces.py), made anew fo
 is what a plain TCP connection carries in both directions at once; at high rates that alone takes a good part of the
 cores, which the ranks share with it. An allreduce of n bytes sends at least 2 n (H-1) / H out of each of H hosts and as
 many in. The bound is the time that takes on the wire; for a step it is forward + max(backward, wire) + optimizer, with
-the phases of the step alone. The allreduces are in place. "2 links" is mpi4py with two TCP connections, which hvdkit
-always asks Open MPI for.
+the phases of the step alone. "forward too" is hvdkit with ``overlap_forward``, whose bound is the wire, or the step
+alone. The allreduces are in place. "2 links" is mpi4py with two TCP connections, which hvdkit always asks Open MPI for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ HOSTS = 2
 PIECE_BYTES = 4 << 20
 TURNS = 4
 TURN_SECONDS = 0.5
-STEP_BOUNDS = ("bound", "bound fp16")
+STEP_BOUNDS = ("bound", "bound fp16", "wire", "wire fp16")
+FORWARD_TOO = " forward too"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -137,9 +138,15 @@ def contestants(parts: list[str], names: list[str] | None, codecs: list[str]) ->
     """Who takes part in each part that has anyone; all that ``names`` holds, or all. ``codecs``: more for the step."""
     names_of_mpi = ("mpi4py", allreduce.TWO_LINKS) if jobs.has_mpi() else ()
     mpi4py = [Peer(name, name, "mpi", ("--inplace",)) for name in names_of_mpi]
+    step = [peer for peer in training.contestants(codecs) if not {"--staged", "--barrier"} & set(peer.flags)]
+    step += [
+        Peer(peer.name + FORWARD_TOO, peer.worker, peer.launcher, (*peer.flags, "--overlap-forward"))
+        for peer in step
+        if peer.worker == "hvdkit"
+    ]
     found = {
         "allreduce": [*jobs.horovods("", "--inplace"), Peer("Gloo", "gloo", "plain"), *mpi4py],
-        "step": [peer for peer in training.contestants(codecs) if not {"--staged", "--barrier"} & set(peer.flags)],
+        "step": step,
     }
     common.chosen([peer for part in parts for peer in found[part]], names)  # says which are unknown
     for peer in found["allreduce"]:
@@ -206,19 +213,21 @@ def measure_step(args: argparse.Namespace, link: Link, peers: list[Peer]) -> dic
 
 def bound_of(peer: str) -> str:
     """Which bound holds for a peer: of compute alone for codecs whose bytes are too few to count."""
-    if peer.endswith((" fp16", " bf16")):
-        return "bound fp16"
-    dense = peer in {training.DDP, *(one.name for one in jobs.horovods())} or peer.endswith(" none")
-    return "bound" if dense else training.ALONE
+    plain = peer.removesuffix(FORWARD_TOO)
+    kind = "bound" if plain == peer else "wire"
+    if plain.endswith((" fp16", " bf16")):
+        return f"{kind} fp16"
+    dense = plain in {training.DDP, *(one.name for one in jobs.horovods())} or plain.endswith(" none")
+    return kind if dense else training.ALONE
 
 
 def step_bounds(alone: dict[str, Any], wire: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that a step takes at least, if its gradients travel in fp32 and in fp16."""
+    """Milliseconds that a step takes at least, if its gradients travel in fp32 and in fp16; then with forward too."""
     forward, backward, optimizer = (alone["phases"][name] for name in training.PHASES)
-    return {
-        name: forward + max(backward, wire_milliseconds(alone["parameters"] * width, wire)) + optimizer
-        for name, width in zip(STEP_BOUNDS, (4, 2), strict=True)
-    }
+    wires = [wire_milliseconds(alone["parameters"] * width, wire) for width in (4, 2)]
+    waits = [forward + max(backward, one) + optimizer for one in wires]
+    hides = [max(forward + backward + optimizer, one) for one in wires]
+    return dict(zip(STEP_BOUNDS, waits + hides, strict=True))
 
 
 def _need_wire(errors: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import threading
 import warnings
@@ -350,6 +351,198 @@ def case_memory_that_others_hold_is_updated_at_once(hvd: Any) -> None:
     assert all(torch.equal(*pair) for pair in zip(*values, strict=True))
 
 
+def case_gradients_that_somebody_holds(hvd: Any) -> None:
+    def cleared(trained: Trained) -> None:
+        torch._foreach_zero_(held)
+
+    def read(trained: Trained) -> None:
+        seen.append(torch.stack([gradient.norm() for gradient in held]))
+
+    for use in (cleared, read):
+        digests: list[str] = []
+        seen: list[torch.Tensor] = []
+        for overlap in (False, True):
+            trained = Trained(hvd, overlap)
+            for step in range(STEPS):
+                backward(hvd, trained.model, step)
+                held = [parameter.grad for parameter in trained.model.parameters() if parameter.grad is not None]
+                trained.optimizer.step()
+                use(trained)
+                if use is read:
+                    trained.optimizer.zero_grad()
+            digests.append(digest(trained.model))
+        assert digests[0] == digests[1]
+        assert use is cleared or torch.equal(torch.stack(seen[:STEPS]), torch.stack(seen[STEPS:]))
+
+
+def case_gradients_in_one_buffer(hvd: Any) -> None:
+    digests = []
+    for overlap in (False, True):
+        trained = Trained(hvd, overlap)
+        parameters = list(trained.model.layers.parameters())
+        buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        for parameter, part in zip(parameters, buffer.split([one.numel() for one in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        for step in range(STEPS):
+            backward(hvd, trained.model, step)
+            trained.optimizer.step()
+            buffer.zero_()
+        digests.append(digest(trained.model))
+    assert digests[0] == digests[1]
+
+
+def case_a_graph_made_before_the_step(hvd: Any) -> None:
+    for cleared in (True, False):
+        digests = []
+        for overlap in (False, True):
+            torch.manual_seed(7)
+            layer = nn.Linear(WIDTH, WIDTH)  # whose weight no graph saves
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters(), overlap_forward=overlap
+            )
+            for step in range(STEPS):
+                losses = [layer(data(hvd, 2 * step + number)).square().mean() for number in range(2)]
+                for loss in losses:
+                    loss.backward()
+                    optimizer.step()
+                    if cleared:
+                        optimizer.zero_grad()
+                optimizer.zero_grad()
+            digests.append(digest(layer))
+        assert digests[0] == digests[1]
+
+
+def case_transformers_in_evaluation(hvd: Any) -> None:
+    mask = torch.tensor([[False] * 4 + [True] * 2] * 3)
+    outputs = []
+    for overlap in (False, True):
+        torch.manual_seed(7)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap_forward=overlap
+        )
+        x = torch.randn(3, 6, WIDTH, generator=torch.Generator().manual_seed(1))
+        for _ in range(STEPS):
+            model.train()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                outputs.append(model(x, src_key_padding_mask=mask))
+    assert torch.equal(torch.stack(outputs[:STEPS]), torch.stack(outputs[STEPS:]))
+
+
+def case_scripted_modules_are_read_by_other_ways(hvd: Any) -> None:
+    def saved(scripted: Any) -> list[torch.Tensor]:
+        file = io.BytesIO()
+        torch.jit.save(scripted, file)
+        file.seek(0)
+        return list(torch.jit.load(file).state_dict().values())
+
+    def after(trained: Trained) -> list[torch.Tensor]:
+        return saved(torch.jit.script(trained.model))
+
+    before = Trained(hvd, False).run(), Trained(hvd)
+    scripted = torch.jit.script(before[1].model)
+    before[1].run()
+    expected = list(before[0].model.state_dict().values())
+    assert all(torch.equal(*pair) for pair in zip(expected, saved(scripted), strict=True))
+    before[0].run(1), before[1].run(1)
+    assert_close(scripted.forward(data(hvd, 0)), before[0].model(data(hvd, 0)), relative=1e-6)
+    waits, overlaps = twins(hvd)
+    assert all(torch.equal(*pair) for pair in zip(after(waits), after(overlaps), strict=True))
+
+
+def case_the_wrapped_optimizer_tells_what_the_step_gives(hvd: Any) -> None:
+    waits, overlaps = twins(hvd, make=OPTIMIZERS["AdamW"])
+    ours, theirs = (one.plain.state_dict()["state"] for one in (waits, overlaps))
+    for number, state in ours.items():
+        assert all(torch.equal(value, theirs[number][key]) for key, value in state.items())
+
+
+class ReadInExtension(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
+        return torch.from_dlpack(torch._C._to_dlpack(weight.__class__.detach(weight))).clone()
+
+
+def case_what_hands_parameters_to_extensions(hvd: Any) -> None:
+    for read in (
+        lambda model: ReadInExtension.apply(model.layers[3].weight),
+        lambda model: torch.utils.dlpack.from_dlpack(
+            torch.utils.dlpack.to_dlpack(model.layers[3].weight.requires_grad_())
+        ),
+    ):
+        waits, overlaps = twins(hvd)
+        waits.model.requires_grad_(False)
+        with torch.no_grad():
+            assert torch.equal(waits.model.layers[3].weight, read(overlaps.model).detach())
+
+
+def case_an_interrupted_wait_changes_nothing(hvd: Any) -> None:
+    waits, overlaps = twins(hvd)
+    lane = overlaps.optimizer._synchronizer._routes.planned.lane
+    wait = lane.wait
+
+    def interrupted(slots: Any) -> None:
+        lane.wait = wait
+        raise KeyboardInterrupt
+
+    lane.wait = interrupted
+    left = waiting(overlaps.model)
+    with pytest.raises(KeyboardInterrupt):
+        overlaps.model(data(hvd, 0))
+    assert waiting(overlaps.model) == left
+    waits.run(2), overlaps.run(2)
+    same(hvd, waits, overlaps)
+
+
+def case_a_handler_that_reads_while_the_thread_waits(hvd: Any) -> None:
+    waits, overlaps = twins(hvd)
+    lanes = overlaps.optimizer._synchronizer._routes.planned.lane.lanes
+    drive, digests = lanes.drive, []
+
+    def handled(what: Any, finished: Callable[[], bool]) -> None:
+        lanes.drive = drive
+        digests.append(digest(overlaps.model))
+        drive(what, finished)
+
+    lanes.drive = handled
+    overlaps.model(data(hvd, 0))
+    assert digests == [digest(waits.model)]
+    same(hvd, waits, overlaps)
+
+
+def case_a_forked_child_sees_what_the_step_gives(hvd: Any) -> None:
+    waits, overlaps = twins(hvd)
+    expected = digest(waits.model)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if digest(overlaps.model) == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def case_hooks_and_groups_of_the_next_step(hvd: Any) -> None:
+    trained = Trained(hvd).run()
+    calls: list[int] = []
+    trained.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    groups: list[Any] = []
+    trained.model.layers[1].register_forward_hook(lambda *_: groups.append(trained.optimizer.param_groups))
+    trained.model(data(hvd, 0))
+    assert calls == []
+    assert groups[0] is trained.optimizer.param_groups
+
+
+def case_parameters_that_processes_share_are_updated_at_once(hvd: Any) -> None:
+    trained = Trained(hvd)
+    trained.model.layers[2].share_memory()
+    trained.run()
+    assert not any(is_waiting(parameter) for parameter in trained.model.layers[2].parameters())
+    assert waiting(trained.model) == 12
+
+
 def case_step_waits_where_all_gradients_are_needed(hvd: Any) -> None:
     digests = []
     for overlap in (False, True):
@@ -500,10 +693,10 @@ def case_an_error_of_the_optimizer_leaves_ordinary_parameters(hvd: Any) -> None:
     trained.step()
     updates = trained.optimizer._synchronizer.updates
 
-    def broken() -> None:
+    def broken(parameters: Any) -> None:
         raise RuntimeError("broken update")
 
-    updates._update = broken
+    updates._make = broken
     with expect(RuntimeError, "broken update"):
         trained.model(data(hvd, 0))
     assert waiting(trained.model) == 0

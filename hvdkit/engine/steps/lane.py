@@ -36,10 +36,8 @@ class Lane:
     """
 
     def __init__(self, lanes: Lanes, lane_id: int, plan: Plan, group: Group, reducer: Reducer, verify: int) -> None:
-        self.name = plan.name
-        self.lane_id = lane_id
-        self.plan = plan
-        self.slots = plan.slots
+        self.lane_id, self.name = lane_id, plan.name
+        self.plan, self.slots = plan, plan.slots
         self.group = group
         self.error: HorovodInternalError | None = None
         self.sequence = 0  # operations started since registration, the same on all ranks that are as far
@@ -120,28 +118,30 @@ class Lane:
         Raises HorovodInternalError where a rank is lost, does something else or has given the step up.
         """
         step = self.steps
-        self._begin_finish()
+        self.begin_finish(wakes=False)
         self._end()
         self._use(step)
 
-    def begin_finish(self) -> None:
+    def begin_finish(self, wakes: bool = True) -> None:
         """Every slot is ready: all are reduced in the background. ``wait`` waits for some, ``finish`` for all."""
-        self._begin_finish()
-        self._driver.wake()
-
-    def _begin_finish(self) -> None:
         assert not self.unready_slots(), "finish() before every slot was ready"
         if self.verifies and not self._finishing:
             self.verification.prepare()
         self._finishing = True
+        if wakes:
+            self._driver.wake()
 
     def wait(self, slots: Sequence[int]) -> None:
         """After ``begin_finish``: wait until these slots are reduced. Raises as ``finish`` does, which follows."""
-        buckets = {self.arrangement.bucket_of[slot] for slot in slots}
-        self.lanes.drive(self, lambda: self.error is not None or not any(self._unreduced[one] for one in buckets))
+        step, buckets = self.steps, {self.arrangement.bucket_of[slot] for slot in slots}
+
+        def are_reduced() -> bool:  # a signal's handler may end the step meanwhile
+            return self.error is not None or self.steps > step or not any(self._unreduced[one] for one in buckets)
+
+        self.lanes.drive(self, are_reduced)
         if self.error is not None:
             raise self.error
-        self._use(self.steps)
+        self._use(step)
 
     def _use(self, step: int) -> None:
         if (rank := self._abandoned.use(step)) is not None:

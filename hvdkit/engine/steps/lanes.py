@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.mailbox import Mailbox
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 CLOSED_LANES = 64
 # How many of them keep their communicator of a device, which takes the device's memory.
 CLOSED_DEVICE_LANES = 4
+
+
+class Unended(Protocol):
+    """Who has still to use the results of a lane's step."""
+
+    def complete_all(self) -> None:
+        """Wait for them and use them."""
+
+    def give_up(self) -> None:
+        """Use none of them."""
 
 
 class Lanes(dict[int, "Lane"]):
@@ -40,7 +50,7 @@ class Lanes(dict[int, "Lane"]):
         self.network, self.sizes = network, sizes
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         # What users of lanes have still to do with the results of a step whose end they did not wait for.
-        self.unended: dict[Lane, Callable[[], None]] = {}
+        self.unended: dict[Lane, Unended] = {}
         self._operations = operations
         mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned, Ended: self._ended})
 
@@ -65,8 +75,13 @@ class Lanes(dict[int, "Lane"]):
 
     def end_steps(self) -> None:
         """This rank is about to join or to leave: have all users of lanes end their steps. Raises what that raises."""
-        for end in list(self.unended.values()):
-            end()
+        for user in list(self.unended.values()):
+            user.complete_all()
+
+    def give_up_steps(self) -> None:
+        """Nothing can be waited for any more."""
+        for user in list(self.unended.values()):
+            user.give_up()
 
     def drop_later(self, operations: Iterable[Operation]) -> None:
         """Have the driver let go of what nobody waits for any more and may never end."""

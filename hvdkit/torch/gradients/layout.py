@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +85,21 @@ _ONE_HOLDER = _holders(torch.empty(1))
 def has_storage_alone(tensor: torch.Tensor) -> bool:
     """Whether nobody else, tensor or not, holds a tensor's storage."""
     return _holders(tensor) == _ONE_HOLDER
+
+
+def references(tensor: torch.Tensor) -> int:
+    """How many names in Python hold a tensor, as far as a constant."""
+    return sys.getrefcount(tensor)
+
+
+def _references_of_a_gradient() -> int:
+    parameter = torch.nn.Parameter(torch.empty(1))
+    parameter.grad = torch.empty(1)
+    gradient = parameter.grad
+    return references(gradient)
+
+
+ALONE = _references_of_a_gradient()
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

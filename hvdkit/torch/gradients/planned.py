@@ -14,11 +14,13 @@ from hvdkit.engine.steps.arrangement import UNSEEN
 from hvdkit.engine.steps.offers import FILLED
 from hvdkit.torch.gradients.half_summed import mark_half_summed
 from hvdkit.torch.gradients.layout import (
+    ALONE,
     fits,
     has_storage_alone,
     layout_of,
     offer_from,
     overlapping,
+    references,
     storage_of,
     tensor_on,
 )
@@ -150,23 +152,30 @@ class PlannedGradients:
         """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
         self._hand_over_rest()
         self.lane.finish()
-        self._give_back(range(len(self.parameters)))
+        self.give_back(range(len(self.parameters)))
         self._start_step()
 
     def begin_finish(self) -> None:
-        """The same, but for the wait: ``collect`` waits for some, and ``end`` for all after all were collected."""
+        """The same, but for the wait: ``lane.wait`` waits for some, ``give_back`` follows, and ``end``."""
         self._hand_over_rest()
         self.lane.begin_finish()
-
-    def collect(self, slots: Sequence[int]) -> None:
-        """Wait until these gradients hold their results."""
-        self.lane.wait(slots)
-        self._give_back(slots)
 
     def end(self) -> None:
         """The step is over."""
         self.lane.finish()
         self._start_step()
+
+    def held(self) -> set[int]:
+        """The slots of gradients that somebody holds or has a view of, and may read or clear without our knowing."""
+        found = set()
+        for i, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            is_in_place = self._in_place.get(gradient.data_ptr()) == i  # nobody else had its storage then, we have now
+            if references(gradient) > ALONE + (i in self._watched) or not (is_in_place or has_storage_alone(gradient)):
+                found.add(i)
+        return found
 
     def can_be_collected_apart(self) -> bool:
         """Whether no two gradients may lie in the same memory: one's result may come before the other's is used."""
@@ -206,7 +215,7 @@ class PlannedGradients:
         self.lane.records.copied(list(gradients), started)
         return set(gradients)
 
-    def _give_back(self, slots: Sequence[int]) -> None:
+    def give_back(self, slots: Sequence[int]) -> None:
         """These gradients hold their results: those that were reduced elsewhere get them now."""
         gradients: list[torch.Tensor] = []  # dense ones, and what each is to be given, if it is not there
         results: list[torch.Tensor | None] = []

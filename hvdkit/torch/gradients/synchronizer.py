@@ -175,10 +175,11 @@ class GradientSynchronizer:
             self.verification.finished()
 
     @_disable_dynamo
-    def begin_step(self) -> PlannedGradients | None:
+    def begin_step(self) -> tuple[PlannedGradients, Collection[int]] | None:
         """The same as far as that is possible without a wait. Collective: an update follows.
 
-        Returns gradients to be collected, ended and then ``ended()``; None where this is a step to be waited for.
+        Returns gradients to be given back, ended and then ``ended()``, and the slots of those that others hold; None
+        where this is a step to be waited for.
         """
         self._check_owner()
         self._bind()
@@ -191,6 +192,7 @@ class GradientSynchronizer:
         if is_compared or planned.lane.on_device or not planned.can_be_collected_apart():
             return None
         self.verification.updates = True
+        held = planned.held()
         try:
             with torch.no_grad():
                 routes.begin_finish(self.name_of)
@@ -198,7 +200,7 @@ class GradientSynchronizer:
             self.failed(error)
             raise
         self._start_step()
-        return planned
+        return planned, held
 
     def ended(self) -> None:
         """All that ``begin_step`` began was collected, and is over."""

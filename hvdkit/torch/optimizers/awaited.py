@@ -1,14 +1,16 @@
 """Parameters that wait for an update: of a class of which PyTorch asks before it does anything with them.
 
 Whatever of PyTorch's is called with one, on whatever thread, goes through ``__torch_function__``, where the update is
-made first. What PyTorch hands to C++ without that is guarded by itself: ``torch.func``, modules with extensions of
-their own, scripted and compiled ones.
+made first. What PyTorch hands to C++ without that is guarded by itself: ``torch.func``, functions of autograd, modules
+with extensions of their own, scripted and compiled ones. An extension that is given a parameter in no other way than a
+plain call, outside of the module whose parameter it is, cannot be seen.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
+import torch.utils.dlpack
 from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -36,6 +39,11 @@ NO_VALUES = frozenset(
 )
 
 _UNDER_WAY: Any = WeakIdKeyDictionary()  # who makes the update of a parameter
+_HOOKS: Any = WeakIdKeyDictionary()  # of a graph made before the step, whose backward pass is run after it
+
+
+# In evaluation they take another way where a parameter within them is of a class of its own.
+_ASKS_FOR_SUBCLASSES = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
 
 
 class UpdatedLater(torch.nn.Parameter):
@@ -85,7 +93,12 @@ def _become_plain(parameter: Any) -> None:
 
 def wait_for(parameter: Any, updates: Completes) -> None:
     """From now on an update of ``parameter`` is made by ``updates`` before anybody uses it."""
-    _guard_transforms()
+    _guard_what_asks_nobody()
+
+    def before_gradient(_: torch.Tensor) -> None:
+        updates.complete(parameter)
+
+    _HOOKS[parameter] = parameter.register_hook(before_gradient)
     _UNDER_WAY[parameter] = updates
     parameter.__class__ = UpdatedLater
 
@@ -99,6 +112,15 @@ def release(parameter: torch.Tensor) -> None:
     """Its update is made: it is an ordinary parameter."""
     _UNDER_WAY.pop(parameter, None)
     _become_plain(parameter)
+    hook = _HOOKS.pop(parameter, None)
+    if hook is not None:
+        hook.remove()
+
+
+def complete_everything() -> None:
+    """Make all updates that are left in this process."""
+    for updates in set(_UNDER_WAY.values()):
+        updates.complete_all()
 
 
 def before_forward(module: torch.nn.Module, _: Any) -> None:
@@ -109,28 +131,46 @@ def before_forward(module: torch.nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-        for updates in set(_UNDER_WAY.values()):
-            updates.complete_all()
+        complete_everything()
+    elif isinstance(module, _ASKS_FOR_SUBCLASSES) and not module.training:
+        complete(_waiting_in(list(module.parameters())))
     else:
         complete(_waiting_in(list(module._parameters.values())))
 
 
 @functools.cache
-def _guard_transforms() -> None:
-    """From now on torch.func's grad, vmap and what is made of them complete what they are given."""
+def _guard_what_asks_nobody() -> None:
+    """From now on what hands tensors to C++ by itself completes them: torch.func, functions of autograd, DLPack."""
     # The hook on all modules is one of ours, and may well be called an extra time.
-    warnings.filterwarnings(
-        "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks on modules"
-    )
-    transforms, batches = torch._functorch.eager_transforms, torch._functorch.vmap
-    for module, name in ((transforms, "_wrap_for_grad"), (batches, "_add_batch_dim")):
-        setattr(module, name, _completing(getattr(module, name)))
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+    for owner, name in (
+        (torch._functorch.eager_transforms, "_wrap_for_grad"),
+        (torch._functorch.vmap, "_add_batch_dim"),
+        (torch.utils.dlpack, "to_dlpack"),
+    ):
+        setattr(owner, name, _completing(getattr(owner, name)))
+    recursive: Any = torch.jit._recursive
+    recursive.create_script_module = _completing_all(recursive.create_script_module)
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(_completing(function.apply.__func__))
+    # A child has no ranks to wait for.
+    os.register_at_fork(before=complete_everything)
+
+
+def _completing_all(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        complete_everything()
+        return plain(*args, **kwargs)
+
+    return guarded
 
 
 def _completing(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    def guarded(*args: Any) -> Any:
-        complete(_waiting_in(args))
-        return plain(*args)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if _UNDER_WAY:
+            complete(_waiting_in((args, kwargs)))
+        return plain(*args, **kwargs)
 
     return guarded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,15 @@ def wrap(optimizer: torch.optim.Optimizer, settings: Settings) -> Any:
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._wrapped_optimizer = optimizer
     wrapped._synchronizer = synchronizer_for(wrapped, settings)
+    if settings.overlap_forward:
+        synchronizer = weakref.ref(wrapped._synchronizer)
+
+        def complete(_: torch.optim.Optimizer) -> None:
+            held = synchronizer()
+            if held is not None:
+                held.complete()
+
+        optimizer.register_state_dict_pre_hook(complete)  # of the wrapped one too
     return wrapped
 
 
@@ -145,10 +155,17 @@ def distributed_class(base: Any) -> Any:
             self._synchronizer.forget_synchronized()
             updates = self._synchronizer.updates
             if updates is not None and (args[0] if args else kwargs.get("set_to_none", True)):
-                updates.clear_later(super().zero_grad)
+                updates.clear_later(lambda plain: plain.zero_grad())
                 return
             self._synchronizer.complete()
             super().zero_grad(*args, **kwargs)
+
+        def plain_with(self, param_groups: list[dict[str, Any]]) -> Any:
+            """An object of the plain class with the same state and other groups, for an update of some parameters."""
+            plain = base.__new__(base)
+            plain.__dict__.update(self.__dict__)
+            plain.param_groups = param_groups
+            return plain
 
         @property
         def state(self) -> Any:

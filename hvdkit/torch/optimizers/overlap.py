@@ -8,8 +8,9 @@ with it, on whatever thread, so that nobody sees a value from before the step.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,6 +27,8 @@ from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.optimizers.awaited import before_forward, is_waiting, release, wait_for
 from hvdkit.torch.optimizers.names import parameters_of
+
+logger = logging.getLogger("hvdkit")
 
 # Their step() computes each parameter's update from its own gradient and state alone.
 BY_PARAMETER = (
@@ -97,17 +100,51 @@ def _apart_from_the_forward_pass() -> Iterator[None]:
         yield
 
 
+def _holders(parameter: torch.Tensor) -> int:
+    """How many in C++ hold a parameter: with its gradient's node, which a graph may or may not hold."""
+    edge = torch.autograd.graph.get_gradient_edge(parameter)
+    count = int(parameter._use_count())  # type: ignore[attr-defined]
+    del edge
+    return count
+
+
+_ONE_HOLDER = _holders(torch.nn.Parameter(torch.empty(1)))
+
+
+def can_wait(parameter: torch.Tensor) -> bool:
+    """Whether nobody reads a parameter but through its object.
+
+    Others may share its memory, with this process or another one, and a scripted module holds the tensor itself.
+    """
+    return (
+        type(parameter) is torch.nn.Parameter
+        and parameter.is_cpu
+        and parameter.requires_grad
+        and not parameter.is_shared()  # type: ignore[no-untyped-call]
+        and has_storage_alone(parameter)
+        and _holders(parameter) == _ONE_HOLDER
+    )
+
+
+def _only(groups: list[dict[str, Any]], takes_part: Callable[[torch.Tensor], bool]) -> list[dict[str, Any]]:
+    """The same groups with some of their parameters."""
+    return [{**group, "params": list(filter(takes_part, group["params"]))} for group in groups]
+
+
 class Updates:
-    """Those of one step that are still to be made, bucket by bucket. ``update``: the plain optimizer's step."""
+    """Those of one step that are still to be made, bucket by bucket.
+
+    ``held``: slots whose gradients others hold. ``plain``: what gives the plain optimizer with some groups.
+    """
 
     def __init__(
         self,
         synchronizer: GradientSynchronizer,
         planned: PlannedGradients,
+        held: Collection[int],
         optimizer: Any,
-        update: Callable[[], Any],
     ) -> None:
-        self._synchronizer, self._planned, self._optimizer, self._update = synchronizer, planned, optimizer, update
+        self._synchronizer, self._planned, self._optimizer = synchronizer, planned, optimizer
         self._lock = threading.RLock()
         self._is_busy = False
         self._clears = False
@@ -123,12 +160,11 @@ class Updates:
         self._lanes = planned.lane.lanes
         self._at_once: list[int] = []  # slots
         for slot, parameter in enumerate(planned.parameters):
-            # Another tensor with the parameter's memory would show the value from before.
-            if type(parameter) is torch.nn.Parameter and parameter.is_cpu and has_storage_alone(parameter):
+            if slot not in held and can_wait(parameter):
                 self._left.setdefault(self._bucket_of[slot], []).append(slot)
             else:
                 self._at_once.append(slot)
-        self._lanes.unended[planned.lane] = self.complete_all
+        self._lanes.unended[planned.lane] = self
         self._hook = register_module_forward_pre_hook(before_forward)
 
     def begin(self) -> None:
@@ -137,8 +173,9 @@ class Updates:
         rest = [parameter for parameter in parameters_of(self._groups) if id(parameter) not in waiting]
         with self._lock, self._busy():
             if self._at_once:
+                self._planned.lane.wait(self._at_once)
                 with torch.no_grad():
-                    self._planned.collect(self._at_once)
+                    self._planned.give_back(self._at_once)
             if rest:
                 self._make(rest)
             for slots in self._left.values():
@@ -169,19 +206,27 @@ class Updates:
             while self._left and not self._is_busy:
                 self._complete(next(iter(self._left)))
 
-    def clear_later(self, clear: Callable[[], None]) -> None:
+    def clear_later(self, clear: Callable[[torch.optim.Optimizer], None]) -> None:
         """Gradients of what is left are cleared as soon as they are used; ``clear`` clears the others now."""
         with self._lock:
             self._clears = True
             waiting = self._waiting()
-            with self._only(self._optimizer.param_groups, lambda parameter: id(parameter) not in waiting):
-                clear()
+            groups = _only(self._optimizer.param_groups, lambda parameter: id(parameter) not in waiting)
+            clear(self._optimizer.plain_with(groups))
 
     def _complete(self, bucket: int) -> None:
+        slots = self._left[bucket]
+        try:
+            # Whoever interrupts this, as Ctrl-C, leaves all as it is; a signal's handler may need what is left itself.
+            self._planned.lane.wait(slots)
+        except HorovodInternalError as error:
+            self._fail(error)
+            raise
+        if bucket not in self._left:
+            return
         with self._busy(), _apart_from_the_forward_pass():
-            slots = self._left[bucket]
             parameters = [self._planned.parameters[slot] for slot in slots]
-            self._planned.collect(slots)
+            self._planned.give_back(slots)
             self._make(parameters)
             if self._clears:
                 for parameter in parameters:
@@ -205,20 +250,9 @@ class Updates:
     def _make(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have the optimizer update these, with the settings that it had in the step."""
         chosen = {id(parameter) for parameter in parameters}
-        with self._only(self._groups, lambda parameter: id(parameter) in chosen):
-            self._update()
-
-    @contextmanager
-    def _only(self, groups: list[dict[str, Any]], takes_part: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-        """Here the optimizer has these groups, with some of their parameters."""
-        held = self._optimizer.param_groups
-        self._optimizer.param_groups = [
-            {**group, "params": list(filter(takes_part, group["params"]))} for group in groups
-        ]
-        try:
-            yield
-        finally:
-            self._optimizer.param_groups = held
+        plain = self._optimizer.plain_with(_only(self._groups, lambda parameter: id(parameter) in chosen))
+        # Without the hooks that somebody may have registered since.
+        getattr(type(plain).step, "__wrapped__", type(plain).step)(plain)
 
     def _release(self, bucket: int) -> None:
         for slot in self._left.pop(bucket):
@@ -230,13 +264,18 @@ class Updates:
         self._planned.end()
         self._synchronizer.ended()
 
-    def _fail(self, error: BaseException) -> None:
+    def give_up(self) -> None:
+        """Make no more updates: parameters are as the step before left them."""
         for bucket in list(self._left):
             self._release(bucket)
         self._hook.remove()
         self._lanes.unended.pop(self._planned.lane, None)
+
+    def _fail(self, error: BaseException) -> None:
+        self.give_up()
         if isinstance(error, HorovodInternalError):
             error.args = (f"{error}\n{HALF_UPDATED}", *error.args[1:])
             self._synchronizer.failed(error)
-        elif isinstance(error, Exception):
-            self._planned.end()  # the optimizer raised it; the others know nothing of that
+        else:
+            logger.error("%s: %r in an update. %s", self._planned.lane.name, error, HALF_UPDATED)
+            self._planned.end()  # the others know nothing of that

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,17 +75,18 @@ class OptimizerSynchronizer(GradientSynchronizer):
         """Those of the last step that are still to be made."""
         return None if self._updates is None or self._updates.is_over else self._updates
 
-    def _leave_to_background(self, update: Callable[[], Any]) -> bool:
+    @_disable_dynamo
+    def _leave_to_background(self) -> bool:
         """Begin a step whose updates are made when they are needed. Returns whether that can be."""
         optimizer = self._optimizer()
         if optimizer is None or not self.settings.overlap_forward or has_step_hooks(optimizer):
             return False
-        planned = self.begin_step()
-        if planned is not None:
+        begun = self.begin_step()
+        if begun is not None:
             self.forget_synchronized()
-            self._updates = Updates(self, planned, optimizer, update)
+            self._updates = Updates(self, *begun, optimizer)
             self._updates.begin()
-        return planned is not None
+        return begun is not None
 
     def step(self, base_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Synchronise and then call the wrapped optimizer's ``step``, whose closure, if any, synchronises itself."""
@@ -98,7 +98,7 @@ class OptimizerSynchronizer(GradientSynchronizer):
         elif self.should_synchronize and not (self._for_scaler and self.is_synchronized):
             if self.is_synchronized:
                 warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
-            elif self._leave_to_background(partial(base_step, *args, **kwargs)):
+            elif self._leave_to_background():
                 return None
             self.synchronize(updates=True)
         else:
