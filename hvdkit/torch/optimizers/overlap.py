@@ -134,7 +134,7 @@ def _only(groups: list[dict[str, Any]], takes_part: Callable[[torch.Tensor], boo
 class Updates:
     """Those of one step that are still to be made, bucket by bucket.
 
-    ``held``: slots whose gradients others hold. ``plain``: what gives the plain optimizer with some groups.
+    ``held``: slots whose gradients others hold. ``optimizer``: one of the classes of ``distributed_class``.
     """
 
     def __init__(
