@@ -26,6 +26,17 @@ def room_for_payloads(group: Group, own: Array) -> tuple[Bytes, list[Array]]:
     return scratch, payloads
 
 
+def encode_all(codec: Cast, chunks: Sequence[Array]) -> tuple[Bytes, list[Array]]:
+    """Scratch memory, for the caller to give back, and each chunk's payload, in it where that is not the chunk."""
+    scratch = SCRATCH.take(sum(codec.room_bytes(chunk) for chunk in chunks))
+    payloads, begin = [], 0
+    for chunk in chunks:
+        end = begin + codec.room_bytes(chunk)
+        payloads.append(codec.encode(chunk, scratch[begin:end]))
+        begin = end
+    return scratch, payloads
+
+
 def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]) -> None:
     """Fill each chunk from the payload that its owner encoded, the owner too: so all ranks hold the same bits.
 

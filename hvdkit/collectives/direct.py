@@ -5,7 +5,7 @@ Sums have the bits that one process gives; half precision is summed in fp32 and 
 
 from __future__ import annotations
 
-from hvdkit.collectives.chunks import chunks_of, decode_final, room_for_payloads
+from hvdkit.collectives.chunks import chunks_of, decode_final, encode_all, room_for_payloads
 from hvdkit.collectives.exchange import Rounds, alltoall, exchange_and_reduce
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
@@ -41,8 +41,9 @@ def two_phase_allreduce(
     clusters of workstations"). It is where a codec fits: what travels is encoded. Uses ``tag`` and ``tag + 1``.
     """
     chunks = chunks_of(buffer, group.size)
-    encoded = [codec.encode(chunk) for chunk in chunks]
+    scratch, encoded = encode_all(codec, chunks)
     own = yield from exchange_and_reduce(group, encoded, chunks[group.rank], op, scale, codec, tag, rounds)
     encoded[group.rank] = own
     yield from alltoall(group, [own] * group.size, encoded, tag + 1, rounds)
     decode_final(codec, encoded, chunks)
+    SCRATCH.give_back(scratch)

@@ -34,7 +34,7 @@ def alltoall(
 
 def exchange_and_reduce(
     group: Group,
-    encoded: list[Array],
+    encoded: Sequence[Array],
     own: Array,
     op: ReduceOp,
     scale: Scale,
@@ -42,12 +42,15 @@ def exchange_and_reduce(
     tag: int,
     rounds: Rounds = None,
 ) -> Steps[Array]:
-    """Send chunk p to rank p, reduce what came for this rank into ``own``; returns it encoded again."""
+    """Send payload p to rank p; returns the payload of what all ranks sent for this one, reduced.
+
+    ``own`` is the chunk that this rank's was the payload of; it may hold anything afterwards.
+    """
     scratch, payloads = room_for_payloads(group, encoded[group.rank])
     yield from alltoall(group, encoded, payloads, tag, rounds)
-    codec.decode_reduce(payloads, own, op, scale)
+    result = codec.reduce_encoded(payloads, encoded[group.rank], own, op, scale)
     SCRATCH.give_back(scratch)
-    return codec.encode(own)
+    return result
 
 
 def reduce_scatter(group: Group, buffer: Array, bounds: Runs, op: ReduceOp, scale: Scale, tag: int) -> Steps[Array]:

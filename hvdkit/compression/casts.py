@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.codec import Array, Codec
+from hvdkit.compression.codec import Array, Bytes, Codec
 from hvdkit.kernels import BFLOAT16, ReduceOp, Scale
 
 
@@ -21,9 +21,24 @@ class Cast(Codec):
     name = "none"
     lossy = False
 
-    def encode(self, chunk: Array) -> Array:
-        """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length."""
+    def encode(self, chunk: Array, room: Bytes | None = None) -> Array:
+        """The flat payload of ``chunk``: of the same length on every rank for chunks of the same length.
+
+        In ``room``, of ``room_bytes(chunk)`` bytes, if given.
+        """
         return chunk
+
+    def room_bytes(self, chunk: Array) -> int:
+        """What the payload of ``chunk`` takes besides it; 0: it is the chunk, or has memory of its own."""
+        return 0
+
+    def reduce_encoded(self, payloads: Sequence[Array], own: Array, chunk: Array, op: ReduceOp, scale: Scale) -> Array:
+        """The payload of ``scale * (payloads[0] op payloads[1] op ...)``, in the place of ``own``, that of ``chunk``.
+
+        ``chunk`` may hold anything afterwards.
+        """
+        self.decode_reduce(payloads, chunk, op, scale)
+        return self.encode(chunk)
 
     def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
         """``out = scale * (payloads[0] op payloads[1] op ...)`` in this order."""
@@ -39,12 +54,24 @@ class HalfCast(Cast):
     def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
         return self.dtype.itemsize if dtype in (np.float32, np.float64) else dtype.itemsize
 
-    def encode(self, chunk: Array) -> Array:
-        if chunk.dtype not in (np.float32, np.float64):
+    def encode(self, chunk: Array, room: Bytes | None = None) -> Array:
+        nbytes = self.room_bytes(chunk)
+        if not nbytes:
             return chunk
-        payload = np.empty(chunk.shape, dtype=self.dtype)
+        payload = np.empty(chunk.size, self.dtype) if room is None else room[:nbytes].view(self.dtype)
         kernels.convert_into(payload, chunk)
         return payload
+
+    def room_bytes(self, chunk: Array) -> int:
+        return chunk.size * self.dtype.itemsize if chunk.dtype in (np.float32, np.float64) else 0
+
+    def reduce_encoded(self, payloads: Sequence[Array], own: Array, chunk: Array, op: ReduceOp, scale: Scale) -> Array:
+        if chunk.dtype == np.float64:  # which is what they are summed in
+            self.decode_reduce(payloads, chunk, op, scale)
+            kernels.convert_into(own, chunk)
+        else:
+            kernels.reduce_into(own, list(payloads), op, scale)
+        return own
 
     def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
         if out.dtype == np.float64:

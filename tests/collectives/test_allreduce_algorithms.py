@@ -37,7 +37,7 @@ class Int8Codec(Cast):
     name = "int8"
     lossy = True
 
-    def encode(self, chunk: np.ndarray) -> np.ndarray:
+    def encode(self, chunk: np.ndarray, room: np.ndarray | None = None) -> np.ndarray:
         if chunk.size == 0:
             return np.empty(0, np.uint8)
         step = np.float32(np.abs(chunk).max() / 100 or 1.0)

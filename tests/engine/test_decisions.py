@@ -60,6 +60,24 @@ def test_the_slots_of_a_group_share_a_bucket_whatever_its_size():
     assert any(set(bucket.slots) >= {0, 3, 5} for bucket in buckets)
 
 
+@given(slot_lists, st.integers(0, 20_000), st.integers(0, 20_000))
+@settings(deadline=None)
+def test_large_slots_have_a_bucket_of_their_own_with_nothing_behind_them(slots, threshold, alone):
+    buckets = lay_out(slots, first_order(len(slots)), threshold, alone=alone)
+    assert sorted(slot for bucket in buckets for slot in bucket.slots) == list(range(len(slots)))
+    for bucket in buckets:
+        if any(slots[slot].elements * bucket.dtype.itemsize >= alone for slot in bucket.slots):
+            assert len(bucket.slots) == 1
+        if len(bucket.slots) == 1:
+            assert bucket.elements == slots[bucket.slots[0]].elements
+
+
+def test_a_large_slot_of_a_group_stays_with_it():
+    slots = [Slot(str(number), (100,), np.dtype(np.float32)) for number in range(3)]
+    buckets = lay_out(slots, first_order(3), 448, [[0, 2]], alone=1)
+    assert sorted(sorted(bucket.slots) for bucket in buckets) == [[0, 2], [1]]
+
+
 def test_the_first_order_is_the_reverse_of_registration_and_unseen_slots_come_last():
     assert first_order(3) == [2, 1, 0]
     assert observed_order([1, 3], 4) == [1, 3, 2, 0]

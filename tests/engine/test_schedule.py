@@ -59,6 +59,13 @@ def test_a_bucket_is_not_smaller_than_what_the_transport_finds_worthwhile():
     assert choose_sizes(GIGABIT, 12345, None, 16 << 20).bucket == 12345
 
 
+def test_a_tensor_that_is_worth_an_operation_is_alone_unless_sizes_were_asked_for():
+    assert choose_sizes(GIGABIT, None, None).alone == choose_sizes(GIGABIT, None, 777).alone == 1 << 20
+    assert choose_sizes(GIGABIT, None, None, 16 << 20).alone == 16 << 20, "what an operation costs that transport"
+    assert choose_sizes(GIGABIT, 12345, None).alone is None
+    assert without_overlap(choose_sizes(GIGABIT, None, None)).alone is None
+
+
 def test_what_is_summed_at_the_end_goes_in_few_large_buckets():
     usual = choose_sizes(TEN_GIGABITS, None, None)
     sizes = without_overlap(usual)

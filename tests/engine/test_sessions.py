@@ -20,6 +20,8 @@ from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
 from hvdkit.kernels import ReduceOp
+from hvdkit.transports.base import Bytes, Transfer
+from tests.network import MemoryTransport
 from tests.threads import Dies, on_threads
 from tests.transports.node_leaks import grown, held
 
@@ -224,6 +226,55 @@ def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(
         return seen
 
     on_threads(size, run, fusion_threshold=threshold)
+
+
+class Addresses(MemoryTransport):
+    """Keeps where the large messages of a rank are sent from and received."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[tuple[int, int]] = []
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        self._see(buffer)
+        return super().isend(buffer, peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        self._see(buffer)
+        return super().irecv(buffer, peer, tag)
+
+    def _see(self, buffer: Bytes) -> None:
+        if buffer.nbytes > 1 << 16:
+            begin = buffer.__array_interface__["data"][0]
+            self.seen.append((begin, begin + buffer.nbytes))
+
+
+def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
+    large, float32 = (1 << 18) + 3, np.dtype(np.float32)  # elements; no multiple of a cache line
+    slots = [Slot("a", (100,), float32), Slot("b", (large,), float32), Slot("c", (9,), float32)]
+
+    def run(session: Session) -> None:
+        engine, transport = session.engine, session.engine.transport
+        assert isinstance(transport, Addresses)
+        lane = engine.register_plan("net", slots, op=ReduceOp.SUM)
+        for step in range(3):
+            transport.seen.clear()
+            own = np.full(large, 1.0 + engine.topology.rank, np.float32)
+            for slot in (2, 0):
+                memory = lane.small(slot)
+                memory[...] = 1.0
+                lane.ready(slot, FILLED)
+            lane.ready(1, offer_of(own))
+            lane.finish()
+            begin = own.__array_interface__["data"][0]
+            inside = [begin <= first and last <= begin + own.nbytes for first, last in transport.seen]
+            # Of two phases: what is sent, what the other half comes to and where the sum is sent from; but not where
+            # the other rank's part of the sum comes first.
+            assert sorted(inside) == [False, True, True, True], (step, inside)
+            np.testing.assert_array_equal(own, np.full(large, 3.0, np.float32))
+        lane.close()
+
+    on_threads(2, run, transport=Addresses)
 
 
 @given(size=st.integers(2, 5), data=st.data())

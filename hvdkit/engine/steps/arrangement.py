@@ -84,9 +84,9 @@ def arrange(
     order = observed_order([slot for _, slot in seen], len(slots))
     free = [slot for slot in order if not encoded[slots[slot].codec]]
     fixed = [slot for slot in first_order(len(slots)) if encoded[slots[slot].codec]]
-    buckets = lay_out(slots, free, sizes.bucket, groups, sizes.first_bucket)
+    buckets = lay_out(slots, free, sizes.bucket, groups, sizes.first_bucket, sizes.alone)
     largest = [sizes.bucket] * len(buckets)
-    buckets += lay_out(slots, fixed, sizes.encoded_bucket, groups)
+    buckets += lay_out(slots, fixed, sizes.encoded_bucket, groups, alone=sizes.alone)
     largest += [0 if whole[bucket.codec] else ENCODED_BUCKET for bucket in buckets[len(largest) :]]
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))

@@ -72,7 +72,7 @@ class HostReducer(Reducer):
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self._pinned: list[int] = []
         self.is_written_late = node is None
-        self.takes_turns = takes_turns
+        self.takes_turns, self.copies_buckets = takes_turns, node is None
         self._number = 0  # of the next operation, the same on all ranks
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
         self.reason = _reason_for(layout, node)
@@ -204,13 +204,10 @@ class HostReducer(Reducer):
         own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None
         scratch = SCRATCH.take(0 if own is not None else elements * bucket.dtype.itemsize)
         flat = own if own is not None else scratch[: elements * bucket.dtype.itemsize].view(bucket.dtype)
-        if own is None:
-            flat[...] = 0
         for part in parts:
             if own is None or part.source() is not None:
                 part.take(flat[part.begin : part.begin + part.elements])
-        if codec.encodes:
-            self.residuals.clear_gaps(piece, flat)
+        self.residuals.clear_gaps(piece, flat)
         layout = self.layout
         if layout is None or codec.everywhere:
             yield from allreduce_encoded(self._group, flat, op, scale, codec, tag, memory)
@@ -238,7 +235,6 @@ class HostReducer(Reducer):
         nbytes = (end - begin) * bucket.dtype.itemsize
         scratch = SCRATCH.take(nbytes)
         flat = scratch[:nbytes].view(bucket.dtype)
-        flat[...] = 0
         node_scale, wire_scale = early_scale(flat, op, scale, codec)
         share = piece.begin + begin, piece.begin + end
         node.run(Direction.GATHER, bucket.slots, bucket.offsets, share, op, node_scale, absent, flat)
@@ -247,8 +243,7 @@ class HostReducer(Reducer):
         yield from self._in_chunks(node, 0, Mode.REDUCE_SCATTER, work, in_chunks, node_scale, carried)
         across = counterparts(self._group, self.layout)
         if across is not None and flat.size:
-            if codec.encodes:
-                self.residuals.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
+            self.residuals.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
             yield from allreduce_encoded(across, flat, op, wire_scale, codec, tag, memory.part(begin, end))
             self._group.bytes_sent += across.bytes_sent
         node.run(Direction.SPREAD, bucket.slots, bucket.offsets, share, ReduceOp.SUM, ONE, absent, flat)

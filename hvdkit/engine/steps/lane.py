@@ -18,7 +18,6 @@ from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
-from hvdkit.engine.steps.schedule import without_overlap
 from hvdkit.engine.telemetry.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
 
@@ -49,7 +48,7 @@ class Lane:
         self.takes_turns = reducer.takes_turns
         self._running: dict[int, Operation] = {}  # by sequence
         self.lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
-        self._sizes = without_overlap(lanes.sizes) if self.takes_turns else lanes.sizes
+        self._sizes = reducer.sizes(lanes.sizes)
         self.records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
         self._abandoned = AbandonedSteps()

@@ -54,7 +54,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots that travel together, all of one dtype and one codec, each beginning on a cache line."""
+    """Slots that travel together, all of one dtype and one codec, each beginning on a cache line.
+
+    One slot alone is its bucket, with nothing behind it.
+    """
 
     dtype: np.dtype[Any]
     slots: tuple[int, ...]
@@ -88,12 +91,14 @@ def lay_out(
     threshold: int,
     groups: Sequence[Sequence[int]] = (),
     first_threshold: int | None = None,
+    alone: int | None = None,
 ) -> list[Bucket]:
     """Buckets of at most ``threshold`` bytes, in the order in which they are complete if slots get ready in ``order``.
 
     A slot larger than the threshold has a bucket of its own; the slots of a group share one bucket whatever its size.
-    Threshold 0 gives every slot (or group) its own bucket. ``first_threshold`` is that of the first bucket. Slots that
-    are not in ``order`` are left out.
+    Threshold 0 gives every slot (or group) its own bucket. ``first_threshold`` is that of the first bucket. Slots of
+    ``alone`` bytes or more that are in no group have a bucket of their own too. Slots that are not in ``order`` are
+    left out.
     """
     buckets: list[Bucket] = []
     first = threshold if first_threshold is None else first_threshold
@@ -104,6 +109,9 @@ def lay_out(
             kinds.setdefault((slots[slot].dtype, slots[slot].codec), []).append(slot)
         for kind, members in kinds.items():
             nbytes = sum(_padded(slots[slot]) * slots[slot].dtype.itemsize for slot in members)
+            if alone is not None and len(unit) == 1 and nbytes >= alone:
+                buckets.append(_bucket(slots, members))
+                continue
             held, held_bytes = filling.pop(kind, ([], 0))
             limit = threshold if buckets else first
             if held and held_bytes + nbytes > limit:
@@ -147,7 +155,8 @@ def _bucket(slots: Sequence[Slot], members: Sequence[int]) -> Bucket:
         offsets.append(end)
         end += _padded(slots[slot])
     first = slots[members[0]]
-    return Bucket(first.dtype, tuple(members), tuple(offsets), end, first.codec)
+    elements = first.elements if len(members) == 1 else end
+    return Bucket(first.dtype, tuple(members), tuple(offsets), elements, first.codec)
 
 
 def first_order(count: int) -> list[int]:

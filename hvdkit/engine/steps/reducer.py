@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Bucket, Reduction
 from hvdkit.engine.steps.residuals import Residuals, State
-from hvdkit.engine.steps.schedule import Piece
+from hvdkit.engine.steps.schedule import Piece, Sizes, without_overlap
 from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
 
@@ -31,6 +32,7 @@ class Reducer(ABC):
     is_written_late: bool  # libraries write into gradients themselves, and may do so after a failure
     reason: str  # how and why, for the timeline
     takes_turns = False  # with the computation, which has every core: nothing is reduced before a step is finished
+    copies_buckets = False  # a slot is reduced where it lies only if it is alone in its bucket
     layout: Layout | None = None  # how ranks lie on nodes, where the reduction goes by that
     residuals: Residuals  # what codecs keep
     arrangement: Arrangement  # of the lane: its buckets, and how they are cut
@@ -40,6 +42,12 @@ class Reducer(ABC):
     @property
     def _buckets(self) -> list[Bucket]:
         return self.arrangement.buckets
+
+    def sizes(self, usual: Sizes) -> Sizes:
+        """Those of the lane's buckets."""
+        if self.takes_turns:
+            return without_overlap(usual)
+        return usual if self.copies_buckets else replace(usual, alone=None)
 
     @abstractmethod
     def lay_out(self, arrangement: Arrangement) -> None:

@@ -58,6 +58,7 @@ class Residuals:
     def __init__(self, slots: Sequence[Slot], codecs: Sequence[Codec], over_nodes: bool | None = None) -> None:
         self._slots, self._codecs, self._over_nodes = list(slots), list(codecs), over_nodes
         self._buckets: list[Bucket] = []
+        self._gaps: dict[int, list[tuple[int, int]]] = {}
         self._memories: list[Memory] = []
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
         self._totals = [Tally() for _ in slots]
@@ -67,7 +68,7 @@ class Residuals:
         """From now on the lane has these buckets."""
         kept = {slot: self.of_slot(slot) for bucket in self._buckets for slot in bucket.slots}
         earlier = dict(zip(self._buckets, self._memories, strict=True))
-        self._buckets, self._memories = list(buckets), []
+        self._buckets, self._memories, self._gaps = list(buckets), [], {}
         for bucket in buckets:
             memory = Memory(bucket.elements, self._keeps(bucket))
             memory.shared = earlier.get(bucket, memory).shared
@@ -97,13 +98,15 @@ class Residuals:
 
     def gaps(self, number: int) -> list[tuple[int, int]]:
         """The elements of a bucket that belong to none of its tensors."""
-        bucket = self._buckets[number]
-        ends = [*bucket.offsets[1:], bucket.elements]
-        runs = [
-            (offset + self._slots[slot].elements, end)
-            for slot, offset, end in zip(bucket.slots, bucket.offsets, ends, strict=True)
-        ]
-        return [(begin, end) for begin, end in runs if begin < end]
+        if number not in self._gaps:
+            bucket = self._buckets[number]
+            ends = [*bucket.offsets[1:], bucket.elements]
+            runs = [
+                (offset + self._slots[slot].elements, end)
+                for slot, offset, end in zip(bucket.slots, bucket.offsets, ends, strict=True)
+            ]
+            self._gaps[number] = [(begin, end) for begin, end in runs if begin < end]
+        return self._gaps[number]
 
     def of_piece(self, piece: Piece) -> Memory:
         """The memory of a piece of a bucket, for one operation."""
@@ -207,8 +210,9 @@ class Residuals:
 
         What was decoded into a gap would be encoded again, and some codecs make something of zeros.
         """
-        kept = self._memories[piece.bucket].part(piece.begin, piece.end).arrays
-        for begin, end in self.gaps(piece.bucket):
+        gaps = self.gaps(piece.bucket)
+        kept = self._memories[piece.bucket].part(piece.begin, piece.end).arrays if gaps else {}
+        for begin, end in gaps:
             for array in (flat, *kept.values()):
                 array[max(0, begin - piece.begin) : max(0, end - piece.begin)] = 0
 

@@ -3,7 +3,8 @@
 Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``latency + n * seconds_per_byte``.
 
 ``engine/steps/schedule.py`` decides, by pure functions of what was measured at init between two ranks (on different
-nodes if there are several) and of when rank 0 saw gradients become ready: sizes of buckets (the first one small), bytes
+nodes if there are several) and of when rank 0 saw gradients become ready: sizes of buckets (the first one small; where
+ranks share no memory, a tensor of 1 MiB or more is alone in one, and travels from where it lies and to there), bytes
 in flight, pieces of large tensors, and their order: always the most urgent of what is ready, where urgent is what the
 next forward pass needs first. The reasons stand in the timeline. Named allreduces tell theirs too: how ranks of a node
 share the work and hand chunks over, the algorithm between nodes, and into how many pieces a tensor of 8 MiB or more is
@@ -37,6 +38,8 @@ MOST_BUCKETS_IN_FLIGHT = 16
 # Buckets that payload codecs encode, and their pieces, have a size of their own. What was measured must not decide it:
 # thresholds, blocks and residuals depend on what is encoded together, and the same run shall give the same bits.
 ENCODED_BUCKET = 8 * MEBIBYTE
+# A tensor of this size costs as much if it is copied into a bucket and back as an operation of its own does.
+WORTH_AN_OPERATION = MEBIBYTE
 # Where the computation has every core, what is summed beside a backward pass takes from it all that it saves, and its
 # caches too: a few large buckets, summed when it is over, cost less. Larger ones would keep the engine from all else.
 BUCKET_AT_THE_END = 128 * MEBIBYTE
@@ -55,13 +58,17 @@ class Network:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large buckets and pieces of buckets are, in bytes, and why."""
+    """How large buckets and pieces of buckets are, in bytes, and why.
+
+    ``alone``: tensors of this size have a bucket of their own; None where the size of buckets was asked for.
+    """
 
     bucket: int
     first_bucket: int
     in_flight: int
     reason: str
     encoded_bucket: int = ENCODED_BUCKET
+    alone: int | None = None
 
 
 def choose_sizes(
@@ -84,20 +91,21 @@ def choose_sizes(
         if bucket == worthwhile_bytes:
             reason = f"what an operation costs the transport is worth {bucket / MEBIBYTE:.0f} MiB"
     encoded = ENCODED_BUCKET if asked_bucket is None else asked_bucket
+    alone = max(worthwhile_bytes, WORTH_AN_OPERATION) if asked_bucket is None else None
     if asked_in_flight is not None:
-        return Sizes(bucket, first, asked_in_flight, f"{reason}; HVDKIT_MAX_BYTES_IN_FLIGHT", encoded)
+        return Sizes(bucket, first, asked_in_flight, f"{reason}; HVDKIT_MAX_BYTES_IN_FLIGHT", encoded, alone)
     # What one trip takes must be on its way, or the wire waits for answers.
     trip = int(2 * network.latency_seconds / max(network.seconds_per_byte, 1e-15))
     least, most = (count * max(bucket, SMALLEST_BUCKET) for count in (BUCKETS_IN_FLIGHT, MOST_BUCKETS_IN_FLIGHT))
     in_flight = min(max(least, trip), most)
-    return Sizes(bucket, first, in_flight, f"{reason}; {in_flight / MEBIBYTE:.0f} MiB in flight", encoded)
+    return Sizes(bucket, first, in_flight, f"{reason}; {in_flight / MEBIBYTE:.0f} MiB in flight", encoded, alone)
 
 
 def without_overlap(sizes: Sizes) -> Sizes:
     """The same for gradients that ranks sum in memory that they share, where their computation has every core."""
     bucket = max(sizes.bucket, BUCKET_AT_THE_END)
     reason = f"the computation has every core, so {bucket / MEBIBYTE:.0f} MiB are summed at once at its end"
-    return replace(sizes, bucket=bucket, first_bucket=bucket, reason=reason)
+    return replace(sizes, bucket=bucket, first_bucket=bucket, reason=reason, alone=None)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,12 @@ void convert(DType destination_dtype, std::byte* destination, DType source_dtype
     if (destination_dtype == DType::float32 && source_dtype == DType::float64) {
         return float_of_double(destination, source, count);
     }
+    if (destination_dtype == DType::float32 && is_aligned<float>(destination)) {
+        return widen(source_dtype, reinterpret_cast<float*>(destination), source, count);
+    }
+    if (source_dtype == DType::float32 && is_half(destination_dtype) && is_aligned<float>(source)) {
+        return narrow(destination_dtype, destination, reinterpret_cast<const float*>(source), count);
+    }
     alignas(64) float block[kBlock];
     for (std::size_t begin = 0; begin < count; begin += kBlock) {
         const std::size_t step = std::min(kBlock, count - begin);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 #include "platform.h"
@@ -18,6 +19,11 @@ HVDKIT_INLINE T load(const std::byte* base, std::size_t index) {
 template <typename T>
 HVDKIT_INLINE void store(std::byte* base, std::size_t index, T value) {
     std::memcpy(base + index * sizeof(T), &value, sizeof(T));
+}
+
+template <typename T>
+HVDKIT_INLINE bool is_aligned(const std::byte* address) {
+    return reinterpret_cast<std::uintptr_t>(address) % alignof(T) == 0;
 }
 
 template <typename To, typename From>
