@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, cast
 
-import numpy as np
-
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.chunks import scale_in_place
@@ -80,7 +78,7 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
         of_sum = memory.part(*bounds[me])
         of_sum.salt += 1
         frame = wire.encode(own, of_sum)
-        sends = wire.send(frame, group.peers, tag + 2)
+        sends = wire.send(frame, own.size, group.peers, tag + 2)
         sums[me] = frame
     incoming = yield from wire.receive({peer: chunks[peer].size for peer in group.peers}, sends, tag + 2)
     for peer, frame in {**sums, **incoming}.items():
@@ -94,7 +92,7 @@ def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, memory: Memory)
     for peer in group.peers:
         begin, end = bounds[peer]
         if begin < end:
-            sends += wire.send(wire.encode(values[begin:end], memory.part(begin, end)), [peer], tag)
+            sends += wire.send(wire.encode(values[begin:end], memory.part(begin, end)), end - begin, [peer], tag)
     own = values[slice(*bounds[group.rank])]
     incoming = yield from wire.receive(dict.fromkeys(group.peers, own.size), sends, tag)
     for peer in sorted(incoming):
@@ -125,13 +123,11 @@ def compressed_reduce_scatter(
 def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
     wire = _Wire(group, codec, memory)
     own = wire.encode(values, memory)
-    sends = wire.send(own, group.peers, tag)
+    sends = wire.send(own, values.size, group.peers, tag)
     incoming = yield from wire.receive(dict.fromkeys(group.peers, values.size), sends, tag)
     incoming[group.rank] = own
-    for peer in range(group.size):
-        wire.decode(peer, incoming[peer], values, ONE, peer > 0)
+    wire.decode_sum([incoming[peer] for peer in range(group.size)], values, scale)
     wire.give_back()
-    scale_in_place(values, scale)
 
 
 def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, memory: Memory) -> Steps[None]:
@@ -157,12 +153,16 @@ _WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, Memory], Steps[None]]]
 
 
 class _Wire:
-    """Frames between the ranks of a group, in scratch memory."""
+    """Frames between the ranks of a group, in scratch memory.
+
+    Of a frame whose length may vary, as many bytes travel at once as all expect of it; what is longer follows.
+    """
 
     def __init__(self, group: Group, codec: PayloadCodec, memory: Memory) -> None:
         self.group, self._codec, self._tally = group, codec, memory.tally
         self._identity = frames.identity(codec.summary)
         self._scratch: list[Bytes] = []
+        self._rests: list[Transfer] = []  # what follows of frames that were sent
 
     def _room(self, nbytes: int) -> Bytes:
         scratch = SCRATCH.take(nbytes)
@@ -172,6 +172,12 @@ class _Wire:
     def _most(self, elements: int) -> int:
         return frames.HEADER_BYTES + self._codec.most_bytes(elements)
 
+    def _first(self, elements: int) -> int:
+        """How many bytes of a frame travel at once."""
+        if self._codec.fixed:
+            return self._most(elements)
+        return min(self._most(elements), frames.HEADER_BYTES + self._codec.usual_bytes(elements))
+
     def give_back(self) -> None:
         """No frame is needed any more."""
         for scratch in self._scratch:
@@ -179,11 +185,11 @@ class _Wire:
         self._scratch.clear()
 
     def encode(self, values: Array, memory: Memory) -> Bytes:
-        """The frame of some values plus their residual."""
+        """The frame of some values plus their residual, in memory for the largest one."""
         started = perf_counter()
         frame = self._room(self._most(values.size))
         nbytes = self._codec.encode_into(frame[frames.HEADER_BYTES :], values, memory)
-        frame = frames.seal(frame, nbytes, values.size, self._identity)
+        frames.seal(frame, nbytes, values.size, self._identity)
         self._tally.encode_seconds += perf_counter() - started
         return frame
 
@@ -193,41 +199,57 @@ class _Wire:
         ``scale`` is ONE where it is added.
         """
         started = perf_counter()
+        self._decode(sender, self._unseal(sender, frame, out.size), out, scale, add)
+        self._tally.decode_seconds += perf_counter() - started
+
+    def decode_sum(self, frames_of: Sequence[Bytes], out: Array, scale: Scale) -> None:
+        """``scale`` times the sum of the frames of all ranks. Raises as ``decode``."""
+        started = perf_counter()
+        payloads = [self._unseal(sender, frame, out.size) for sender, frame in enumerate(frames_of)]
+        with kernels.DefaultFloats():
+            is_done = self._codec.decode_sum_into(payloads, out, scale)
+        if not is_done:
+            for sender, payload in enumerate(payloads):
+                self._decode(sender, payload, out, ONE, sender > 0)
+            scale_in_place(out, scale)
+        self._tally.decode_seconds += perf_counter() - started
+
+    def _unseal(self, sender: int, frame: Bytes, elements: int) -> Bytes:
         rank = self.group.members[sender]
-        payload = frames.unseal(frame, out.size, self._identity, rank)
+        return frames.unseal(frame[: frames.nbytes_of(frame, rank)], elements, self._identity, rank)
+
+    def _decode(self, sender: int, payload: Bytes, out: Array, scale: Scale, add: bool) -> None:
         factor = scale.as_factor()
         try:
             with kernels.DefaultFloats():  # all ranks decode the same payloads
                 self._codec.decode_into(payload, out, 1.0 if factor is None else factor, add)
         except ValueError as error:
-            raise PayloadError(rank, str(error)) from error
+            raise PayloadError(self.group.members[sender], str(error)) from error
         if factor is None:
             kernels.scale_into(out, out, scale)
-        self._tally.decode_seconds += perf_counter() - started
 
-    def send(self, frame: Bytes, peers: Sequence[int], tag: int) -> list[Transfer]:
-        """A frame to some ranks, preceded by its length where that may vary."""
-        transfers = []
-        length = np.array([frame.nbytes], dtype=np.int64)
-        for peer in peers:
-            if not self._codec.fixed:
-                transfers.append(self.group.isend(length, peer, tag))
-            transfers.append(self.group.isend(frame, peer, tag + 1))
-        return transfers
+    def send(self, frame: Bytes, elements: int, peers: Sequence[int], tag: int) -> list[Transfer]:
+        """A frame of ``elements`` elements to some ranks. Uses ``tag`` and ``tag + 1``."""
+        first, nbytes = self._first(elements), frames.nbytes_of(frame, self.group.members[self.group.rank])
+        if nbytes > first:
+            self._rests += [self.group.isend(frame[first:nbytes], peer, tag + 1) for peer in peers]
+        return [self.group.isend(frame[:first], peer, tag) for peer in peers]
 
     def receive(self, elements: dict[int, int], sends: list[Transfer], tag: int) -> Steps[dict[int, Bytes]]:
-        """A frame from each rank that has elements to send, when all ``sends`` are through as well."""
-        group = self.group
-        most = {peer: self._most(count) for peer, count in elements.items() if count}
-        lengths = most
-        if not self._codec.fixed:
-            announced = {peer: np.empty(1, dtype=np.int64) for peer in most}
-            yield [group.irecv(announced[peer], peer, tag) for peer in most]
-            lengths = {peer: int(announced[peer][0]) for peer in most}
-            for peer, length in lengths.items():
-                if not frames.HEADER_BYTES <= length <= most[peer]:
-                    problem = f"it shall have {length} bytes, where {frames.HEADER_BYTES} to {most[peer]} are possible"
-                    raise PayloadError(group.members[peer], problem)
-        incoming = {peer: self._room(length) for peer, length in lengths.items()}
-        yield [*(group.irecv(incoming[peer], peer, tag + 1) for peer in incoming), *sends]
+        """A frame from each rank that has elements to send, when all that was sent is through as well."""
+        group, late, rests = self.group, [], self._rests
+        incoming = {peer: self._room(self._first(count)) for peer, count in elements.items() if count}
+        yield [*(group.irecv(frame, peer, tag) for peer, frame in incoming.items()), *sends]
+        for peer, first in incoming.items():
+            nbytes, most = frames.nbytes_of(first, group.members[peer]), self._most(elements[peer])
+            if not frames.HEADER_BYTES <= nbytes <= most:
+                problem = f"it shall have {nbytes} bytes, where {frames.HEADER_BYTES} to {most} are possible"
+                raise PayloadError(group.members[peer], problem)
+            if nbytes > first.nbytes:
+                incoming[peer] = whole = self._room(nbytes)
+                whole[: first.nbytes] = first
+                late.append(group.irecv(whole[first.nbytes :], peer, tag + 1))
+        self._rests = []
+        if late or rests:
+            yield [*late, *rests]
         return incoming

@@ -12,6 +12,8 @@ from hvdkit.compression.codec import Bytes
 from hvdkit.errors import PayloadError
 
 _HEADER = struct.Struct("<4sIQQQ")  # magic, codec, elements, bytes of the payload, checksum of the payload
+_CHECK = struct.Struct("<I")  # checksum of the header: a damaged length must not have anybody wait for what never comes
+_CHECKED_BYTES = _HEADER.size + _CHECK.size
 _MAGIC = b"hvdC"
 HEADER_BYTES = 64  # a cache line, so that payloads are aligned
 
@@ -21,22 +23,22 @@ def identity(summary: str) -> int:
     return zlib.crc32(summary.encode())
 
 
-def seal(frame: Bytes, nbytes: int, elements: int, codec: int) -> Bytes:
-    """Write the header of a payload of ``nbytes`` bytes that lies behind it; returns the frame to send."""
+def seal(frame: Bytes, nbytes: int, elements: int, codec: int) -> None:
+    """Write the header of a payload of ``nbytes`` bytes that lies behind it."""
     payload = frame[HEADER_BYTES : HEADER_BYTES + nbytes]
     header = _HEADER.pack(_MAGIC, codec, elements, nbytes, kernels.checksum(payload))
     frame[:HEADER_BYTES] = 0
-    frame[: _HEADER.size] = np.frombuffer(header, dtype=np.uint8)
-    return frame[: HEADER_BYTES + nbytes]
+    frame[:_CHECKED_BYTES] = np.frombuffer(header + _CHECK.pack(zlib.crc32(header)), dtype=np.uint8)
+
+
+def nbytes_of(frame: Bytes, sender: int) -> int:
+    """How long a frame is, by its header; there may be other memory behind it. Raises PayloadError, as ``unseal``."""
+    return HEADER_BYTES + int(_header(frame, sender)[3])
 
 
 def unseal(frame: Bytes, elements: int, codec: int, sender: int) -> Bytes:
     """The payload of a frame. Raises PayloadError where it is not the one that was sent, naming the sender."""
-    if frame.nbytes < HEADER_BYTES:
-        raise PayloadError(sender, f"it has {frame.nbytes} bytes, fewer than its header")
-    magic, its_codec, its_elements, nbytes, checksum = _HEADER.unpack(frame[: _HEADER.size].tobytes())
-    if magic != _MAGIC or frame[_HEADER.size : HEADER_BYTES].any():
-        raise PayloadError(sender, "it does not begin with a header")
+    _, its_codec, its_elements, nbytes, checksum = _header(frame, sender)
     if its_codec != codec:
         raise PayloadError(sender, "it is of another codec, or of other parameters")
     if its_elements != elements:
@@ -47,3 +49,15 @@ def unseal(frame: Bytes, elements: int, codec: int, sender: int) -> Bytes:
     if checksum != kernels.checksum(payload):
         raise PayloadError(sender, "its checksum is wrong")
     return payload
+
+
+def _header(frame: Bytes, sender: int) -> tuple[bytes, int, int, int, int]:
+    if frame.nbytes < HEADER_BYTES:
+        raise PayloadError(sender, f"it has {frame.nbytes} bytes, fewer than its header")
+    header = frame[: _HEADER.size].tobytes()
+    fields: tuple[bytes, int, int, int, int] = _HEADER.unpack(header)
+    if fields[0] != _MAGIC or frame[_CHECKED_BYTES:HEADER_BYTES].any():
+        raise PayloadError(sender, "it does not begin with a header")
+    if frame[_HEADER.size : _CHECKED_BYTES].tobytes() != _CHECK.pack(zlib.crc32(header)):
+        raise PayloadError(sender, "the checksum of its header is wrong")
+    return fields

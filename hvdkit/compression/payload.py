@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import numpy as np
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.lossy import LossyCodec
 from hvdkit.compression.memory import Memory
+from hvdkit.kernels import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,13 @@ class PayloadCodec(LossyCodec):
         """About how many bytes a payload has."""
         return self.most_bytes(elements)
 
+    def usual_bytes(self, elements: int) -> int:
+        """Of a payload whose length varies: how much travels at once, before it is known how long it is.
+
+        The same on all ranks in all steps. What is shorter than that is filled up, what is longer takes a trip more.
+        """
+        return 0
+
     @abstractmethod
     def most_bytes(self, elements: int) -> int:
         """The bytes of the largest payload of so many elements; of every one if ``fixed``."""
@@ -53,6 +62,13 @@ class PayloadCodec(LossyCodec):
     @abstractmethod
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
         """``out = scale * decoded``, or ``out += scale * decoded``. Raises ValueError for what no encoder wrote."""
+
+    def decode_sum_into(self, payloads: Sequence[Bytes], out: Array, scale: Scale) -> bool:
+        """``out = scale * (the sum of what is decoded, in order)`` in one pass, with the bits of decoding one by one.
+
+        False where that cannot be done, also for what no encoder wrote; ``out`` may hold anything then.
+        """
+        return False
 
 
 def put(out: Array, decoded: Array, scale: float, add: bool) -> None:

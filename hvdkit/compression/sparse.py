@@ -6,6 +6,7 @@ the values, all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -16,11 +17,13 @@ from hvdkit.compression.checks import check_integer, check_number, check_ratio, 
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.memory import Memory
 from hvdkit.compression.payload import PayloadCodec, put
+from hvdkit.kernels import Scale
 
 _HEAD = 8  # bytes: the mode and the count
 _PAIRS, _ALL = 0x50414952, 0x414C4C20
 # Of the number asked for: fewer or more are selected again with another threshold.
 FEWEST, MOST = 0.8, 1.25
+USUAL = 1.1
 RETRIES = 2
 # How many of a sample should lie above the threshold: 400 make the number selected right to 5% (1 / sqrt(400)).
 SAMPLED_ABOVE = 400
@@ -69,6 +72,21 @@ def pairs_in(payload: Bytes) -> tuple[Array, Array] | None:
     return None if mode == _ALL else room_for_pairs(payload, count)
 
 
+def _checked_pairs(payload: Bytes, elements: int) -> tuple[Array, Array] | None:
+    """The indices and values of a payload that came in, None if it has all values. Raises ValueError."""
+    if payload.nbytes < _HEAD:
+        raise ValueError(f"expected at least {_HEAD} bytes, got {payload.nbytes}")
+    mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
+    body = payload[_HEAD:]
+    if mode == _ALL:
+        if body.nbytes != 4 * elements:
+            raise ValueError(f"expected {4 * elements} bytes of values, got {body.nbytes}")
+        return None
+    if mode != _PAIRS or body.nbytes != 8 * count:
+        raise ValueError(f"expected {count} pairs of 8 bytes, got {body.nbytes} bytes of mode {mode:#x}")
+    return body[: 4 * count].view(np.uint32), body[4 * count :].view(np.float32)
+
+
 def emit_odd(indices: Array, picked: Array, values: Array, residual: Array | None, emitted: int) -> bool:
     """Whether a value that is not finite found no room; then the last that was emitted makes room for it."""
     last = int(indices[emitted - 1])
@@ -106,20 +124,25 @@ class _Sparse(PayloadCodec):
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
         """Touches nothing of ``out`` but what the payload has, and zeros."""
-        if payload.nbytes < _HEAD:
-            raise ValueError(f"expected at least {_HEAD} bytes, got {payload.nbytes}")
-        mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
-        body = payload[_HEAD:]
-        if mode == _ALL:
-            if body.nbytes != 4 * out.size:
-                raise ValueError(f"expected {4 * out.size} bytes of values, got {body.nbytes}")
-            put(out, body.view(np.float32), scale, add)
-            return
-        if mode != _PAIRS or body.nbytes != 8 * count:
-            raise ValueError(f"expected {count} pairs of 8 bytes, got {body.nbytes} bytes of mode {mode:#x}")
-        if not add:
-            out[...] = 0.0
-        kernels.scatter_add_into(out, body[: 4 * count].view(np.uint32), body[4 * count :].view(np.float32), scale)
+        pairs = _checked_pairs(payload, out.size)
+        if pairs is None:
+            put(out, payload[_HEAD:].view(np.float32), scale, add)
+        elif add:
+            kernels.scatter_add_into(out, *pairs, scale)
+        else:
+            kernels.sum_pairs_into(out, pairs[:1], pairs[1:], scale)
+
+    def decode_sum_into(self, payloads: Sequence[Bytes], out: Array, scale: Scale) -> bool:
+        """Not where one has all values."""
+        try:
+            pairs = [_checked_pairs(payload, out.size) for payload in payloads]
+            if None in pairs:
+                return False
+            indices, values = zip(*(one for one in pairs if one is not None), strict=True)
+            kernels.sum_pairs_into(out, indices, values, scale)
+        except ValueError:  # decoding one by one tells whose it is
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -165,6 +188,10 @@ class TopK(_Sparse):
     def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
         """Of as many pairs as are wanted."""
         return min(_HEAD + 8 * self._wanted(elements, memory), self.most_bytes(elements))
+
+    def usual_bytes(self, elements: int) -> int:
+        """Of a tenth more pairs than are wanted after the warm-up, which are seldom fewer than there are."""
+        return min(_HEAD + 8 * int(USUAL * self._wanted(elements, None)), self.most_bytes(elements))
 
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
         """One pass over the values where the threshold still fits; a sample and another pass each time it does not."""

@@ -26,6 +26,7 @@ try:
         scatter_add_into,
         select_into,
         sign_into,
+        sum_pairs_into,
         unsign_into,
     )
 
@@ -36,7 +37,13 @@ except ImportError as error:
     from hvdkit.kernels.numpy_floats import DefaultFloats  # type: ignore[assignment]
     from hvdkit.kernels.numpy_kernels import convert_into, reduce_into, scale_into
     from hvdkit.kernels.numpy_low_rank import orthonormalise, project_back_into, project_into, reconstruct_into
-    from hvdkit.kernels.numpy_sparse import abs_sample_into, momentum_into, scatter_add_into, select_into
+    from hvdkit.kernels.numpy_sparse import (
+        abs_sample_into,
+        momentum_into,
+        scatter_add_into,
+        select_into,
+        sum_pairs_into,
+    )
 
     _backend = "numpy"
     # Not built is a choice; built and broken would be slow for a reason that nobody sees.
@@ -75,5 +82,6 @@ __all__ = [
     "scatter_add_into",
     "select_into",
     "sign_into",
+    "sum_pairs_into",
     "unsign_into",
 ]

@@ -10,6 +10,8 @@ import numpy as np
 from hvdkit.kernels.dtypes import Array
 from hvdkit.kernels.numpy_codecs import random_words
 from hvdkit.kernels.numpy_floats import DefaultFloats
+from hvdkit.kernels.numpy_kernels import scale_into
+from hvdkit.kernels.scale import Scale
 
 # Elements that are worked on at a time, so that temporaries are small and stay in the cache.
 _CHUNK = 1 << 15
@@ -60,14 +62,46 @@ def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1
     """
     if values.size != indices.size:
         raise ValueError(f"scatter_add_into: values: expected {indices.size} elements as in indices, got {values.size}")
-    bad = indices >= out.size
+    _check_ascending("scatter_add_into: indices", indices, out.size)
+    with np.errstate(all="ignore"), DefaultFloats():
+        out[indices] += values * np.float32(scale)
+
+
+def sum_pairs_into(
+    out: Array,
+    indices: list[Array] | tuple[Array, ...],
+    values: list[Array] | tuple[Array, ...],
+    scale: float | Scale = 1.0,
+) -> None:
+    """``out = scale * (zeros + values[0] at indices[0] + values[1] at indices[1] ...)``, in one pass over ``out``.
+
+    Indices (uint32) ascend in each array, and a sum is scaled as in ``reduce_into``.
+
+    Raises TypeError for a wrong type or dtype; ValueError for a wrong number of arrays, length, shape, overlap or
+    scale, or for indices that do not ascend or are beyond ``out``, which is then as it was.
+    """
+    if len(values) != len(indices):
+        raise ValueError(f"sum_pairs_into: values: expected {len(indices)} arrays as in indices, got {len(values)}")
+    for number, (places, one) in enumerate(zip(indices, values, strict=True)):
+        where = f"indices[{number}]"
+        if one.size != places.size:
+            problem = f"expected {places.size} elements as in {where}, got {one.size}"
+            raise ValueError(f"sum_pairs_into: values[{number}]: {problem}")
+        _check_ascending(f"sum_pairs_into: {where}", places, out.size)
+    with np.errstate(all="ignore"), DefaultFloats():
+        out[...] = 0.0
+        for places, one in zip(indices, values, strict=True):
+            out[places] += one
+    scale_into(out, out, scale)
+
+
+def _check_ascending(what: str, indices: Array, count: int) -> None:
+    bad = indices >= count
     bad[1:] |= indices[1:] <= indices[:-1]
     if bad.any():
         first = int(bad.argmax())
         got = str(indices[first]) + (f" after {indices[first - 1]}" if first > 0 else "")
-        raise ValueError(f"scatter_add_into: indices: expected ascending indices below {out.size}, got {got}")
-    with np.errstate(all="ignore"), DefaultFloats():
-        out[indices] += values * np.float32(scale)
+        raise ValueError(f"{what}: expected ascending indices below {count}, got {got}")
 
 
 def abs_sample_into(sample: Array, values: Array | None, residual: Array | None, stride: int, seed: int) -> None:

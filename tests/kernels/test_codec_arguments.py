@@ -32,6 +32,7 @@ SIGN = {"packed": u1[:4], "scales": one, "values": f4, "residual": more, "block"
 UNSIGN = {"out": f4, "packed": u1[:4], "scales": one, "block": 512}
 SELECT = {"indices": u4, "picked": third, "values": f4, "residual": more, "threshold": 1.0}
 SCATTER = {"out": f4, "indices": u4, "values": more}
+PAIRS = {"out": f4, "indices": [u4, u4], "values": [more, third]}
 SAMPLE = {"sample": two, "values": f4, "residual": more, "stride": 16, "seed": 1}
 MOMENTUM = {"velocity": f4, "accumulated": more, "gradient": third, "momentum": 0.9}
 
@@ -42,6 +43,7 @@ RIGHT = {
     "unsign_into": UNSIGN,
     "select_into": SELECT,
     "scatter_add_into": SCATTER,
+    "sum_pairs_into": PAIRS,
     "abs_sample_into": SAMPLE,
     "momentum_into": MOMENTUM,
 }
@@ -116,6 +118,12 @@ WRONG = [
     ("scatter_add_into", {"values": two}, ValueError, "values: expected 32 elements as in indices, got 2"),
     ("scatter_add_into", {"indices": u4.view("i4")}, TypeError, "indices: expected uint32, got int32"),
     ("scatter_add_into", {"values": f4}, ValueError, f"out: {APART} values, got an overlap"),
+    ("sum_pairs_into", {"values": [more]}, ValueError, "values: expected 2 arrays as in indices, got 1"),
+    ("sum_pairs_into", {"values": [more, two]}, ValueError, "values[1]: expected 32 elements as in indices[1], got 2"),
+    ("sum_pairs_into", {"values": [more, u4]}, TypeError, "values[1]: expected float32, got uint32"),
+    ("sum_pairs_into", {"values": [more, f4]}, ValueError, f"out: {APART} values[1], got an overlap"),
+    ("sum_pairs_into", {"indices": u4}, TypeError, "indices: expected a list or tuple of arrays, got ndarray"),
+    ("sum_pairs_into", {"scale": "1"}, TypeError, "scale: expected a number or a Scale, got '1'"),
     (
         "abs_sample_into",
         {"values": None, "residual": None},
@@ -162,11 +170,13 @@ def test_a_wrong_argument_is_named(name, changes, error, message):
         ("unsign_into", {**UNSIGN, "packed": u1}),
         ("unsign_into", {**UNSIGN, "scales": two}),
         ("scatter_add_into", {**SCATTER, "values": one}),
+        ("sum_pairs_into", {**PAIRS, "values": [more, one]}),
+        ("sum_pairs_into", {**PAIRS, "values": [more]}),
     ],
 )
 @pytest.mark.parametrize("kernels", CODEC_BACKENDS)
 def test_payloads_of_another_length_are_refused(kernels, name, arguments):
-    with pytest.raises(ValueError, match=r"expected .* elements"):
+    with pytest.raises(ValueError, match=r"expected .* (elements|arrays)"):
         getattr(kernels, name)(**arguments)
     assert not f4.any()
 
@@ -176,7 +186,8 @@ def test_payloads_of_another_length_are_refused(kernels, name, arguments):
 def test_without_what_is_wrong_they_are_fine_with_read_only_inputs(kernels, name):
     arguments = {key: one.copy() if isinstance(one, np.ndarray) else one for key, one in RIGHT[name].items()}
     for key in {"values", "gradient"} & set(arguments):
-        arguments[key].flags.writeable = False
+        if isinstance(arguments[key], np.ndarray):
+            arguments[key].flags.writeable = False
     getattr(kernels, name)(**arguments)
 
 
@@ -190,5 +201,6 @@ def test_empty_arrays_are_fine(kernels):
     kernels.unsign_into(none, codes, none, 512)
     assert kernels.select_into(indices, none, none, none, 0.0) == (0, 0)
     kernels.scatter_add_into(none, indices, none)
+    kernels.sum_pairs_into(none, [indices], [none])
     kernels.abs_sample_into(none, none, None, 1, 0)
     assert kernels.momentum_into(none, none, none, 0.5) is True

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit.kernels import Scale, numpy_kernels
 from tests.kernels.arrays import assert_same_bits, misaligned, native, needs_native, values
 from tests.kernels.codecs import (
     KINDS,
@@ -93,6 +94,32 @@ def test_any_bytes_and_scales_are_decoded_to_the_same_bits(bits, accumulate, see
             kernels.dequantise_into(out, codes, scales, bits, block, factor, accumulate)
         results.append([out])
     assert_all_same(*results)
+
+
+@few
+@given(
+    seed=seeds,
+    size=st.one_of(sizes, st.integers(4090, 13_000)),
+    offset=offsets,
+    scale=st.sampled_from([1.0, Scale(1.0, 2), Scale(1.0, 3), Scale(-0.3, 7)]),
+    densities=st.lists(st.floats(0, 1), min_size=1, max_size=4),
+)
+def test_sum_pairs_gives_the_same_bits_and_those_of_one_by_one(seed, size, offset, scale, densities):
+    rng = np.random.default_rng(seed)
+    indices = [misaligned(np.flatnonzero(rng.random(size) < one).astype(np.uint32), offset) for one in densities]
+    v = [misaligned(values(rng, np.dtype(np.float32), one.size), offset + 1) for one in indices]
+    results = []
+    for kernels in BOTH:
+        out = misaligned(np.full(size, np.nan, np.float32), offset)
+        kernels.sum_pairs_into(out, indices, v, scale)
+        results.append([out])
+        one_by_one = np.zeros(size, np.float32)
+        for places, picked in zip(indices, v, strict=True):
+            kernels.scatter_add_into(one_by_one, places, picked)
+        numpy_kernels.scale_into(one_by_one, one_by_one, scale)
+        results.append([one_by_one])
+    for other in results[1:]:
+        assert_all_same(results[0], other)
 
 
 @each_kind

@@ -67,6 +67,10 @@ def scatter(kernels, out):
     kernels.scatter_add_into(out, np.arange(out.size, dtype=np.uint32), np.full(out.size, TINY))
 
 
+def sum_pairs(kernels, out):
+    kernels.sum_pairs_into(out, [np.arange(out.size, dtype=np.uint32)], [np.full(out.size, TWICE)], 0.5)
+
+
 def reconstruct(kernels, out):
     left, right = np.full(out.size, 1e-20, np.float32), np.full(1, 1e-20, np.float32)
     kernels.reconstruct_into(out, None, left, right, out.size, 1)
@@ -78,7 +82,7 @@ def with_numpy(kernels, out):
 
 
 @pytest.mark.parametrize(
-    "work", [reduce, reduce_wide, scale, convert, dequantise, unsign, scatter, reconstruct, with_numpy]
+    "work", [reduce, reduce_wide, scale, convert, dequantise, unsign, scatter, sum_pairs, reconstruct, with_numpy]
 )
 def test_subnormal_numbers_are_kept_and_the_thread_is_left_as_it_was(kernels, work):
     assert flushes()

@@ -117,6 +117,12 @@ def test_indices_that_do_not_ascend_or_are_beyond_the_end_change_nothing(kernels
     expected = f"^scatter_add_into: indices: expected ascending indices below 10, got {got}$"
     with pytest.raises(ValueError, match=expected):
         kernels.scatter_add_into(out, np.array(indices, np.uint32), np.ones(len(indices), np.float32))
+    with pytest.raises(ValueError, match=rf"^sum_pairs_into: indices\[1\]: expected .* below 10, got {got}$"):
+        kernels.sum_pairs_into(
+            out,
+            [np.arange(3, dtype=np.uint32), np.array(indices, np.uint32)],
+            [np.ones(count, np.float32) for count in (3, len(indices))],
+        )
     assert (out == 1).all()
 
 

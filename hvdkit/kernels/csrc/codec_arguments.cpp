@@ -46,14 +46,24 @@ bool overlap(const Array& one, const Array& other) {
     return begin < other_end && other_begin < end;
 }
 
+void check_dtype(const char* function, const Array& array, DType dtype) {
+    if (array.dtype != dtype) {
+        throw py::type_error(message(function, array.argument, name(dtype), py::str(array.numpy_dtype)));
+    }
+}
+
 }  // namespace
 
 Array typed_argument(const char* function, const char* argument, py::handle object, DType dtype, Access access) {
     Array array = array_argument(function, argument, object, access);
-    if (array.dtype != dtype) {
-        throw py::type_error(message(function, argument, name(dtype), py::str(array.numpy_dtype)));
-    }
+    check_dtype(function, array, dtype);
     return array;
+}
+
+std::vector<Array> typed_list_argument(const char* function, const char* argument, py::handle object, DType dtype) {
+    std::vector<Array> arrays = array_list_argument(function, argument, object, Access::read);
+    for (const Array& array : arrays) check_dtype(function, array, dtype);
+    return arrays;
 }
 
 std::optional<Array> optional_floats(const char* function, const char* argument, py::handle object, Access access) {
@@ -113,6 +123,13 @@ void check_count(const char* function, const Array& array, std::size_t count, co
     if (array.count == count) return;
     const std::string expected = std::to_string(count) + " elements " + what;
     throw py::value_error(message(function, array.argument, expected, std::to_string(array.count)));
+}
+
+void check_as_many(const char* function, const char* argument, std::size_t count, std::size_t expected,
+                   const std::string& other) {
+    if (count == expected) return;
+    const std::string arrays = std::to_string(expected) + " arrays as in " + other;
+    throw py::value_error(message(function, argument, arrays, std::to_string(count)));
 }
 
 void check_places(const char* function, const Inputs& inputs) {

@@ -14,6 +14,10 @@ constexpr std::uint64_t kLargestWord = 0xFFFFFFFFu;
 
 Array typed_argument(const char* function, const char* argument, pybind11::handle object, DType dtype, Access access);
 
+// At least one, to be read.
+std::vector<Array> typed_list_argument(const char* function, const char* argument, pybind11::handle object,
+                                       DType dtype);
+
 // None is nothing.
 std::optional<Array> optional_floats(const char* function, const char* argument, pybind11::handle object,
                                      Access access);
@@ -40,6 +44,10 @@ float threshold_argument(const char* function, double threshold);
 
 // ``what`` tells why there must be so many elements.
 void check_count(const char* function, const Array& array, std::size_t count, const std::string& what);
+
+// One list of arrays has as many as another.
+void check_as_many(const char* function, const char* argument, std::size_t count, std::size_t expected,
+                   const std::string& other);
 
 // A position must fit in 32 bits.
 void check_places(const char* function, const Inputs& inputs);

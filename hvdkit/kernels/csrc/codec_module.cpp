@@ -132,6 +132,31 @@ void scatter_add_into(py::handle out, py::handle indices, py::handle values, dou
     if (bad) throw_bad_index(function, places, *bad, into.count);
 }
 
+void sum_pairs_into(py::handle out, py::handle indices, py::handle values, py::handle scale) {
+    constexpr const char* function = "sum_pairs_into";
+    const Array into = typed_argument(function, "out", out, DType::float32, Access::write);
+    const std::vector<Array> places = typed_list_argument(function, "indices", indices, DType::uint32);
+    const std::vector<Array> from = typed_list_argument(function, "values", values, DType::float32);
+    const Scale at_last = scale_argument(function, "scale", scale, DType::float32);
+    check_as_many(function, "values", from.size(), places.size(), "indices");
+    std::vector<Pairs> pairs;
+    for (std::size_t k = 0; k < places.size(); ++k) {
+        check_count(function, from[k], places[k].count, "as in " + places[k].argument);
+        check_all_apart(function, {&into}, {&places[k], &from[k]});
+        pairs.push_back({places[k].data, from[k].data, places[k].count});
+    }
+    std::optional<std::size_t> bad;
+    std::size_t whose = 0;
+    {
+        const Running running;
+        for (; whose < pairs.size() && !bad; ++whose) {
+            bad = first_bad_index(pairs[whose].indices, pairs[whose].count, into.count);
+        }
+        if (!bad) sum_pairs(into.data, into.count, pairs, at_last);
+    }
+    if (bad) throw_bad_index(function, places[whose - 1], *bad, into.count);
+}
+
 void abs_sample_into(py::handle sample, py::handle values, py::handle residual, py::handle stride, py::handle seed) {
     constexpr const char* function = "abs_sample_into";
     const Array into = typed_argument(function, "sample", sample, DType::float32, Access::write);
@@ -247,6 +272,7 @@ void bind_codecs(py::module_& module) {
     module.def("select_into", &select_into, arg("indices"), arg("picked"), arg("values"), arg("residual"),
                arg("threshold"));
     module.def("scatter_add_into", &scatter_add_into, arg("out"), arg("indices"), arg("values"), arg("scale") = 1.0);
+    module.def("sum_pairs_into", &sum_pairs_into, arg("out"), arg("indices"), arg("values"), arg("scale") = 1.0);
     module.def("abs_sample_into", &abs_sample_into, arg("sample"), arg("values"), arg("residual"), arg("stride"),
                arg("seed"));
     module.def("checksum", &checksum_of, arg("array"));

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
+#include "kernels.h"
 #include "memory.h"
 
 namespace hvdkit {
@@ -64,6 +66,14 @@ Selected select(std::byte* indices, std::byte* picked, std::size_t capacity, con
 std::optional<std::size_t> first_bad_index(const std::byte* indices, std::size_t index_count, std::size_t count);
 void scatter_add(std::byte* out, const std::byte* indices, const std::byte* values, std::size_t index_count,
                  float scale);
+
+// Elements at ascending places, from one rank.
+struct Pairs {
+    const std::byte* indices;
+    const std::byte* values;
+    std::size_t count;
+};
+void sum_pairs(std::byte* out, std::size_t count, const std::vector<Pairs>& pairs, Scale scale);
 
 // One element of each ``stride`` goes to ``sample``; the last of them may be short. At least one of values and
 // residual is there.

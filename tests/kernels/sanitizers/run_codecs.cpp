@@ -90,6 +90,12 @@ void run_select(Random& random) {
     if (!small || left == nullptr) return;
     hvdkit::scatter_add(left, indices.data(), picked.data(), selected.emitted, 1.0f);
     for (std::size_t i = 0; i < count; ++i) CHECK(hvdkit::load<float>(left, i) == whole[i]);
+    const hvdkit::Pairs pairs{indices.data(), picked.data(), selected.emitted};
+    hvdkit::sum_pairs(left, count, {pairs, pairs}, hvdkit::Scale{1.0, 2});
+    for (std::size_t k = 0; k < selected.emitted; ++k) {
+        const std::size_t i = hvdkit::load<std::uint32_t>(indices.data(), k);
+        CHECK(hvdkit::load<float>(left, i) == hvdkit::load<float>(picked.data(), k));
+    }
 }
 
 void run_the_rest(Random& random) {
