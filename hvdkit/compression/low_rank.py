@@ -16,7 +16,7 @@ from hvdkit.compression.checks import check_integer, check_seed
 from hvdkit.compression.codec import Array
 from hvdkit.compression.lossy import LinearCodec
 from hvdkit.compression.memory import Key, Memory
-from hvdkit.kernels import ReduceOp, Scale
+from hvdkit.kernels import Scale
 
 RIGHT = "right"
 
@@ -112,7 +112,7 @@ class PowerSGD(LinearCodec):
             mine = values[elements]
             residual = None if memory.residual is None else memory.residual[elements]
             ends = first[left : left + lefts], second[right : right + rights]
-            matrices.append(_Matrix(mine, residual, rows, cols, *ends, _is_finite(mine), begin))
+            matrices.append(_Matrix(mine, residual, rows, cols, *ends, begin))
             left, right = left + lefts, right + rights
         return matrices
 
@@ -120,14 +120,16 @@ class PowerSGD(LinearCodec):
         """What travels first."""
         if not one.is_product:
             one.left[...] = one.values
-        elif not one.finite:
-            one.left[...] = np.nan
+            return
+        with kernels.DefaultFloats():  # who flushes subnormal vectors would take them for none and draw others
+            start = self.start(memory, one.begin, one.rows, one.cols)
+        if one.residual is not None:
+            one.finite = kernels.add_and_project_into(one.left, one.residual, one.values, start, one.rows, one.cols)
         else:
-            if one.residual is not None:
-                kernels.reduce_into(one.residual, [one.values, one.residual], ReduceOp.SUM)
-            with kernels.DefaultFloats():  # who flushes subnormal vectors would take them for none and draw others
-                start = self.start(memory, one.begin, one.rows, one.cols)
-            kernels.project_into(one.left, one.matrix, start, one.rows, one.cols)
+            one.finite = bool(np.isfinite(one.values).all())
+            kernels.project_into(one.left, one.values, start, one.rows, one.cols)
+        if not one.finite:
+            one.left[...] = np.nan
 
     def _reconstruct(self, one: _Matrix, good: bool, mine: Array, scale: Scale, memory: Memory) -> None:
         """The result, and what is kept; ``mine`` is this rank's part of ``one.right``."""
@@ -156,8 +158,8 @@ class _Matrix:
     cols: int
     left: Array
     right: Array
-    finite: bool  # whether this rank's gradient is
     begin: int
+    finite: bool = True  # whether this rank's gradient is
 
     @property
     def matrix(self) -> Array:
@@ -167,9 +169,3 @@ class _Matrix:
     @property
     def is_product(self) -> bool:
         return bool(self.right.size)
-
-
-def _is_finite(values: Array) -> bool:
-    """Whether all are; looked at one by one only where their sum is not, which may also be too large."""
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())

@@ -12,6 +12,7 @@ try:
     from hvdkit.kernels._native import (
         DefaultFloats,
         abs_sample_into,
+        add_and_project_into,
         checksum,
         convert_into,
         dequantise_into,
@@ -36,7 +37,13 @@ except ImportError as error:
     from hvdkit.kernels.numpy_codecs import dequantise_into, quantise_into, sign_into, unsign_into
     from hvdkit.kernels.numpy_floats import DefaultFloats  # type: ignore[assignment]
     from hvdkit.kernels.numpy_kernels import convert_into, reduce_into, scale_into
-    from hvdkit.kernels.numpy_low_rank import orthonormalise, project_back_into, project_into, reconstruct_into
+    from hvdkit.kernels.numpy_low_rank import (
+        add_and_project_into,
+        orthonormalise,
+        project_back_into,
+        project_into,
+        reconstruct_into,
+    )
     from hvdkit.kernels.numpy_sparse import (
         abs_sample_into,
         momentum_into,
@@ -67,6 +74,7 @@ __all__ = [
     "ReduceOp",
     "Scale",
     "abs_sample_into",
+    "add_and_project_into",
     "backend",
     "checksum",
     "convert_into",

@@ -28,6 +28,22 @@ def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int)
         left[k * rows : (k + 1) * rows] = sums_in_lanes(products)
 
 
+def add_and_project_into(left: Array, matrix: Array, gradient: Array, right: Array, rows: int, cols: int) -> bool:
+    """``matrix += gradient``, and the same of it. Returns whether the gradient is finite.
+
+    Where it is not, ``left`` may hold anything, and ``matrix`` is as it was, but for rounding in the rows before.
+    """
+    odd = ~np.isfinite(gradient.reshape(rows, cols)).all(axis=1)
+    run = slice(0, cols * (int(odd.argmax()) if odd.any() else rows))
+    with np.errstate(all="ignore"), DefaultFloats():
+        matrix[run] += gradient[run]
+        if odd.any():
+            matrix[run] -= gradient[run]
+            return False
+    project_into(left, matrix, right, rows, cols)
+    return True
+
+
 def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols: int) -> None:
     """``right[k] = matrix.T @ left[k]``, added row by row.
 

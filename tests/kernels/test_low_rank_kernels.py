@@ -37,6 +37,34 @@ def test_native_and_numpy_give_the_same_bits(rows: int, cols: int, rank: int) ->
         assert ours.tobytes() == theirs.tobytes()
 
 
+def added(
+    module: ModuleType, rows: int, cols: int, rank: int, odd: tuple[int, float] | None
+) -> tuple[bool, np.ndarray, np.ndarray]:
+    matrix, gradient, right = matrix_of(rows, cols), matrix_of(rows, cols, 2), matrix_of(rank, cols, 1)
+    left = np.zeros(rank * rows, np.float32)
+    if odd is not None:
+        gradient[odd[0] % gradient.size] = odd[1]
+    return module.add_and_project_into(left, matrix, gradient, right, rows, cols), matrix, left
+
+
+@native
+@pytest.mark.parametrize("odd", [None, (0, np.nan), (700, np.inf), (-1, -np.inf)])
+@pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
+def test_what_is_added_has_the_same_bits_and_those_of_two_passes(
+    rows: int, cols: int, rank: int, odd: tuple[int, float] | None
+) -> None:
+    ours, theirs = (added(module, rows, cols, rank, odd) for module in (kernels, numpy_low_rank))
+    assert ours[0] == theirs[0] == (odd is None)
+    assert ours[1].tobytes() == theirs[1].tobytes()
+    if odd is not None:
+        np.testing.assert_allclose(ours[1], matrix_of(rows, cols), rtol=0, atol=1e-6)
+        return
+    left, matrix = np.empty(rank * rows, np.float32), matrix_of(rows, cols) + matrix_of(rows, cols, 2)
+    kernels.project_into(left, matrix, matrix_of(rank, cols, 1), rows, cols)
+    assert ours[1].tobytes() == matrix.tobytes()
+    assert ours[2].tobytes() == theirs[2].tobytes() == left.tobytes()
+
+
 @pytest.mark.parametrize("module", BOTH)
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
 def test_products_are_those_of_float64(module: ModuleType, rows: int, cols: int, rank: int) -> None:
@@ -101,6 +129,10 @@ def test_wrong_arguments() -> None:
         kernels.project_into(left, matrix[:11], right, 3, 4)
     with pytest.raises(ValueError, match="project_into: right: expected 8 elements for 2 vectors, got 7"):
         kernels.project_into(left, matrix, right[:7], 3, 4)
+    with pytest.raises(ValueError, match="add_and_project_into: gradient: expected 12 elements in 3 rows of 4, got 11"):
+        kernels.add_and_project_into(left, matrix, matrix[:11].copy(), right, 3, 4)
+    with pytest.raises(ValueError, match="add_and_project_into: matrix: expected memory apart from that of gradient"):
+        kernels.add_and_project_into(left, matrix, matrix, right, 3, 4)
     with pytest.raises(ValueError, match="project_back_into: left: expected 6 elements for 2 vectors, got 7"):
         kernels.project_back_into(right, matrix, np.zeros(7, np.float32), 3, 4)
     with pytest.raises(ValueError, match="orthonormalise: vectors: expected 8 elements in vectors of 4, got 7"):

@@ -19,6 +19,7 @@ apt() { # PROGRAM PACKAGE: what tests for other processors need
 }
 
 apt aarch64-linux-gnu-g++ g++-aarch64-linux-gnu
+apt qemu-aarch64 qemu-user
 part tests "$python" -m pytest -q -n "$workers" --all --tell build/tests/tests.json
 part "200 random faults" "$python" -m tests.faults.report --count 200 --report build/tests/faults
 part "cluster tests" docker/cluster-test.sh "$python" --all --tell "$PWD/build/tests/cluster.json"

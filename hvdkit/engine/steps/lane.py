@@ -207,7 +207,7 @@ class Lane:
         """Whether what is on its way leaves room for the next operation."""
         if not self._in_flight:
             return True
-        nbytes = self._load(self._started) if self._started < len(self.arrangement.pieces) else 0
+        nbytes = self._loads[self._started] if self._started < len(self._loads) else 0
         near = self.sequence - min(self._in_flight) < SPAN
         return near and sum(self._in_flight.values()) + nbytes <= self._sizes.in_flight
 
@@ -231,7 +231,7 @@ class Lane:
         self._started, self.sequence = index + 1, sequence + 1
         tag = lane_tag(self.lane_id, sequence)
         if index < len(self.arrangement.pieces):
-            self._in_flight[sequence] = self._load(index)
+            self._in_flight[sequence] = self._loads[index]
             marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
             steps = self.reducer.reduce(self.arrangement.pieces[index], joined, marks, sequence, tag)
             steps = self.records.reduction(index, joined, steps)
@@ -296,12 +296,6 @@ class Lane:
     def _planned(self) -> int:
         return len(self.arrangement.pieces) + self._observes + self.verifies
 
-    def _load(self, index: int) -> int:
-        now = self.arrangement
-        bucket = now.buckets[now.pieces[index].bucket]
-        codec = self.plan.reduction.codecs[bucket.codec]
-        return load(now.nbytes[index], bucket.dtype, codec, self._sizes)
-
     def _arrange(self) -> None:
         """Buckets, pieces and their order, from when each slot is ready."""
         plan, share = self.plan, sent_share(self.group.size, self.reducer.layout)
@@ -309,6 +303,11 @@ class Lane:
         self.arrangement = arrange(
             plan.slots, self._observation.ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
+        self._loads = [
+            load(nbytes, bucket.dtype, codecs[bucket.codec], self._sizes)
+            for piece, nbytes in zip(self.arrangement.pieces, self.arrangement.nbytes, strict=True)
+            for bucket in [self.arrangement.buckets[piece.bucket]]
+        ]
         self.reducer.lay_out(self.arrangement)
         self._begin_step()
 

@@ -220,6 +220,21 @@ void project_into(py::handle left, py::handle matrix, py::handle right, py::hand
     project(into.data, from.data, vectors.data, product.rows, product.cols, product.rank);
 }
 
+bool add_and_project_into(py::handle left, py::handle matrix, py::handle gradient, py::handle right, py::handle rows,
+                          py::handle cols) {
+    constexpr const char* function = "add_and_project_into";
+    const Array into = typed_argument(function, "left", left, DType::float32, Access::write);
+    const Array sum = typed_argument(function, "matrix", matrix, DType::float32, Access::write);
+    const Array from = typed_argument(function, "gradient", gradient, DType::float32, Access::read);
+    const Array vectors = typed_argument(function, "right", right, DType::float32, Access::read);
+    const Product product = product_argument(function, into, vectors, rows, cols);
+    check_count(function, sum, product.rows * product.cols, of_shape(product));
+    check_count(function, from, product.rows * product.cols, of_shape(product));
+    check_all_apart(function, {&into, &sum}, {&from, &vectors});
+    const Running running;
+    return add_and_project(into.data, sum.data, from.data, vectors.data, product.rows, product.cols, product.rank);
+}
+
 void project_back_into(py::handle right, py::handle matrix, py::handle left, py::handle rows, py::handle cols) {
     constexpr const char* function = "project_back_into";
     const Array into = typed_argument(function, "right", right, DType::float32, Access::write);
@@ -277,6 +292,8 @@ void bind_codecs(py::module_& module) {
                arg("seed"));
     module.def("checksum", &checksum_of, arg("array"));
     module.def("project_into", &project_into, arg("left"), arg("matrix"), arg("right"), arg("rows"), arg("cols"));
+    module.def("add_and_project_into", &add_and_project_into, arg("left"), arg("matrix"), arg("gradient"), arg("right"),
+               arg("rows"), arg("cols"));
     module.def("project_back_into", &project_back_into, arg("right"), arg("matrix"), arg("left"), arg("rows"),
                arg("cols"));
     module.def("orthonormalise", &orthonormalise_vectors, arg("vectors"), arg("length"));

@@ -85,6 +85,9 @@ std::uint64_t checksum(const std::byte* data, std::size_t nbytes);
 // Low rank: a matrix of ``rows`` rows, and ``rank`` vectors as long as a column (left) and as a row (right).
 void project(std::byte* left, const std::byte* matrix, const std::byte* right, std::size_t rows, std::size_t cols,
              std::size_t rank);
+// ``matrix`` += ``gradient`` before it. False where that is not finite: ``matrix`` is as before then, but for rounding.
+bool add_and_project(std::byte* left, std::byte* matrix, const std::byte* gradient, const std::byte* right,
+                     std::size_t rows, std::size_t cols, std::size_t rank);
 void project_back(std::byte* right, const std::byte* matrix, const std::byte* left, std::size_t rows, std::size_t cols,
                   std::size_t rank);
 void orthonormalise(std::byte* vectors, std::size_t length, std::size_t rank);

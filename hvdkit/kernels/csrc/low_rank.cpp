@@ -64,6 +64,41 @@ HVDKIT_CLONES void set_multiple(std::byte* out, const std::byte* in, float facto
     for (std::size_t i = 0; i < count; ++i) store<float>(out, i, factor * load<float>(in, i));
 }
 
+// The same for kVectors rows, ``stride`` bytes apart, one after the other, in one pass over ``out``.
+HVDKIT_CLONES void add_multiples(std::byte* out, const std::byte* rows, std::size_t stride, const float* factors,
+                                 std::size_t count) {
+    static_assert(kVectors == 4);
+    HVDKIT_ELEMENTWISE
+    for (std::size_t i = 0; i < count; ++i) {
+        float sum = load<float>(out, i) + factors[0] * load<float>(rows, i);
+        sum = sum + factors[1] * load<float>(rows + stride, i);
+        sum = sum + factors[2] * load<float>(rows + 2 * stride, i);
+        store<float>(out, i, sum + factors[3] * load<float>(rows + 3 * stride, i));
+    }
+}
+
+HVDKIT_CLONES void set_multiples(std::byte* out, const std::byte* rows, std::size_t stride, const float* factors,
+                                 std::size_t count) {
+    HVDKIT_ELEMENTWISE
+    for (std::size_t i = 0; i < count; ++i) {
+        float sum = factors[0] * load<float>(rows, i) + factors[1] * load<float>(rows + stride, i);
+        sum = sum + factors[2] * load<float>(rows + 2 * stride, i);
+        store<float>(out, i, sum + factors[3] * load<float>(rows + 3 * stride, i));
+    }
+}
+
+HVDKIT_CLONES void add_row(std::byte* out, const std::byte* in, std::size_t count) {
+    HVDKIT_ELEMENTWISE
+    for (std::size_t i = 0; i < count; ++i) store<float>(out, i, load<float>(out, i) + load<float>(in, i));
+}
+
+HVDKIT_CLONES bool all_finite(const std::byte* values, std::size_t count) {
+    std::uint32_t largest = 0;
+    HVDKIT_ELEMENTWISE
+    for (std::size_t i = 0; i < count; ++i) largest = std::max(largest, magnitude_word(load<float>(values, i)));
+    return largest < kInfinity;
+}
+
 HVDKIT_CLONES void take_away(std::byte* out, const std::byte* in, std::size_t count) {
     HVDKIT_ELEMENTWISE
     for (std::size_t i = 0; i < count; ++i) store<float>(out, i, load<float>(out, i) - load<float>(in, i));
@@ -85,17 +120,40 @@ HVDKIT_CLONES double dot_product(const std::byte* a, const std::byte* b, std::si
     return folded(lanes);
 }
 
+namespace {
+
+void project_row(std::byte* left, const std::byte* row, std::size_t i, const std::byte* right, std::size_t rows,
+                 std::size_t cols, std::size_t rank) {
+    for (std::size_t k = 0; k < rank; k += kVectors) {
+        const std::size_t count = std::min(kVectors, rank - k);
+        float products[kVectors];
+        row_products(products, row, right + k * cols * sizeof(float), cols, count);
+        for (std::size_t one = 0; one < count; ++one) store<float>(left, (k + one) * rows + i, products[one]);
+    }
+}
+
+}  // namespace
+
 void project(std::byte* left, const std::byte* matrix, const std::byte* right, std::size_t rows, std::size_t cols,
              std::size_t rank) {
     for (std::size_t i = 0; i < rows; ++i) {
-        const std::byte* const row = matrix + i * cols * sizeof(float);
-        for (std::size_t k = 0; k < rank; k += kVectors) {
-            const std::size_t count = std::min(kVectors, rank - k);
-            float products[kVectors];
-            row_products(products, row, right + k * cols * sizeof(float), cols, count);
-            for (std::size_t one = 0; one < count; ++one) store<float>(left, (k + one) * rows + i, products[one]);
-        }
+        project_row(left, matrix + i * cols * sizeof(float), i, right, rows, cols, rank);
     }
+}
+
+bool add_and_project(std::byte* left, std::byte* matrix, const std::byte* gradient, const std::byte* right,
+                     std::size_t rows, std::size_t cols, std::size_t rank) {
+    for (std::size_t i = 0; i < rows; ++i) {
+        std::byte* const row = matrix + i * cols * sizeof(float);
+        const std::byte* const added = gradient + i * cols * sizeof(float);
+        if (!all_finite(added, cols)) {
+            take_away(matrix, gradient, i * cols);
+            return false;
+        }
+        add_row(row, added, cols);
+        project_row(left, row, i, right, rows, cols, rank);
+    }
+    return true;
 }
 
 void project_back(std::byte* right, const std::byte* matrix, const std::byte* left, std::size_t rows, std::size_t cols,
@@ -105,7 +163,16 @@ void project_back(std::byte* right, const std::byte* matrix, const std::byte* le
     const std::size_t step = std::max<std::size_t>(kLanes, 8 * kColumns / rank / kLanes * kLanes);
     for (std::size_t j = 0; j < cols; j += step) {
         const std::size_t count = std::min(step, cols - j);
-        for (std::size_t i = 0; i < rows; ++i) {
+        std::size_t i = 0;
+        for (; i + kVectors <= rows; i += kVectors) {
+            const std::byte* const first = matrix + (i * cols + j) * sizeof(float);
+            for (std::size_t k = 0; k < rank; ++k) {
+                float factors[kVectors];
+                for (std::size_t one = 0; one < kVectors; ++one) factors[one] = load<float>(left, k * rows + i + one);
+                add_multiples(right + (k * cols + j) * sizeof(float), first, cols * sizeof(float), factors, count);
+            }
+        }
+        for (; i < rows; ++i) {
             const std::byte* const row = matrix + (i * cols + j) * sizeof(float);
             for (std::size_t k = 0; k < rank; ++k) {
                 add_multiple(right + (k * cols + j) * sizeof(float), row, load<float>(left, k * rows + i), count);
@@ -133,10 +200,19 @@ void reconstruct(std::byte* out, std::byte* matrix, const std::byte* left, const
                  std::size_t cols, std::size_t rank, float scale) {
     alignas(64) std::byte block[kColumns * sizeof(float)];
     for (std::size_t i = 0; i < rows; ++i) {
+        float factors[kVectors];
+        for (std::size_t k = 0; k < std::min(kVectors, rank); ++k) factors[k] = load<float>(left, k * rows + i);
         for (std::size_t j = 0; j < cols; j += kColumns) {
             const std::size_t count = std::min(kColumns, cols - j);
-            set_multiple(block, right + j * sizeof(float), load<float>(left, i), count);
-            for (std::size_t k = 1; k < rank; ++k) {
+            const std::byte* const first = right + j * sizeof(float);
+            std::size_t done = 1;
+            if (rank < kVectors) {
+                set_multiple(block, first, factors[0], count);
+            } else {
+                set_multiples(block, first, cols * sizeof(float), factors, count);
+                done = kVectors;
+            }
+            for (std::size_t k = done; k < rank; ++k) {
                 add_multiple(block, right + (k * cols + j) * sizeof(float), load<float>(left, k * rows + i), count);
             }
             const std::size_t offset = (i * cols + j) * sizeof(float);

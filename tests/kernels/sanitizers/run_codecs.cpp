@@ -86,6 +86,9 @@ void run_select(Random& random) {
     const hvdkit::Selected selected =
         hvdkit::select(indices.data(), picked.data(), capacity, maybe(given != 1, values), left, count, threshold);
     CHECK(selected.emitted == std::min(selected.found, capacity));
+    for (Buffer* const one : {&indices, &picked}) {  // what is behind them may be anything
+        std::fill(one->data() + selected.emitted * sizeof(float), one->data() + one->nbytes(), std::byte{0});
+    }
     CHECK(!hvdkit::first_bad_index(indices.data(), selected.emitted, count));
     if (!small || left == nullptr) return;
     hvdkit::scatter_add(left, indices.data(), picked.data(), selected.emitted, 1.0f);
@@ -115,6 +118,20 @@ void run_the_rest(Random& random) {
     CHECK(hvdkit::checksum(any.data(), any.nbytes()) != before);
 }
 
+void run_low_rank(Random& random) {
+    const std::size_t rows = random.number(1, 40), cols = random.number(1, 600), rank = random.number(1, 6);
+    Buffer matrix = floats(random, rows * cols, true), gradient = floats(random, rows * cols, true);
+    Buffer right = floats(random, rank * cols, true), left = floats(random, rank * rows, true);
+    Buffer again = floats(random, rank * rows, true), out = floats(random, rows * cols, true);
+    CHECK(hvdkit::add_and_project(left.data(), matrix.data(), gradient.data(), right.data(), rows, cols, rank));
+    hvdkit::project(again.data(), matrix.data(), right.data(), rows, cols, rank);
+    CHECK(std::memcmp(left.data(), again.data(), left.nbytes()) == 0);
+    hvdkit::orthonormalise(left.data(), rows, rank);
+    hvdkit::project_back(right.data(), matrix.data(), left.data(), rows, cols, rank);
+    hvdkit::reconstruct(maybe(random.number(0, 3) > 0, out), matrix.data(), left.data(), right.data(), rows, cols, rank,
+                        0.5f);
+}
+
 }  // namespace
 
 void run_codecs(std::uint64_t seed, std::size_t rounds) {
@@ -125,5 +142,6 @@ void run_codecs(std::uint64_t seed, std::size_t rounds) {
         run_sign(random);
         run_select(random);
         run_the_rest(random);
+        run_low_rank(random);
     }
 }
