@@ -12,6 +12,9 @@ from hvdkit.api.gradients.settings import GradientSettings
 # The adapters by the names that Keras gives their frameworks. Each has ``BACKEND``, a Backend, in ``for_keras``.
 ADAPTERS = {"tensorflow": "hvdkit.tensorflow", "torch": "hvdkit.torch"}
 
+# Makes the update of some variables by their reduced gradients.
+Update = Callable[[Sequence[Any], Sequence[Any]], None]
+
 
 class Gradients(ABC):
     """The gradients of one optimizer. Some may travel before ``reduce`` is called, during the backward pass."""
@@ -23,6 +26,17 @@ class Gradients(ABC):
         ``local`` are ids of variables whose gradients stay this rank's. Collective: every rank has gradients for the
         same variables. Raises HorovodInternalError on every rank where ranks disagree.
         """
+
+    def reduce_later(self, gradients: Sequence[Any], variables: Sequence[Any], update: Update) -> bool:
+        """The same in the background: each variable is updated before its next use.
+
+        Called between ``begin_backward`` and ``end_backward`` only, with all that was computed and no local variables.
+        Returns whether that can be; if not, nothing was done.
+        """
+        return False
+
+    def complete(self) -> None:
+        """Make the updates that are left."""
 
     def begin_backward(self, local: Collection[Any]) -> None:
         """All that this backward pass computes comes to ``reduce`` as it is; ``local``: the local variables."""

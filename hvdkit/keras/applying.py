@@ -39,7 +39,7 @@ def reducing_first(of_class: Any) -> Any:
             self.build(variables)
             self.built = True
         step.prepare(self._trainable_variables)
-        step.run(grads, variables, functools.partial(of_class, self))
+        step.run(grads, variables, functools.partial(of_class, self), self)
 
     apply.reduces_first = True  # type: ignore[attr-defined]
     return apply

@@ -11,6 +11,7 @@ from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
+from hvdkit.keras.overlap import check_overlap
 from hvdkit.keras.settings import FUNCTION, OptimizerSettings, check_sums
 from hvdkit.keras.step import distributed_step, is_distributed
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -33,6 +34,7 @@ def DistributedOptimizer(
     groups: int | list[list[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    overlap_forward: bool = False,
 ) -> Optimizer:
     """An optimizer of the class of ``optimizer`` that reduces gradients over all ranks before it applies them.
 
@@ -58,6 +60,10 @@ def DistributedOptimizer(
         groups: how many groups of gradients are reduced together, or the groups as lists of variables.
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
+        overlap_forward: on PyTorch, whether Keras's own ``train_step`` leaves what still travels to the background.
+            Each variable is updated before its next use, whatever uses it, with the bits that it has without. For
+            slow networks. Where that cannot be (a ``train_step`` of your own, local layers, a LossScaleOptimizer,
+            steps in which parameters are compared), ``apply`` waits as without.
 
     Raises TypeError or ValueError for arguments that make no sense, NotImplementedError on other backends than
     TensorFlow and PyTorch; ``apply`` raises HorovodInternalError on every rank where ranks' variables differ, or if a
@@ -78,6 +84,8 @@ def DistributedOptimizer(
             f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
         )
     check_sums(op)
+    if overlap_forward:
+        check_overlap(optimizer, backward_passes_per_step)
     settings = check_settings(
         FUNCTION,
         op=op,
@@ -93,8 +101,12 @@ def DistributedOptimizer(
         device_sparse=device_sparse,
         title=name or f"Distributed{type(optimizer).__name__}",
     )
-    average = bool(average_aggregated_gradients)
-    wrapped: Optimizer = wrap(optimizer, settings.as_kind(OptimizerSettings, average_aggregated_gradients=average))
+    chosen = settings.as_kind(
+        OptimizerSettings,
+        average_aggregated_gradients=bool(average_aggregated_gradients),
+        overlap_forward=bool(overlap_forward),
+    )
+    wrapped: Optimizer = wrap(optimizer, chosen)
     return wrapped
 
 

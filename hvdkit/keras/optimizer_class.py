@@ -43,12 +43,21 @@ class Distributed:
         """The ranks among which gradients are reduced."""
         return step_of(self).settings.process_set
 
+    @property
+    def variables(self) -> Any:
+        """The optimizer's own, as the last step leaves them."""
+        step: Any = vars(self).get(STEP)
+        if step is not None:
+            step.complete()
+        return super().variables  # type: ignore[misc]  # the other base has them
+
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to each rank."""
         step_of(self).register_local(var)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Of a copy, or a pickle: that of the plain optimizer, wrapped again."""
+        step_of(self).complete()
         *_, base = type(self).__bases__
         plain: Any = object.__new__(base)
         vars(plain).update({key: value for key, value in vars(self).items() if key != STEP})

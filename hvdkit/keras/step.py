@@ -9,6 +9,7 @@ from typing import Any
 from hvdkit.api.backends import Gradients
 from hvdkit.api.gradients.guard import WATCH
 from hvdkit.keras.backend import adapter, backend
+from hvdkit.keras.overlap import OneStep
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -30,6 +31,7 @@ class DistributedStep:
         self._accumulators: dict[int, Any] = {}  # by the variable's id
         self._passes: Any = None
         self._touched: set[int] = set()  # ids of variables with a gradient since the last update
+        self._numbers: dict[str, Any] = {}  # of the step that is made later
 
     def register_local(self, variable: Any) -> None:
         """Leave the gradient of a variable to each rank."""
@@ -53,11 +55,15 @@ class DistributedStep:
                     name="hvdkit_accumulated",
                 )
 
-    def run(self, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> None:
-        """Call ``apply`` with reduced gradients and their variables; after every n-th call, if n passes make a step."""
+    def run(self, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply, optimizer: Any = None) -> None:
+        """Call ``apply`` with reduced gradients and their variables; after every n-th call, if n passes make a step.
+
+        ``optimizer``: whose update may be made later, if somebody asked for that.
+        """
         gradients, variables = list(gradients), list(variables)
         if self.settings.backward_passes_per_step == 1:
-            self._apply(gradients, variables, apply)
+            if not self._leave_to_background(gradients, variables, optimizer):
+                self._apply(gradients, variables, apply)
             return
         import keras
 
@@ -86,6 +92,24 @@ class DistributedStep:
 
         # The optimizer counts updates, not passes: its averages and corrections of bias go by that.
         keras.ops.cond(keras.ops.equal(self._passes, 0), update, lambda: None)
+
+    def _leave_to_background(self, gradients: list[Any], variables: list[Any], optimizer: Any) -> bool:
+        """Begin a step whose updates are made when variables are needed. Returns whether that can be."""
+        if not self.settings.overlap_forward or self._gradients is None or not is_distributed(optimizer):
+            return False
+        if self.local or any(map(is_overwritten, variables)):
+            return False
+        self.complete()
+        later = OneStep.of(optimizer, STEP, self._numbers)
+        if later is None or not self._gradients.reduce_later(gradients, variables, later.update):
+            return False
+        later.count()
+        return True
+
+    def complete(self) -> None:
+        """Make what is left of the last step's update."""
+        if self._gradients is not None:
+            self._gradients.complete()
 
     def _apply(self, gradients: list[Any], variables: list[Any], apply: Apply) -> None:
         reduced = self.reduce(gradients, variables)

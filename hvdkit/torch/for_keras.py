@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer, is_current
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import ChangedInFlightError
+from hvdkit.torch.optimizers.names import parameters_of
+from hvdkit.torch.optimizers.overlap import Updates
 from hvdkit.torch.parameters import broadcast_tensors
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"
@@ -23,6 +26,8 @@ CHANGED = (
     "and before they were applied.\n"
     "HINT: change gradients in a train_step of the model's own, or in the optimizer's apply()."
 )
+# Lists that hold each gradient while Keras's own train_step applies it: its own, and two on the way here.
+KNOWN_HOLDERS = 3
 
 
 class _Parameters:
@@ -74,6 +79,26 @@ class _Synchronizer(GradientSynchronizer):
         self._start_step()
 
 
+class _ByParameter:
+    """An update, as a torch.optim.Optimizer makes it for some of its parameters."""
+
+    def __init__(self, update: backends.Update, variables: Sequence[Any]) -> None:
+        self._update = update
+        self._variables = {id(variable.value): variable for variable in variables}
+        self.param_groups: list[dict[str, Any]] = [{"params": [variable.value for variable in variables]}]
+
+    def plain_with(self, param_groups: list[dict[str, Any]]) -> _ByParameter:
+        """The same for other parameters."""
+        chosen = parameters_of(param_groups)
+        return _ByParameter(self._update, [self._variables[id(parameter)] for parameter in chosen])
+
+    def step(self) -> None:
+        """Make the update, by the gradients that the parameters have."""
+        with torch.no_grad():
+            gradients = [parameter.grad for parameter in parameters_of(self.param_groups)]
+            self._update(gradients, list(self._variables.values()))
+
+
 class TorchGradients(backends.Gradients):
     """Reduces the gradients of the parameters under Keras's variables."""
 
@@ -81,9 +106,11 @@ class TorchGradients(backends.Gradients):
         self._settings = settings
         self._parameters = _Parameters()
         self._synchronizer: _Synchronizer | None = None
+        self._updates: Updates | None = None  # of the last step, some of which may be left
 
     def begin_backward(self, local: Collection[Any]) -> None:
         """What this backward pass computes goes to ``reduce`` as it is: it may travel when it is complete."""
+        self.complete()
         if self._synchronizer is not None:
             self._synchronizer.begin({id(one.value) for one in local})
 
@@ -91,12 +118,52 @@ class TorchGradients(backends.Gradients):
         """What was handed over and never came to ``reduce``, because of an exception, is of no step."""
         if self._synchronizer is not None:
             self._synchronizer.hooks.cancel()
-            if self._synchronizer.is_begun:
+            is_left = self._updates is not None and not self._updates.is_over
+            if self._synchronizer.is_begun and not is_left:
                 self._synchronizer.give_up()
+
+    def complete(self) -> None:
+        """See Gradients."""
+        if self._updates is not None:
+            self._updates.complete_all()
+            if self._updates.is_over:
+                self._updates = None
+
+    def reduce_later(self, gradients: Sequence[Any], variables: Sequence[Any], update: backends.Update) -> bool:
+        """See Gradients."""
+        synchronizer = self._synchronizer
+        if synchronizer is None or not synchronizer.hooks.hands_over or any(one is None for one in gradients):
+            return False
+        parameters = [variable.value for variable in variables]
+        if any(one.grad is not gradient for one, gradient in zip(parameters, gradients, strict=True)):
+            return False
+        if synchronizer.verification.wants(synchronizer.verification.step):
+            return False
+        synchronizer.hooks.end()
+        self._parameters.param_groups[0]["params"] = parameters
+        with self._giving_up(synchronizer):
+            begun = synchronizer.begin_step(KNOWN_HOLDERS)
+            if begun is None:
+                return False
+            self._updates = Updates(synchronizer, *begun, _ByParameter(update, variables))
+            self._updates.begin()
+        return True
+
+    @contextmanager
+    def _giving_up(self, synchronizer: _Synchronizer) -> Iterator[None]:
+        """What fails here gives the step up."""
+        try:
+            yield
+        except BaseException as error:
+            synchronizer.give_up()
+            if isinstance(error, ChangedInFlightError):
+                raise AssertionError(CHANGED.format(names=error.names)) from None
+            raise
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
         """See Gradients."""
         settings = self._settings
+        self.complete()
         if self._synchronizer is not None:
             self._synchronizer.hooks.end()
         size = settings.process_set.size() if settings.process_set.included() else 1
@@ -122,13 +189,8 @@ class TorchGradients(backends.Gradients):
         self._parameters.param_groups[0]["params"] = parameters
         # Between two steps nothing of ours runs, so what the last update left is looked at before this one.
         self._synchronizer.verification.updated(self._parameters.param_groups, self._synchronizer.name_of)
-        try:
+        with self._giving_up(self._synchronizer):
             self._synchronizer.synchronize()
-        except BaseException as error:
-            self._synchronizer.give_up()
-            if isinstance(error, ChangedInFlightError):
-                raise AssertionError(CHANGED.format(names=error.names)) from None
-            raise
         for parameter, index in zip(parameters, indices, strict=True):
             results[index] = parameter.grad
         return results

@@ -41,6 +41,11 @@ class TrainStepHooks(ParameterHooks):
         self._is_known = self._is_known and not is_new
         return is_new
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether gradients of this backward pass were handed over as they became complete."""
+        return self._hands_over
+
     def reset(self) -> None:
         """A new step."""
         self.touched = False

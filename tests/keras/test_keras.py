@@ -44,6 +44,23 @@ EARLY = {
     )
     for where, per_node in (("one node", None), ("two nodes", 1))
 }
+OVERLAP = {
+    where: RankedCases(
+        "tests.keras.overlap_cases",
+        runner="tests.keras.runner",
+        preload=PRELOADS["torch"],
+        per_node=per_node,
+        KERAS_BACKEND="torch",
+        HVDKIT_FUSION_THRESHOLD="65536",
+    )
+    for where, per_node in (("one node", None), ("two nodes", 1))
+}
+OVERLAPPED = RankedCases(
+    "tests.keras.cases",
+    runner="tests.keras.overlapped",
+    preload=PRELOADS["torch"],
+    KERAS_BACKEND="torch",
+)
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 ESSENTIAL = {"tensorflow": 2, "torch": 2}
 
@@ -79,3 +96,16 @@ def test_keras_2(case: str) -> None:
 @pytest.mark.parametrize("case", EARLY["one node"].names)
 def test_early_gradients(case: str, where: str) -> None:
     EARLY[where].check(case, 2, "torch")
+
+
+@pytest.mark.essential(where="two nodes")
+@pytest.mark.parametrize("where", OVERLAP)
+@pytest.mark.parametrize("case", OVERLAP["one node"].names)
+def test_overlap_forward(case: str, where: str) -> None:
+    OVERLAP[where].check(case, 2, "torch")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", OVERLAPPED.names)
+def test_what_overlaps_changes_nothing_else(case: str) -> None:
+    OVERLAPPED.check(case, 2, "torch")

@@ -11,6 +11,8 @@ from typing import Any
 class Overlapping:
     """``hvd``, whose optimizers overlap."""
 
+    overlaps = True
+
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd
 

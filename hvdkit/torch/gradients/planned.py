@@ -165,15 +165,19 @@ class PlannedGradients:
         self.lane.finish()
         self._start_step()
 
-    def held(self) -> set[int]:
-        """The slots of gradients that somebody holds or has a view of, and may read or clear without our knowing."""
+    def held(self, known: int = 0) -> set[int]:
+        """The slots of gradients that somebody holds or has a view of, and may read or clear without our knowing.
+
+        ``known``: how many hold each who do neither.
+        """
         found = set()
         for i, parameter in enumerate(self.parameters):
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
                 continue
             is_in_place = self._in_place.get(gradient.data_ptr()) == i  # nobody else had its storage then, we have now
-            if references(gradient) > ALONE + (i in self._watched) or not (is_in_place or has_storage_alone(gradient)):
+            is_known = references(gradient) == ALONE + (i in self._watched) + known
+            if not is_known or not (is_in_place or has_storage_alone(gradient)):
                 found.add(i)
         return found
 

@@ -175,11 +175,12 @@ class GradientSynchronizer:
             self.verification.finished()
 
     @_disable_dynamo
-    def begin_step(self) -> tuple[PlannedGradients, Collection[int]] | None:
+    def begin_step(self, known_holders: int = 0) -> tuple[PlannedGradients, Collection[int]] | None:
         """The same as far as that is possible without a wait. Collective: an update follows.
 
-        Returns gradients to be given back, ended and then ``ended()``, and the slots of those that others hold; None
-        where this is a step to be waited for.
+        ``known_holders``: how many hold each gradient for as long as this call takes, and read it no more. Returns
+        gradients to be given back, ended and then ``ended()``, and the slots of those that others hold; None where this
+        is a step to be waited for.
         """
         self._check_owner()
         self._bind()
@@ -192,7 +193,7 @@ class GradientSynchronizer:
         if is_compared or planned.lane.on_device or not planned.can_be_collected_apart():
             return None
         self.verification.updates = True
-        held = planned.held()
+        held = planned.held(known_holders)
         try:
             with torch.no_grad():
                 routes.begin_finish(self.name_of)
