@@ -37,6 +37,19 @@ def train_step_with_early_gradients(train_step: Any) -> Any:
     return train_step_with
 
 
+def fit_to_the_end(fit: Any) -> Any:
+    """Keras's ``fit``, at whose end no update of a distributed optimizer is left, which would keep the model."""
+
+    def fit_with(self: Any, *args: Any, **options: Any) -> Any:
+        history = fit(self, *args, **options)
+        step = distributed_step(getattr(self, "optimizer", None))
+        if step is not None:
+            step.complete()
+        return history
+
+    return fit_with
+
+
 def scale_loss_and_begin(of_class: Any) -> Any:
     """``scale_loss`` of an optimizer that is distributed, or has a distributed one inside: a LossScaleOptimizer."""
 

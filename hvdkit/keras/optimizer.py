@@ -63,7 +63,8 @@ def DistributedOptimizer(
         overlap_forward: on PyTorch, whether Keras's own ``train_step`` leaves what still travels to the background.
             Each variable is updated before its next use, whatever uses it, with the bits that it has without. For
             slow networks. Where that cannot be (a ``train_step`` of your own, local layers, a LossScaleOptimizer,
-            steps in which parameters are compared), ``apply`` waits as without.
+            variables of several dtypes or with constraints, steps in which parameters are compared), ``apply`` waits
+            as without. The optimizer's own state is that of the last step in ``variables``, not in other attributes.
 
     Raises TypeError or ValueError for arguments that make no sense, NotImplementedError on other backends than
     TensorFlow and PyTorch; ``apply`` raises HorovodInternalError on every rank where ranks' variables differ, or if a

@@ -51,6 +51,11 @@ class Distributed:
             step.complete()
         return super().variables  # type: ignore[misc]  # the other base has them
 
+    def set_weights(self, weights: Any) -> None:
+        """See Keras; what is left of the last step comes first."""
+        step_of(self).complete()
+        super().set_weights(weights)  # type: ignore[misc]
+
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to each rank."""
         step_of(self).register_local(var)

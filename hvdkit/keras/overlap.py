@@ -6,7 +6,8 @@ update goes by, as the number of the step and the learning rate, is that of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hvdkit.api.gradients.guard import WATCH
@@ -48,6 +49,21 @@ def _is_known(cls: type) -> bool:
     return cls.__module__.startswith("keras.src.") and cls.__name__ in BY_VARIABLE
 
 
+@contextmanager
+def _outside_of_layers() -> Iterator[None]:
+    """Variables are themselves here, also where a layer that uses one has it cast, or its changes put off."""
+    from keras.src.backend.common import global_state
+
+    inside = {name: global_state.get_global_attribute(name) for name in ("autocast_scope", "stateless_scope")}
+    try:
+        for name in inside:
+            global_state.set_global_attribute(name, None)
+        yield
+    finally:
+        for name, scope in inside.items():
+            global_state.set_global_attribute(name, scope)
+
+
 class OneStep:
     """One step of a distributed optimizer, made for some variables after the others.
 
@@ -68,11 +84,16 @@ class OneStep:
         self._plain = plain
 
     @staticmethod
-    def of(optimizer: Any, without: str, numbers: dict[str, Any]) -> OneStep | None:
-        """None where this step needs all gradients at once; ``without``: an attribute that is not the plain one's."""
-        plain = type(optimizer).__bases__[-1]
-        may = _is_known(plain) and not any(getattr(optimizer, option, None) for option in _AT_ONCE)
-        return OneStep(optimizer, without, numbers) if may and optimizer.built else None
+    def of(optimizer: Any, variables: Sequence[Any], without: str, numbers: dict[str, Any]) -> OneStep | None:
+        """None where this step needs all gradients at once; ``without``: an attribute that is not the plain one's.
+
+        Keras computes with numbers of the first variable's dtype, and a constraint may do anything.
+        """
+        may = _is_known(type(optimizer).__bases__[-1]) and optimizer.built
+        may = may and not any(getattr(optimizer, option, None) for option in _AT_ONCE)
+        may = may and len({str(one.dtype) for one in variables}) == 1
+        may = may and all(getattr(one, "constraint", None) is None for one in variables)
+        return OneStep(optimizer, without, numbers) if may else None
 
     def _number(self, name: str, like: Any) -> Any:
         """A variable with the value of another one."""
@@ -90,6 +111,6 @@ class OneStep:
 
     def update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Make it for these variables."""
-        self._numbers["_iterations"].assign(self._step)  # which Keras counts on after each of them
-        with WATCH.reduced():
+        with _outside_of_layers(), WATCH.reduced():
+            self._numbers["_iterations"].assign(self._step)  # which Keras counts on after each of them
             self._base.apply(self._plain, list(gradients), list(variables))

@@ -100,7 +100,7 @@ class DistributedStep:
         if self.local or any(map(is_overwritten, variables)):
             return False
         self.complete()
-        later = OneStep.of(optimizer, STEP, self._numbers)
+        later = OneStep.of(optimizer, variables, STEP, self._numbers)
         if later is None or not self._gradients.reduce_later(gradients, variables, later.update):
             return False
         later.count()

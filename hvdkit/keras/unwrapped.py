@@ -10,7 +10,7 @@ from hvdkit.api.gradients.guard import WATCH, is_marked
 from hvdkit.engine.life import runtime
 from hvdkit.keras import keras_2
 from hvdkit.keras.applying import reducing_first, reducing_pairs_first
-from hvdkit.keras.early import scale_loss_and_begin, train_step_with_early_gradients
+from hvdkit.keras.early import fit_to_the_end, scale_loss_and_begin, train_step_with_early_gradients
 from hvdkit.keras.step import distributed_step, is_distributed
 
 NOT_WRAPPED = (
@@ -41,6 +41,7 @@ def install() -> None:
         from keras.src.backend.torch.trainer import TorchTrainer
 
         _replace(TorchTrainer, "train_step", train_step_with_early_gradients)
+        _replace(TorchTrainer, "fit", fit_to_the_end)
         _replace(loss_scale_optimizer.LossScaleOptimizer, "scale_loss", scale_loss_and_begin)
     _replace(base_optimizer.BaseOptimizer, "apply", _warning)
     _replace(loss_scale_optimizer.LossScaleOptimizer, "apply", reducing_first)

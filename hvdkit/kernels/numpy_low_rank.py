@@ -31,14 +31,16 @@ def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int)
 def add_and_project_into(left: Array, matrix: Array, gradient: Array, right: Array, rows: int, cols: int) -> bool:
     """``matrix += gradient``, and the same of it. Returns whether the gradient is finite.
 
-    Where it is not, ``left`` may hold anything, and ``matrix`` is as it was, but for rounding in the rows before.
+    Where it is not, ``left`` may hold anything, and ``matrix`` is as it was, but for rounding in the rows before, and
+    zero where a sum there was too large.
     """
     odd = ~np.isfinite(gradient.reshape(rows, cols)).all(axis=1)
     run = slice(0, cols * (int(odd.argmax()) if odd.any() else rows))
     with np.errstate(all="ignore"), DefaultFloats():
         matrix[run] += gradient[run]
         if odd.any():
-            matrix[run] -= gradient[run]
+            left = matrix[run] - gradient[run]
+            matrix[run] = np.where(np.isfinite(left), left, np.float32(0))
             return False
     project_into(left, matrix, right, rows, cols)
     return True

@@ -82,15 +82,16 @@ class _Synchronizer(GradientSynchronizer):
 class _ByParameter:
     """An update, as a torch.optim.Optimizer makes it for some of its parameters."""
 
-    def __init__(self, update: backends.Update, variables: Sequence[Any]) -> None:
+    def __init__(self, update: backends.Update, parameters: Sequence[torch.Tensor], variables: Sequence[Any]) -> None:
         self._update = update
-        self._variables = {id(variable.value): variable for variable in variables}
-        self.param_groups: list[dict[str, Any]] = [{"params": [variable.value for variable in variables]}]
+        # What a variable gives where it is used next may be a copy of another dtype.
+        self._variables = {id(one): variable for one, variable in zip(parameters, variables, strict=True)}
+        self.param_groups: list[dict[str, Any]] = [{"params": list(parameters)}]
 
     def plain_with(self, param_groups: list[dict[str, Any]]) -> _ByParameter:
         """The same for other parameters."""
         chosen = parameters_of(param_groups)
-        return _ByParameter(self._update, [self._variables[id(parameter)] for parameter in chosen])
+        return _ByParameter(self._update, chosen, [self._variables[id(parameter)] for parameter in chosen])
 
     def step(self) -> None:
         """Make the update, by the gradients that the parameters have."""
@@ -145,7 +146,7 @@ class TorchGradients(backends.Gradients):
             begun = synchronizer.begin_step(KNOWN_HOLDERS)
             if begun is None:
                 return False
-            self._updates = Updates(synchronizer, *begun, _ByParameter(update, variables))
+            self._updates = Updates(synchronizer, *begun, _ByParameter(update, parameters, variables))
             self._updates.begin()
         return True
 

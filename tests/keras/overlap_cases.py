@@ -164,6 +164,58 @@ def case_fit_and_evaluate_give_what_they_give_without(hvd: Any) -> None:
     assert found[0] == found[1]
 
 
+def case_layers_that_compute_in_another_dtype(hvd: Any) -> None:
+    found = []
+    for overlap in (False, True):
+        model = compiled_with(hvd, keras.optimizers.Adam(0.01), overlap, dtype="mixed_bfloat16")
+        train(model, batches(hvd.rank(), STEPS))
+        assert waiting(model) == overlap * len(model.trainable_variables)
+        found.append(bits([*numbers(model.variables), *numbers(model.optimizer.variables)]))
+    assert found[0] == found[1]
+
+
+def case_variables_of_several_dtypes_or_with_constraints_wait(hvd: Any) -> None:
+    model = compiled_with(hvd, sgd(), True, kernel_constraint=keras.constraints.MaxNorm(1.0))
+    train(model, batches(hvd.rank(), STEPS))
+    assert waiting(model) == 0
+    check_same_bits(hvd, model)
+
+
+def compiled_with(hvd: Any, optimizer: Any, overlap: bool, **options: Any) -> Any:
+    """A model of layers with options."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(160, **options), keras.layers.LayerNormalization(), keras.layers.Dense(1, **options)]
+    model = keras.Sequential([keras.layers.Input((6,)), *layers])
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer, overlap_forward=overlap), loss="mse")
+    return model
+
+
+def case_a_warm_up_corrects_momenta_as_the_last_step_left_them(hvd: Any) -> None:
+    found = []
+    for overlap in (False, True):
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model = compiled(hvd.DistributedOptimizer(optimizer, overlap_forward=overlap))
+        x, y = (np.concatenate(parts) for parts in zip(*batches(hvd.rank(), 8), strict=True))
+        callback = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=2)
+        model.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=[callback])
+        assert waiting(model) == 0, "at the end of fit() nothing is left"
+        found.append(bits([*numbers(model.variables), *numbers(model.optimizer.variables)]))
+    assert found[0] == found[1]
+
+
+def case_weights_that_are_set_back_stay_so(hvd: Any) -> None:
+    for names in (("optimizer", "model"), ("model", "optimizer")):
+        optimizer = overlapping(hvd, keras.optimizers.SGD(0.1, momentum=0.9))
+        model = train(compiled(optimizer), batches(hvd.rank(), STEPS))
+        saved = {"model": model.get_weights(), "optimizer": numbers(model.optimizer.variables)}
+        train(model, batches(hvd.rank(), STEPS))
+        assert waiting(model)
+        for name in names:
+            (model if name == "model" else model.optimizer).set_weights(saved[name])
+        assert bits(model.get_weights()) == bits(saved["model"])
+        assert bits(numbers(model.optimizer.variables)) == bits(saved["optimizer"])
+
+
 def case_what_it_does_not_know_is_refused(hvd: Any) -> None:
     class Own(keras.optimizers.SGD):
         pass

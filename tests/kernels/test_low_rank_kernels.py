@@ -66,6 +66,14 @@ def test_what_is_added_has_the_same_bits_and_those_of_two_passes(
 
 
 @pytest.mark.parametrize("module", BOTH)
+def test_sums_that_were_too_large_are_forgotten_where_the_gradient_is_not_finite(module: ModuleType) -> None:
+    matrix, gradient = np.full(8, 3e38, np.float32), np.full(8, 3e38, np.float32)
+    gradient[7] = np.nan
+    assert not module.add_and_project_into(np.zeros(2, np.float32), matrix, gradient, np.ones(4, np.float32), 2, 4)
+    np.testing.assert_array_equal(matrix, np.array([0, 0, 0, 0, *[3e38] * 4], np.float32))
+
+
+@pytest.mark.parametrize("module", BOTH)
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
 def test_products_are_those_of_float64(module: ModuleType, rows: int, cols: int, rank: int) -> None:
     matrix, right = matrix_of(rows, cols), matrix_of(rank, cols, 1)

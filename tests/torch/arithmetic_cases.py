@@ -50,6 +50,27 @@ def case_gradients_are_averaged_so_too(hvd: Any) -> None:
             optimizer.step()
 
 
+def case_large_gradients_are_cut_alike_on_hosts_of_other_sizes(hvd: Any) -> None:
+    shapes = [(600, 701), (7,), (512, 512), (3, 5), (700, 600)]  # some of more than a MiB
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.topk(ratio=0.9)):
+        weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(weights, lr=1.0),
+            [(f"w{number}", one) for number, one in enumerate(weights)],
+            compression=compression,
+            op=hvd.Sum,
+        )
+        for step in range(3):
+            factors = [torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(step)) for shape in shapes]
+            loss = sum((one * factor * (hvd.rank() + 1)).sum() for one, factor in zip(weights, factors, strict=True))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.synchronize()
+            times = hvd.size() * (hvd.size() + 1) // 2
+            for one, factor in zip(weights, factors, strict=True):
+                assert torch.equal(one.grad, (factor * times).float())
+
+
 def case_factors_are_multiplied_in_double(hvd: Any) -> None:
     mine = normal(hvd.rank(), 4097)
     total = hvd.allreduce((mine.double() * 0.1).float(), op=hvd.Sum)

@@ -72,7 +72,9 @@ class HostReducer(Reducer):
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self._pinned: list[int] = []
         self.is_written_late = node is None
-        self.takes_turns, self.copies_buckets = takes_turns, node is None
+        self.takes_turns = takes_turns
+        # Not by this rank's own node, which may be the only one with one rank: all ranks must cut alike.
+        self.copies_buckets = layout is None
         self._number = 0  # of the next operation, the same on all ranks
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
         self.reason = _reason_for(layout, node)

@@ -104,6 +104,15 @@ HVDKIT_CLONES void take_away(std::byte* out, const std::byte* in, std::size_t co
     for (std::size_t i = 0; i < count; ++i) store<float>(out, i, load<float>(out, i) - load<float>(in, i));
 }
 
+// The same of what was added before; a sum that was too large is forgotten.
+HVDKIT_CLONES void take_back(std::byte* out, const std::byte* in, std::size_t count) {
+    HVDKIT_ELEMENTWISE
+    for (std::size_t i = 0; i < count; ++i) {
+        const float left = load<float>(out, i) - load<float>(in, i);
+        store<float>(out, i, is_finite(left) ? left : 0.0f);
+    }
+}
+
 HVDKIT_CLONES double dot_product(const std::byte* a, const std::byte* b, std::size_t count) {
     alignas(64) double lanes[kLanes] = {};
     const std::size_t whole = count / kLanes * kLanes;
@@ -147,7 +156,7 @@ bool add_and_project(std::byte* left, std::byte* matrix, const std::byte* gradie
         std::byte* const row = matrix + i * cols * sizeof(float);
         const std::byte* const added = gradient + i * cols * sizeof(float);
         if (!all_finite(added, cols)) {
-            take_away(matrix, gradient, i * cols);
+            take_back(matrix, gradient, i * cols);
             return false;
         }
         add_row(row, added, cols);
