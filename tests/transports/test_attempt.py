@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.security.admission import Judge, meet
+from hvdkit.transports.security.admission import Judge, meet, packed
 from hvdkit.transports.security.attempt import ANSWER, LEADER, here
 from hvdkit.transports.security.credentials import NONCE_BYTES, Credentials
 
@@ -28,12 +28,12 @@ def world(rank: int) -> World:
 
 
 def start(store: Any, rank: int, credentials: Credentials | None, seconds: float = SECONDS) -> Future[Any]:
-    """A rank, on a thread: the attempt's part of the store and the session, or an error."""
+    """A rank, on a thread: where it met the others, or an error."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome.set_result(meet(store, world(rank), credentials, seconds))
+            outcome.set_result(meet(store, world(rank), credentials, 1, (f"10.0.0.{rank}", 7000 + rank), seconds))
         except Exception as error:  # for the test to look at
             outcome.set_exception(error)
 
@@ -60,10 +60,11 @@ def keys_said(store: Any) -> set[str]:
 def assert_met(store: Any, ranks: list[Future[Any]]) -> None:
     """All are in the newest attempt, where what one writes all read, and have one session."""
     met = [rank.result(SECONDS) for rank in ranks]
-    met[0][0].set("word", b"of this attempt")
-    assert [one.get("word") for one, _ in met] == [b"of this attempt"] * len(met)
+    met[0].store.set("word", b"of this attempt")
+    assert [one.store.get("word") for one in met] == [b"of this attempt"] * len(met)
     assert store_of(store).get("word") == b"of this attempt"
-    assert len({session for _, session in met}) == 1
+    assert len({one.session for one in met}) == 1
+    assert [one.places for one in met] == [[(f"10.0.0.{rank}", 7000 + rank) for rank in range(SIZE)]] * len(met)
 
 
 def run_attempt(store: Any, credentials: Credentials | None) -> None:
@@ -123,7 +124,9 @@ def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(creden
     until(lambda: store.get(LEADER) != its_word)  # till then the newest attempt is the orphan's
     until(lambda: here(1) in keys_said(store))
     assert not its_store.check([here(2)])
-    its_store.set(here(2), Judge(2, credentials).say(here(2), b"2" * NONCE_BYTES))  # all are there, too late
+    its_store.set(
+        here(2), Judge(2, credentials).say(here(2), b"2" * NONCE_BYTES + packed(("", 0)))
+    )  # all are there, too late
     with pytest.raises(TransportUnavailableError, match=r"another process has come as rank 0.*\nHINT"):
         orphan.result(SECONDS)
     assert not its_store.check([ANSWER])

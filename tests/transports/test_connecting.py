@@ -1,63 +1,145 @@
-"""Ranks that have met and are cut off while Gloo connects them."""
+"""Ranks that have met and connect: one that is stopped meanwhile is named, by all; a connection that breaks is told."""
 
 from __future__ import annotations
 
 import threading
 import time
-from datetime import timedelta
+from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
+from hvdkit.engine.life.introduction import Exchanges
 from hvdkit.environments.base import World
-from hvdkit.errors import TransportUnavailableError
+from hvdkit.errors import PeerLostError
 from hvdkit.transports import torch_distributed
-from hvdkit.transports.security.credentials import Credentials
+from hvdkit.transports.torch_distributed import TorchTransport
 
-SECRET = Credentials(b"a secret of this job", "job", 1)
-
-
-@pytest.mark.parametrize("session", [None, SECRET], ids=["open", "sealed"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_was_stopped_after_they_met_is_named(
-    rank: int, session: Credentials | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(torch_distributed, "open_store", lambda *_: (store, None))
-    monkeypatch.setattr(torch_distributed, "meet", lambda *_: (store, session))
-    with pytest.raises(TransportUnavailableError, match=f"within 1 s: rank {1 - rank} did not say where it listens; "):
-        torch_distributed.TorchTransport(World("by hand", rank, 2, rank, 2), 1, 1.0)
+SECONDS = 30.0
 
 
-def test_a_word_to_a_rank_whose_connection_broke_is_no_error_of_its_own() -> None:
+def on_threads(action: Any, ranks: range) -> list[Future[Any]]:
+    futures: list[Future[Any]] = [Future() for _ in ranks]
+
+    def run(rank: int, future: Future[Any]) -> None:
+        try:
+            future.set_result(action(rank))
+        except BaseException as error:  # for the test to look at
+            future.set_exception(error)
+
+    for rank, future in zip(ranks, futures, strict=True):
+        threading.Thread(target=run, args=(rank, future), daemon=True).start()
+    return futures
+
+
+@pytest.fixture
+def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchTransport]]:
+    served: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def open_store(*_: Any) -> tuple[Any, bytes]:  # for each rank, of which one that waits keeps the store to itself
+        return dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False), b"a secret"
+
+    monkeypatch.setattr(torch_distributed, "open_store", open_store)
+    opened = [
+        one.result(SECONDS)
+        for one in on_threads(lambda rank: TorchTransport(World("x", rank, 4, rank, 4), 1, 10.0), range(4))
+    ]
+    yield opened
+    for one in on_threads(lambda rank: opened[rank].close(graceful=False), range(4)):
+        one.result(SECONDS)
+
+
+def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports: list[TorchTransport]) -> None:
+    """Also by those who hear of it only from rank 0."""
+    ranks = on_threads(lambda rank: Exchanges(1.0).exchange(transports[rank], b"here"), range(3))
+    for rank in ranks:
+        with pytest.raises(PeerLostError, match=r"on rank 0 waited 1 s .* for ranks \[3\]") as raised:
+            rank.result(SECONDS)
+        assert raised.value.rank == 3
+
+
+def test_a_rank_that_dies_after_they_met_is_named_on_all(transports: list[TorchTransport]) -> None:
+    ranks = on_threads(lambda rank: Exchanges(SECONDS).exchange(transports[rank], b"here"), range(3))
+    transports[3].close(graceful=False)
+    for rank in ranks:
+        with pytest.raises(PeerLostError, match="on rank 0 waits for rank 3: Connection closed by peer"):
+            rank.result(SECONDS)
+
+
+def test_rank_0_that_says_nothing_is_named(transports: list[TorchTransport]) -> None:
+    for rank in on_threads(lambda rank: Exchanges(0.5).exchange(transports[rank + 1], b"here"), range(3)):
+        with pytest.raises(PeerLostError, match=r"waited 2.5 s .* for ranks \[0\]"):
+            rank.result(SECONDS)
+
+
+def test_what_engines_say_before_the_last_exchange_is_over_is_kept(transports: list[TorchTransport]) -> None:
+    exchanges = [Exchanges(SECONDS) for _ in range(4)]
+    transports[1].send_control(0, b"[early]")
+    done = on_threads(lambda rank: exchanges[rank].exchange(transports[rank], bytes([rank]) * 5000), range(4))
+    assert [one.result(SECONDS) for one in done] == [[bytes([rank]) * 5000 for rank in range(4)]] * 4
+    assert [one.early for one in exchanges] == [[(1, b"[early]")], [], [], []]
+
+
+def finished(transport: TorchTransport, *transfers: Any) -> None:
+    transport.watch(transfers)
+    deadline = time.monotonic() + SECONDS
+    while not all(one.done() for one in transfers):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_only_those_connect_that_exchange_buffers(transports: list[TorchTransport]) -> None:
+    def exchange(rank: int) -> int:
+        transport, peer = transports[rank], rank ^ 1
+        mine, theirs = np.full(1000, rank, np.uint8), np.zeros(1000, np.uint8)
+        for tag in range(3):
+            finished(transport, transport.isend(mine, peer, tag), transport.irecv(theirs, peer, tag))
+        return int(theirs[0])
+
+    assert [one.result(SECONDS) for one in on_threads(exchange, range(4))] == [1, 0, 3, 2]
+    is_open = [[peer for peer, pair in enumerate(one._pairs) if pair.is_open] for one in transports]
+    assert is_open == [[1], [0], [3], [2]]
+    assert [one._control.connected() for one in transports] == [[1, 2, 3], [0], [0, 3], [0, 2]]
+
+
+def test_all_may_connect_to_all_at_once(transports: list[TorchTransport]) -> None:
+    def exchange(rank: int) -> list[int]:
+        transport, peers = transports[rank], [peer for peer in range(4) if peer != rank]
+        theirs = {peer: np.zeros(8, np.uint8) for peer in peers}
+        receives = [transport.irecv(theirs[peer], peer, 1) for peer in peers]
+        sends = [transport.isend(np.full(8, rank, np.uint8), peer, 1) for peer in peers]
+        finished(transport, *receives, *sends)
+        return [int(theirs[peer][0]) for peer in peers]
+
+    assert [one.result(SECONDS) for one in on_threads(exchange, range(4))] == [
+        [1, 2, 3],
+        [0, 2, 3],
+        [0, 1, 3],
+        [0, 1, 2],
+    ]
+
+
+def test_a_transfer_that_only_one_end_wants_ends_with_the_transport(transports: list[TorchTransport]) -> None:
+    waiting = transports[2].irecv(np.zeros(8, np.uint8), 1, 1)
+    transports[2].watch([waiting])
+    assert not waiting.done()
+    transports[2].close(graceful=False)
+    with pytest.raises(PeerLostError, match="the connection to rank 1 broke: this rank has ended it"):
+        finished(transports[2], waiting)
+
+
+def test_a_word_to_a_rank_whose_connection_broke_is_no_error_of_its_own(transports: list[TorchTransport]) -> None:
     """Who looks for lost ranks tells of it, with the names of both and after a goodbye that may have come."""
-    store, gloo = dist.HashStore(), dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timedelta(seconds=30)
-    groups: dict[int, Any] = {}
-
-    def connect(rank: int) -> None:
-        groups[rank] = gloo(store, rank, 2, options)
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ours, theirs = (torch_distributed.GlooTransport(rank, 2, groups.pop(rank)) for rank in range(2))
-    try:
-        theirs.send_control(0, b"goodbye")
-        deadline = time.monotonic() + 30
-        while not (arrived := ours.poll_control()):
-            assert time.monotonic() < deadline
-        theirs.close(graceful=False)
-        while not ours.lost_peers():
-            assert time.monotonic() < deadline
-            ours.send_control(1, b"a word" * 1000)
-        ours.send_control(1, b"a word")
-    finally:
-        theirs.close(graceful=False)
-        ours.close(graceful=False)
-    assert arrived == [(1, b"goodbye")]
+    ours, theirs = transports[0], transports[1]
+    theirs.send_control(0, b"goodbye")
+    theirs.close(graceful=False)
+    deadline = time.monotonic() + SECONDS
+    while not ours.lost_peers():
+        assert time.monotonic() < deadline
+        ours.send_control(1, b"a word" * 1000)
+    ours.send_control(1, b"a word")
+    assert ours.poll_control() == [(1, b"goodbye")]
     assert ours.lost_peers().keys() == {1}

@@ -63,6 +63,7 @@ class Engine(NamedOperations):
         settings: Settings,
         network: Network,
         static_process_sets: Sequence[list[int]],
+        early: list[tuple[int, bytes]],
         heartbeat: Heartbeat | None = None,
         going_on: Callable[[], None] | None = None,
     ) -> None:
@@ -93,7 +94,7 @@ class Engine(NamedOperations):
             network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
         )
         liveness = Liveness(settings.timeout_seconds, settings.longest_unresponsive_seconds)
-        self.mailbox = Mailbox(transport, topology, liveness, self.driver.defer)
+        self.mailbox = Mailbox(transport, topology, liveness, self.driver.defer, early)
         self.mailbox.handlers[Lost] = self._lost
         self.negotiation = Negotiation(
             self.mailbox, transport, sizes.bucket, settings.cache_capacity, static_process_sets

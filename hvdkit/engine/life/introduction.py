@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-import numpy as np
-
 import hvdkit
-from hvdkit.collectives.exchange import allgather
-from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.group import Steps
 from hvdkit.config import Settings
 from hvdkit.engine.loop.driver import usable_cores
 from hvdkit.engine.loop.operation import Operation
@@ -21,16 +20,21 @@ from hvdkit.engine.loop.wakeup import new_wakeup
 from hvdkit.engine.ranks.topology import Topology, topology_of
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
-from hvdkit.transports.base import Transport
+from hvdkit.transports.base import Exchange, Transport
 
-STARTUP_TAG = 0
 MOST_BYTES = 1 << 24  # of what a rank says about itself, which is some hundred, and more with many process sets
+# What is said at the start, behind a byte with which no engine's message begins: which exchange, and what follows.
+_MARK = b"\0"
+_STARTUP = struct.Struct("<cIB")
+_BLOB, _FAILURE = 0, 1
+_COUNT = struct.Struct("<I")
+VERDICT_SECONDS = 2.0  # for rank 0 to say whom it waited for in vain
 # Buckets are laid out and algorithms chosen by these, so ranks that differed would wait for each other for ever.
 SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "verify")
 
 
 def introduce(
-    transport: Transport, world: World, settings: Settings, process_sets: Sequence[list[int]]
+    rank: int, world: World, settings: Settings, process_sets: Sequence[list[int]], exchange: Exchange
 ) -> tuple[Topology, Settings]:
     """The ranks by node, and the settings with rank 0's word where ranks must not differ.
 
@@ -48,10 +52,7 @@ def introduce(
         "process_sets": [list(ranks) for ranks in process_sets],
         **{name: getattr(settings, name) for name in SHARED_SETTINGS},
     }
-    payloads = [json.dumps(mine).encode()]
-    if transport.size > 1:
-        payloads = exchange_blobs(transport, payloads[0], settings.timeout_seconds)
-    reports = [json.loads(payload) for payload in payloads]
+    reports = [json.loads(payload) for payload in exchange(json.dumps(mine).encode())]
     _check_same(reports, "version", "hvdkit has different versions", "install one version on all hosts.")
     _check_same(
         reports,
@@ -60,7 +61,7 @@ def introduce(
         "pass the same process_sets in the same order on every rank.",
     )
     settings = dataclasses.replace(settings, **{name: reports[0][name] for name in SHARED_SETTINGS})
-    return topology_of(transport.rank, reports), settings
+    return topology_of(rank, reports), settings
 
 
 def _check_same(reports: Sequence[dict[str, Any]], field: str, fact: str, hint: str) -> None:
@@ -72,22 +73,98 @@ def _check_same(reports: Sequence[dict[str, Any]], field: str, fact: str, hint: 
         raise HorovodInternalError(f"{fact}: {listed}.\nHINT: {hint}")
 
 
-def exchange_blobs(transport: Transport, mine: bytes, timeout_seconds: float) -> list[bytes]:
-    """Everyone's bytes on every rank, before there is an engine."""
-    group = Group(transport, range(transport.size))
+class Exchanges:
+    """Everyone's bytes on every rank, before there is an engine: through rank 0, by control messages.
 
-    def steps() -> Steps[list[bytes]]:
-        sizes = np.zeros(group.size, dtype=np.int64)
-        own = np.array([len(mine)], dtype=np.int64)
-        yield from allgather(group, own, [sizes[rank : rank + 1] for rank in range(group.size)], STARTUP_TAG)
-        for rank, size in enumerate(sizes):
-            if not 0 <= size <= MOST_BYTES:
-                raise HorovodInternalError(f"rank {rank} says that it introduces itself in {size} bytes.")
-        blobs = [np.empty(int(size), dtype=np.uint8) for size in sizes]
-        yield from allgather(group, np.frombuffer(bytearray(mine), dtype=np.uint8), blobs, STARTUP_TAG + 1)
-        return [blob.tobytes() for blob in blobs]
+    What engines that have started sooner say meanwhile is kept, in ``early``.
+    """
 
-    blobs: list[bytes] = run_alone(transport, steps(), timeout_seconds)
+    def __init__(self, timeout_seconds: float) -> None:
+        self.early: list[tuple[int, bytes]] = []
+        self._timeout_seconds = timeout_seconds
+        self._turn = 0
+
+    def exchange(self, transport: Transport, mine: bytes) -> list[bytes]:
+        """Raises PeerLostError, of the same rank on all ranks, where one does not come."""
+        if transport.size == 1:
+            return [mine]
+        self._turn += 1
+        if transport.rank == 0:
+            return self._collect(transport, mine)
+        transport.send_control(0, _STARTUP.pack(_MARK, self._turn, _BLOB) + mine)
+        answers: dict[int, tuple[int, bytes]] = {}
+        # Rank 0 knows whom all wait for, and says it.
+        missing = self._receive(transport, answers, [0], self._timeout_seconds + VERDICT_SECONDS)
+        if missing is not None:
+            raise missing
+        kind, body = answers[0]
+        if kind == _FAILURE:
+            rank, text = json.loads(body)
+            raise PeerLostError(text, rank)
+        return _unpacked(body)
+
+    def _collect(self, transport: Transport, mine: bytes) -> list[bytes]:
+        others = range(1, transport.size)
+        came: dict[int, tuple[int, bytes]] = {}
+        missing = self._receive(transport, came, others, self._timeout_seconds)
+        if missing is not None:
+            kind, body = _FAILURE, json.dumps([missing.rank, str(missing)]).encode()
+        else:
+            blobs = [mine, *(came[rank][1] for rank in others)]
+            kind, body = _BLOB, _packed(blobs)
+        for rank in others:
+            transport.send_control(rank, _STARTUP.pack(_MARK, self._turn, kind) + body)
+        if missing is not None:
+            raise missing
+        return blobs
+
+    def _receive(
+        self, transport: Transport, came: dict[int, tuple[int, bytes]], ranks: Sequence[int], seconds: float
+    ) -> PeerLostError | None:
+        """Fill in what has come from each of ``ranks``; or who is missing."""
+        me = f"hvd.init() on rank {transport.rank}"
+
+        def over() -> bool:
+            for rank, payload in transport.poll_control():
+                if payload[:1] != _MARK:
+                    self.early.append((rank, payload))
+                    continue
+                _, turn, kind = _STARTUP.unpack_from(payload)
+                if turn != self._turn or rank not in ranks or len(payload) > MOST_BYTES:
+                    raise HorovodInternalError(
+                        f"{me} does not understand what rank {rank} said in {len(payload)} bytes."
+                    )
+                came[rank] = kind, payload[_STARTUP.size :]
+            return len(came) == len(ranks)
+
+        def awaited() -> set[int]:
+            return set(ranks) - came.keys()
+
+        try:
+            _wait(transport, over, awaited, seconds)
+        except PeerLostError as error:
+            return error
+        return None
+
+
+def _packed(blobs: Sequence[bytes]) -> bytes:
+    """Of many ranks most of it is the same."""
+    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
+    return zlib.compress(b"".join((_COUNT.pack(len(blobs)), lengths, *blobs)), 1)
+
+
+def _unpacked(body: bytes) -> list[bytes]:
+    """Raises ValueError for what rank 0 does not send."""
+    unpacking = zlib.decompressobj()
+    raw = unpacking.decompress(body, MOST_BYTES)
+    if not unpacking.eof:
+        raise ValueError(f"more than {MOST_BYTES} bytes of introductions")
+    (count,) = _COUNT.unpack_from(raw)
+    lengths = struct.unpack_from(f"<{count}I", raw, _COUNT.size)
+    begin, blobs = _COUNT.size + struct.calcsize(f"<{count}I"), []
+    for length in lengths:
+        blobs.append(raw[begin : begin + length])
+        begin += length
     return blobs
 
 
@@ -98,20 +175,34 @@ def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, p
     """
     result: list[Any] = []
     operation = Operation("hvd.init()", steps, transport, result.append)
+    _wait(transport, lambda: bool(operation.advance()), operation.awaited_peers, timeout_seconds, pause)
+    return result[0]
+
+
+def _wait(
+    transport: Transport,
+    over: Callable[[], bool],
+    awaited: Callable[[], set[int]],
+    timeout_seconds: float,
+    pause: float = 0.0002,
+) -> None:
+    """Look until it is ``over``, while there is no engine. Raises PeerLostError for one of the ranks ``awaited``."""
     wakeup = transport.wakeup or new_wakeup()
     transport.set_waker(wakeup.ring)
     deadline = monotonic() + timeout_seconds
     while True:
         seen = wakeup.count()
+        lost = transport.lost_peers()  # first: once they are lost, all that they said has come in
         transport.advance()
-        if operation.advance():
-            return result[0]
-        lost = transport.lost_peers()
-        for rank in operation.awaited_peers() & lost.keys():
+        if over():
+            return
+        for rank in awaited() & lost.keys():
             raise PeerLostError(f"hvd.init() on rank {transport.rank} waits for rank {rank}: {lost[rank]}", rank)
         if monotonic() > deadline:
+            ranks = sorted(awaited())
             raise PeerLostError(
                 f"hvd.init() on rank {transport.rank} waited {timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) for ranks "
-                f"{sorted(operation.awaited_peers())}.\nHINT: see what those ranks printed."
+                f"{ranks}.\nHINT: see what those ranks printed.",
+                ranks[0] if ranks else None,
             )
         wakeup.sleep(seen, pause if transport.polling else 0.05)

@@ -9,16 +9,19 @@ from time import perf_counter
 import numpy as np
 
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.engine.life.introduction import STARTUP_TAG, exchange_blobs, run_alone
+from hvdkit.engine.life.introduction import run_alone
 from hvdkit.engine.steps.schedule import Network
-from hvdkit.transports.base import Transport
+from hvdkit.transports.base import Exchange, Transport
 
+PROBE_TAG = 0
 # Enough to tell 1 Gb/s from 10, in a few tens of milliseconds.
 QUICKEST_BYTE = 1e-11  # seconds; what comes out faster was not measured well
 PROBE_TRIPS, PROBE_LOADS, PROBE_BYTES = 10, 3, 512 * 1024
 
 
-def measure_network(transport: Transport, nodes: Sequence[Sequence[int]], timeout_seconds: float) -> Network:
+def measure_network(
+    transport: Transport, nodes: Sequence[Sequence[int]], timeout_seconds: float, exchange: Exchange
+) -> Network:
     """Latency and bandwidth between rank 0 and a rank of another node, or of its own where there is only one.
 
     Collective; the same numbers on all ranks, so that they decide alike.
@@ -31,7 +34,7 @@ def measure_network(transport: Transport, nodes: Sequence[Sequence[int]], timeou
         steps = ping_pong(transport, partner if transport.rank == 0 else 0)
         latency, per_byte = run_alone(transport, steps, timeout_seconds, pause=0.0)
         mine = json.dumps([latency, per_byte]).encode()
-    return Network(*json.loads(exchange_blobs(transport, mine, timeout_seconds)[0]))
+    return Network(*json.loads(exchange(mine)[0]))
 
 
 def ping_pong(transport: Transport, peer: int) -> Steps[tuple[float, float]]:
@@ -43,11 +46,11 @@ def ping_pong(transport: Transport, peer: int) -> Steps[tuple[float, float]]:
     trips, loads = [], []
     for _ in range(PROBE_TRIPS):
         started = perf_counter()
-        yield [group.irecv(small_in, other, STARTUP_TAG), group.isend(small, other, STARTUP_TAG)]
+        yield [group.irecv(small_in, other, PROBE_TAG), group.isend(small, other, PROBE_TAG)]
         trips.append(perf_counter() - started)
     for _ in range(PROBE_LOADS):
         started = perf_counter()
-        yield [group.irecv(large_in, other, STARTUP_TAG), group.isend(large, other, STARTUP_TAG)]
+        yield [group.irecv(large_in, other, PROBE_TAG), group.isend(large, other, PROBE_TAG)]
         loads.append(perf_counter() - started)
     latency = sorted(trips)[len(trips) // 2]
     return latency, max((min(loads) - latency) / PROBE_BYTES, QUICKEST_BYTE)

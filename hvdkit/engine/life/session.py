@@ -14,7 +14,7 @@ from hvdkit.config import Settings
 from hvdkit.engine.life.core import Engine
 from hvdkit.engine.life.ending import exit_status
 from hvdkit.engine.life.goodbye import Farewell
-from hvdkit.engine.life.introduction import exchange_blobs, introduce
+from hvdkit.engine.life.introduction import Exchanges, introduce
 from hvdkit.engine.life.measuring import measure_network
 from hvdkit.engine.life.sharing import share_memory
 from hvdkit.engine.steps.schedule import Network
@@ -52,11 +52,12 @@ class Session:
         """
         self._heartbeat: Heartbeat | None = None
         try:
-            topology, settings = introduce(transport, world, settings, process_sets)
-            connected = transport
+            connected, exchanges = transport, Exchanges(settings.timeout_seconds)
 
             def exchange(blob: bytes) -> list[bytes]:
-                return exchange_blobs(connected, blob, settings.timeout_seconds)
+                return exchanges.exchange(connected, blob)
+
+            topology, settings = introduce(transport.rank, world, settings, process_sets, exchange)
 
             # Others wait for the outcome with a deadline.
             start_seconds = min(settings.start_timeout_seconds, settings.timeout_seconds / 2)
@@ -68,8 +69,10 @@ class Session:
             if transport.size > 1 and transport.beats:
                 self._heartbeat = start_heartbeat(transport, world, exchange, settings.timeout_seconds, start_seconds)
             if transport.size > 1:
-                network = measure_network(transport, topology.nodes, settings.timeout_seconds)
-            self.engine = Engine(transport, topology, settings, network, process_sets, self._heartbeat, going_on)
+                network = measure_network(transport, topology.nodes, settings.timeout_seconds, exchange)
+            self.engine = Engine(
+                transport, topology, settings, network, process_sets, exchanges.early, self._heartbeat, going_on
+            )
         except BaseException:
             if self._heartbeat is not None:
                 self._heartbeat.stop()

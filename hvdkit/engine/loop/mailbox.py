@@ -18,11 +18,17 @@ Action = Callable[[], None]
 class Mailbox:
     """``handlers`` are by the class of a message: whoever acts on it is called with its sender and the message.
 
-    ``defer`` has the driver do something in its next round: no other thread sends.
+    ``defer`` has the driver do something in its next round: no other thread sends. ``early`` are messages that came
+    from engines that started sooner.
     """
 
     def __init__(
-        self, transport: Transport, topology: Topology, liveness: Liveness, defer: Callable[[Action], None]
+        self,
+        transport: Transport,
+        topology: Topology,
+        liveness: Liveness,
+        defer: Callable[[Action], None],
+        early: list[tuple[int, bytes]],
     ) -> None:
         self.topology = topology
         self.liveness = liveness
@@ -33,6 +39,7 @@ class Mailbox:
         self.failed = False  # this rank goes on no more: its engine has an error
         self.failed_with = 0  # the exit code of the rank that failed first, as far as any told
         self._transport = transport
+        self._early = early
         self._rank = topology.rank
 
     def send(self, rank: int, message: Message) -> None:
@@ -72,6 +79,9 @@ class Mailbox:
     def receive(self) -> bool:
         """Act on all that has come in. True if there was anything."""
         arrived = self._transport.poll_control()
+        if self._early:
+            arrived = [*self._early, *arrived]
+            self._early = []
         for rank, payload in arrived:
             self.liveness.heard(rank, monotonic())
             try:

@@ -28,14 +28,18 @@ from hvdkit.engine.life.session import Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
+from hvdkit.transports.security.admission import Judge, Meeting, packed
 from hvdkit.transports.security.attempt import absent_after
+from hvdkit.transports.security.credentials import Credentials, new_nonce
+from hvdkit.transports.security.listening import addresses_for, listen
 from hvdkit.transports.solo import SoloTransport
-from hvdkit.transports.torch_distributed import GlooTransport
+from hvdkit.transports.torch_distributed import GlooTransport, open_gloo
 
 logger = logging.getLogger("hvdkit")
 
 # What a job that is under way when the process ends gets to finish in, and what then becomes of it.
 FINISH_SECONDS, FAIL_SECONDS = 0.2, 2.0
+LAUNCHER = "torch.distributed"
 LEAVING = "its process or its ddp_hook has come to its end"
 Job = Callable[[], None]
 
@@ -58,27 +62,31 @@ class GroupTransport(GlooTransport):
         store: Any = c10d._get_process_group_store(process_group)
         turn = store.add(f"hvdkit/opened/{me}", 1)
         store = PrefixStore(f"hvdkit/{turn}", store)
-        _meet(store, ranks, me, timeout)
-        gloo: Any = dist.ProcessGroupGloo
+        addresses = addresses_for(World(LAUNCHER, me, len(ranks)))
+        listener = listen(addresses[0])
         try:
-            group = gloo(store, me, len(ranks), timeout)
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {rank} could not connect to ranks {ranks}: {str(error).splitlines()[0]}\n"
-                "HINT: see whether a rank died, and whether hosts reach each other (GLOO_SOCKET_IFNAME, firewalls)."
-            ) from error
-        super().__init__(me, len(ranks), group)
+            meeting = _meet(store, ranks, me, listener.getsockname()[:2], timeout)
+            gloo_store = PrefixStore("gloo", store)
+            group = open_gloo(gloo_store, me, len(ranks), addresses, timeout.total_seconds())
+        except BaseException:
+            listener.close()
+            raise
+        super().__init__(me, len(ranks), group, gloo_store, listener, meeting)
 
 
-def _meet(store: Any, ranks: list[int], me: int, timeout: timedelta) -> None:
+def _meet(store: Any, ranks: list[int], me: int, place: tuple[str, int], timeout: timedelta) -> Meeting:
     keys = [f"here/{index}" for index in range(len(ranks))]
-    store.set(keys[me], b"1")
+    judge = Judge(ranks[me], None)
+    store.set(keys[me], new_nonce() + packed(place))
     if absent := absent_after(store, keys, timeout.total_seconds()):
         raise PeerLostError(
             f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {[ranks[index] for index in absent]} to "
             "use a ddp_hook.\n"
             "HINT: all ranks of the model's process group must use one, in the same order if it is several."
         )
+    said = [judge.introduction_of(rank, store.get(key)) for rank, key in zip(ranks, keys, strict=True)]
+    session = Credentials(b"", LAUNCHER, 0).for_session([nonce for nonce, _ in said])
+    return Meeting(store, session, [place for _, place in said])
 
 
 def timeout_of(process_group: Any) -> timedelta:
@@ -101,7 +109,7 @@ def open_session(process_group: Any, timeout: timedelta) -> Session:
     transport: Transport = SoloTransport() if size == 1 else GroupTransport(process_group, timeout)
     seconds = timeout.total_seconds()
     settings = Settings(timeout_seconds=seconds, stall_shutdown_seconds=seconds, node_memory=False, verify=0)
-    return Session(transport, World("torch.distributed", rank, size, 0, 1, rank, size), settings)
+    return Session(transport, World(LAUNCHER, rank, size, 0, 1, rank, size), settings)
 
 
 class Worker:

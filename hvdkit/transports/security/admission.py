@@ -1,14 +1,16 @@
 """Who may take part in a job of the ``torch`` transport: who knows its secret, if it has one.
 
-Each rank tells a nonce at the store, sealed with the secret. From all nonces follows a secret of this session, which
-seals the addresses at which Gloo connects, and which each rank proves over every connection before anything that comes
-over it is looked at. Without a secret, ranks only wait for each other. How they tell each other from dead ones
-is in ``attempt``.
+Each rank tells a nonce at the store, and where it listens, sealed with the secret. From all nonces follows a secret of
+this session, which seals the addresses at which Gloo connects, and which each rank proves over every connection before
+anything that comes over it is looked at. Without a secret of the job, that of the session is as open as the store: it
+keeps out who is here by mistake. How ranks are told from dead ones is in ``attempt``.
 """
 
 from __future__ import annotations
 
 import hmac
+import struct
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -24,10 +26,7 @@ from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_
 from hvdkit.transports.security.attempt import Attempt, here
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 
-SILENT = (
-    "HINT: see whether one of them was stopped, killed or cut off from the network; the others may wait for it. If all "
-    "live, somebody else is where one should be: see SECURITY.md."
-)
+PLACE = struct.Struct("<46sH")  # an address, and a port
 STRANGERS = (
     "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
     "see SECURITY.md."
@@ -76,12 +75,26 @@ def unsealed(store: Any) -> Any:
     return store.bare if isinstance(store, SealedStore) else store
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """``store``: the part of it that is this attempt's alone; ``places``: where each rank listens."""
+
+    store: Any
+    session: Credentials
+    places: list[tuple[str, int]]
+
+
 def meet(
-    store: Any, world: World, credentials: Credentials | None, timeout_seconds: float
-) -> tuple[Any, Credentials | None]:
+    store: Any,
+    world: World,
+    credentials: Credentials | None,
+    generation: int,
+    place: tuple[str, int],
+    timeout_seconds: float,
+) -> Meeting:
     """Wait until every rank is there, so that connecting cannot wait for one that never started.
 
-    Returns the part of the store that is this attempt's alone, and the credentials of this session. Raises
+    ``credentials``: of the job's secret, if it has one; ``place``: where this rank listens. Raises
     TransportUnavailableError that names the ranks which did not come, AuthenticationError that names the one which does
     not know the secret.
     """
@@ -89,7 +102,7 @@ def meet(
     late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
     try:
         with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
-            attempt_store, words = Attempt(store, world, nonce, judge).meet(timeout_seconds)
+            attempt_store, words = Attempt(store, world, nonce, packed(place), judge).meet(timeout_seconds)
     except TransportUnavailableError:
         raise
     except (RuntimeError, dist.DistError) as error:
@@ -97,8 +110,20 @@ def meet(
             f"rank {world.rank} lost the store where the ranks meet: {str(error).splitlines()[0]}\n"
             "HINT: see what rank 0 printed, and the launcher; whoever serves the store has ended."
         ) from error
-    nonces = [judge.nonce_of(rank, here(rank), word) for rank, word in enumerate(words)]
-    return attempt_store, None if credentials is None else credentials.for_session(nonces)
+    said = [judge.introduction_of(rank, word) for rank, word in enumerate(words)]
+    session = (credentials or Credentials(b"", world.job, generation)).for_session([nonce for nonce, _ in said])
+    return Meeting(attempt_store, session, [place for _, place in said])
+
+
+def packed(place: tuple[str, int]) -> bytes:
+    """An address and a port, always in equally many bytes."""
+    return PLACE.pack(place[0].encode(), place[1])
+
+
+def unpacked(raw: bytes) -> tuple[str, int]:
+    """The place in bytes that were ``packed``."""
+    host, port = PLACE.unpack(raw)
+    return host.rstrip(b"\0").decode(), port
 
 
 class Judge:
@@ -116,40 +141,34 @@ class Judge:
         """The value that was said with a label. Raises AuthenticationError."""
         return word if self._credentials is None else believed(self._credentials, label, word, label)
 
-    def nonce_of(self, rank: int, label: str, word: bytes) -> bytes:
-        """The nonce that a rank said with a label. Raises AuthenticationError that names the rank."""
+    def introduction_of(self, rank: int, word: bytes) -> tuple[bytes, tuple[str, int]]:
+        """A rank's nonce, and where it listens. Raises AuthenticationError that names the rank."""
+        said = self.said_by(rank, here(rank), word, NONCE_BYTES + PLACE.size)
+        return said[:NONCE_BYTES], unpacked(said[NONCE_BYTES:])
+
+    def said_by(self, rank: int, label: str, word: bytes, nbytes: int = NONCE_BYTES) -> bytes:
+        """So many bytes that a rank said with a label. Raises AuthenticationError that names the rank."""
         if self._credentials is None:
-            if len(word) != NONCE_BYTES:
+            if len(word) != nbytes:
                 raise AuthenticationError(f"rank {rank} asks for a secret that rank {self._me} has not.\n{STRANGERS}")
             return word
         try:
-            nonce = self._credentials.unseal(label, word)
+            said = self._credentials.unseal(label, word)
         except NotAuthenticError:
-            nonce = b""
-        if len(nonce) != NONCE_BYTES:
+            said = b""
+        if len(said) != nbytes:
             raise AuthenticationError(f"who says to be rank {rank} does not know the job's secret.\n{STRANGERS}")
-        return nonce
+        return said
 
 
-def greet(group: Any, world: World, session: Credentials, tag: int, timeout_seconds: float) -> None:
-    """Prove over each connection who is at its ends. Raises AuthenticationError that names who could not."""
+def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, timeout_seconds: float) -> None:
+    """Show over a connection of Gloo's who is here, and see who is there. Raises AuthenticationError, RuntimeError."""
     deadline = monotonic() + timeout_seconds
-    peers = [peer for peer in range(world.size) if peer != world.rank]
-    shown = {peer: np.frombuffer(bytearray(session.shown_by(world.rank, to=peer)), dtype=np.uint8) for peer in peers}
-    heard = {peer: np.zeros(TAG_BYTES, dtype=np.uint8) for peer in peers}
-    sent = {peer: group.send([torch.from_numpy(shown[peer])], peer, tag) for peer in peers}
-    received = {peer: group.recv([torch.from_numpy(heard[peer])], peer, tag) for peer in peers}
-    for peer in peers:
-        try:
-            for work in (sent[peer], received[peer]):
-                work.wait(timedelta(seconds=max(0.001, deadline - monotonic())))
-        except RuntimeError as error:
-            # All of them: who waits in turn for a rank that was stopped is as silent as that one.
-            missing = [rank for rank in peers if not heard[rank].any()] or [peer]
-            raise AuthenticationError(
-                f"not all ranks proved to rank {world.rank} in {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) "
-                f"that they are ranks, missing: {missing}: {str(error).splitlines()[0]}\n{SILENT}"
-            ) from error
-    for peer in peers:
-        if not hmac.compare_digest(heard[peer].tobytes(), session.shown_by(peer, to=world.rank)):
-            raise AuthenticationError(f"who is connected as rank {peer} does not know the job's secret.\n{STRANGERS}")
+    shown = np.frombuffer(bytearray(session.shown_by(rank, to=peer)), dtype=np.uint8)
+    heard = np.zeros(TAG_BYTES, dtype=np.uint8)
+    sent = group.send([torch.from_numpy(shown)], peer, tag)
+    received = group.recv([torch.from_numpy(heard)], peer, tag)
+    for work in (sent, received):
+        work.wait(timedelta(seconds=max(0.001, deadline - monotonic())))
+    if not hmac.compare_digest(heard.tobytes(), session.shown_by(peer, to=rank)):
+        raise AuthenticationError(f"who is connected as rank {peer} does not know the job's secret.\n{STRANGERS}")

@@ -46,14 +46,17 @@ def digest(words: Sequence[bytes]) -> bytes:
 
 
 class Attempt:
-    """This rank's way to the others, who learn its fresh ``nonce``; ``judge`` seals what is said and believes it."""
+    """This rank's way to the others, who learn its fresh ``nonce`` and what else it ``says``.
 
-    def __init__(self, store: Any, world: World, nonce: bytes, judge: Judge) -> None:
+    ``judge`` seals what is said and believes it.
+    """
+
+    def __init__(self, store: Any, world: World, nonce: bytes, says: bytes, judge: Judge) -> None:
         self._store = store
         self._world = world
         self._nonce = nonce
         self._judge = judge
-        self._word = judge.say(here(world.rank), nonce)
+        self._word = judge.say(here(world.rank), nonce + says)
         self._everyone = [here(rank) for rank in range(world.size)]
 
     def meet(self, timeout_seconds: float) -> tuple[Any, list[bytes]]:
@@ -90,7 +93,7 @@ class Attempt:
             leader_word = self._store.get(LEADER) if self._store.check([LEADER]) else b""
             if leader_word != following:
                 following, attempt_store = leader_word, self._enter(leader_word)
-                self._judge.nonce_of(0, LEADER, leader_word)  # only now: rank 0 shall judge this rank too
+                self._judge.said_by(0, LEADER, leader_word)  # only now: rank 0 shall judge this rank too
             if attempt_store is not None and attempt_store.check([ANSWER]):
                 words = self._words(attempt_store)
                 answer = self._judge.hear(ANSWER, attempt_store.get(ANSWER))

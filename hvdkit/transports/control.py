@@ -1,0 +1,360 @@
+"""Control messages over sockets: a connection to a rank is made when the first word is for it, one thread serves all.
+
+Who connects and who is connected to prove to each other that they belong to the session, by HMACs of fresh nonces,
+before anything else that they say is looked at. A connection that ends tells at once that its rank is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from time import monotonic
+
+from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, new_nonce
+
+logger = logging.getLogger("hvdkit")
+
+Place = tuple[str, int]  # an address, and a port
+
+LONGEST_MESSAGE = 1 << 28  # a plan has some hundred bytes for each parameter
+AT_ONCE = 1 << 16
+GREETING_SECONDS = 10.0  # for a rank to be reached and to answer, and for who has connected to show that he is one
+MOST_STRANGERS = 256  # connections on which nobody has shown who he is; then the oldest one goes
+LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
+_HELLO = struct.Struct(f"<I{NONCE_BYTES}s")  # the rank that connects, its nonce
+_ANSWER = struct.Struct(f"<{NONCE_BYTES}s{TAG_BYTES}s")  # the nonce of the rank that is connected to, its proof
+_FRAME = struct.Struct("<IB")  # the bytes that follow, and what they are
+# What a frame is: a message, or that its sender wants to exchange buffers with who gets it.
+MESSAGE, PAIR = 0, 1
+
+
+class _Link:
+    """One connection. The next ``wants`` bytes that come are for ``then``."""
+
+    def __init__(self, peer: int = -1) -> None:
+        self.peer = peer  # -1: nobody has shown who he is
+        self.deadline = monotonic() + GREETING_SECONDS
+        self.greeted = False
+        self.ended = False
+        self.socket: socket.socket | None = None
+        self.lock = threading.Lock()  # of what is sent, by the engine and by the thread that serves
+        self.greeting, self.unsent = bytearray(), bytearray()
+        self.came = bytearray()
+        self.wants = 0
+        self.then: Callable[[_Link, bytes], None] = lambda link, part: None
+
+    def send_some(self) -> None:
+        """Under the lock: as much as the socket takes. That it broke is found by who receives."""
+        if self.socket is None:
+            return
+        try:
+            for out in (self.greeting, self.unsent) if self.greeted else (self.greeting,):
+                while out:
+                    del out[: self.socket.send(out[:AT_ONCE])]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.debug("rank %d takes no more words: %s", self.peer, error)
+            self.greeting.clear()
+            self.unsent.clear()
+
+    def has_more(self) -> bool:
+        """Whether something could be sent if the socket took it."""
+        return bool(self.greeting or (self.greeted and self.unsent))
+
+
+class ControlConnections:
+    """This rank's connections to others, each of which listens at its one of ``places``, this one at ``listener``.
+
+    ``heard(peer, kind, payload)`` and ``lost(peer, how)`` are called on a thread of its own, in the order of what came.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        listener: socket.socket,
+        places: Sequence[Place],
+        session: Credentials,
+        heard: Callable[[int, int, bytes], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        self._rank, self._places, self._session = rank, places, session
+        self._heard, self._lost = heard, lost
+        self._links: dict[int, _Link] = {}  # over which this rank sends
+        self._open: set[_Link] = set()
+        self._let_go: set[int] = set()
+        self._todo: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._rings, self._rung = socket.socketpair()
+        for one in (listener, self._rings, self._rung):
+            one.setblocking(False)
+        for one in (listener, self._rung):
+            self._selector.register(one, selectors.EVENT_READ)
+        _SERVED.add(self)
+        self._thread = threading.Thread(target=self._serve, name="hvdkit-control", daemon=True)
+        self._thread.start()
+
+    # -- for any thread -----------------------------------------------------------------------------------------------
+
+    def send(self, peer: int, kind: int, payload: bytes) -> None:
+        """Send in the order of the calls; never waits. What is for a rank that is lost goes nowhere."""
+        link = self._links.get(peer)
+        if link is None:
+            made = _Link(peer)
+            link = self._links.setdefault(peer, made)  # the peer may have connected just now
+            if link is made:
+                self._have_done(lambda: self._connect(made))
+        with link.lock:
+            if link.ended:
+                return
+            is_first = not link.unsent
+            link.unsent += _FRAME.pack(len(payload), kind) + payload
+            if not is_first or not link.greeted:
+                return  # whoever sends what is before it sends this too
+            link.send_some()
+            if not link.unsent:
+                return
+        self._have_done(lambda: self._watch(link))
+
+    def let_go(self, peers: Collection[int]) -> None:
+        """That these end their connections is no loss from now on."""
+        self._let_go |= set(peers)
+
+    def drop(self, peers: Collection[int]) -> None:
+        """End the connections to these, over which nothing is said any more."""
+
+        def end() -> None:
+            for link in [one for one in self._open if one.peer in peers]:
+                self._end(link)
+
+        self._have_done(end)
+
+    def connected(self) -> list[int]:
+        """The ranks to which there are connections."""
+        return sorted({link.peer for link in list(self._open) if link.greeted})
+
+    def close(self) -> None:
+        """Say what is still to be said, for a moment, and end all connections and the thread."""
+        self._closing = True
+        self._ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * (CLOSING_SECONDS + LOOK_SECONDS))
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: a connection of which it had a copy would not end with its parent."""
+        for one in [self._listener, self._rings, self._rung, *(link.socket for link in self._open)]:
+            if one is not None:
+                one.close()
+        self._selector.close()
+
+    def _have_done(self, action: Callable[[], None]) -> None:
+        self._todo.append(action)
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # it is full, so it rings; or the thread has ended
+            self._rings.send(b"!")
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        closing_at = float("inf")
+        try:
+            while True:
+                for key, events in self._selector.select(LOOK_SECONDS):
+                    if key.fileobj is self._rung:
+                        self._rung.recv(AT_ONCE)
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data in self._open:
+                        self._move(key.data, events)
+                while self._todo:
+                    self._todo.popleft()()
+                now = monotonic()
+                for link in [one for one in self._open if not one.greeted and one.deadline < now]:
+                    self._end(link, f"it did not answer within {GREETING_SECONDS:g} s")
+                if self._closing:
+                    closing_at = min(closing_at, now + CLOSING_SECONDS)
+                    if self._has_closed() or now >= closing_at:
+                        return
+        finally:
+            _SERVED.discard(self)
+            for link in list(self._open):
+                self._end(link)
+            for one in (self._listener, self._rings, self._rung):
+                one.close()
+            self._selector.close()
+
+    def _has_closed(self) -> bool:
+        """Whether all has been said, and the others have seen the end of it. To close before would lose the rest."""
+        if any(link.unsent for link in self._links.values()):
+            return False
+        for link in list(self._open):
+            if not link.greeted:
+                self._end(link)
+            elif link.socket is not None:
+                with contextlib.suppress(OSError):  # it has ended there
+                    link.socket.shutdown(socket.SHUT_WR)
+        return not self._open
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # it went away, or there are too many files
+            logger.debug("a connection was not accepted: %s", error)
+            return
+        strangers = [link for link in self._open if link.peer < 0]
+        if len(strangers) >= MOST_STRANGERS:
+            self._end(min(strangers, key=lambda link: link.deadline))
+        link = _Link()
+        link.wants, link.then = _HELLO.size, self._answer
+        self._begin(link, connection)
+
+    def _connect(self, link: _Link) -> None:
+        host, port = self._places[link.peer]
+        nonce = new_nonce()
+        link.greeting += _HELLO.pack(self._rank, nonce)
+        link.wants, link.then = _ANSWER.size, lambda link, part: self._prove(link, nonce, part)
+        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                connection.connect((host, port))
+        except OSError as error:
+            connection.close()
+            self._end(link, f"it cannot be reached at {host} port {port}: {error.strerror}")
+            return
+        self._begin(link, connection)
+
+    def _begin(self, link: _Link, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.socket = connection
+        self._open.add(link)
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        self._watch(link)
+
+    def _watch(self, link: _Link) -> None:
+        """Be told when the socket takes what it did not take, if there is something."""
+        if link in self._open and link.socket is not None:
+            with link.lock:
+                more = selectors.EVENT_WRITE if link.has_more() else 0
+            self._selector.modify(link.socket, selectors.EVENT_READ | more, link)
+
+    def _move(self, link: _Link, events: int) -> None:
+        assert link.socket is not None
+        if events & selectors.EVENT_WRITE:
+            with link.lock:
+                link.send_some()
+            self._watch(link)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            part = link.socket.recv(AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(link, f"Connection to it broke: {error.strerror}")
+            return
+        if not part:
+            self._end(link, "Connection closed by peer")
+            return
+        link.came += part
+        while link in self._open and len(link.came) >= link.wants:
+            part = bytes(link.came[: link.wants])
+            del link.came[: link.wants]
+            link.then(link, part)
+
+    def _end(self, link: _Link, how: str = "") -> None:
+        """``how``: why its rank is lost, if it is."""
+        self._open.discard(link)
+        with link.lock:
+            link.ended = True
+            link.unsent.clear()
+            if link.socket is not None:
+                self._selector.unregister(link.socket)
+                link.socket.close()
+                link.socket = None
+        if how and link.peer >= 0:
+            self._lose(link.peer, how)
+
+    def _lose(self, peer: int, how: str) -> None:
+        if peer not in self._let_go and not self._closing:
+            self._lost(peer, how)
+
+    # -- greetings ----------------------------------------------------------------------------------------------------
+
+    def _proof(self, label: str, connects: int, connected: int, *nonces: bytes) -> bytes:
+        return self._session.tag(f"control {label}", str(connects).encode(), str(connected).encode(), *nonces)
+
+    def _answer(self, link: _Link, part: bytes) -> None:
+        """To who has connected: who is here."""
+        rank, theirs = _HELLO.unpack(part)
+        mine = new_nonce()
+        with link.lock:
+            link.greeting += _ANSWER.pack(mine, self._proof("connected to", rank, self._rank, theirs, mine))
+        expected = self._proof("connects", rank, self._rank, theirs, mine)
+        link.wants, link.then = TAG_BYTES, lambda link, part: self._admit(link, rank, expected, part)
+        self._watch(link)
+
+    def _admit(self, link: _Link, rank: int, expected: bytes, part: bytes) -> None:
+        if not hmac.compare_digest(part, expected) or rank >= len(self._places):
+            logger.debug("who connected as rank %d is none of this session", rank)
+            self._end(link)
+            return
+        link.peer = rank
+        self._links.setdefault(rank, link)
+        self._greet(link)
+
+    def _prove(self, link: _Link, mine: bytes, part: bytes) -> None:
+        """To who was connected to: that this is the rank that it said."""
+        theirs, proof = _ANSWER.unpack(part)
+        if not hmac.compare_digest(proof, self._proof("connected to", self._rank, link.peer, mine, theirs)):
+            self._end(link, "who answers in its place does not know the session's secret")
+            return
+        with link.lock:
+            link.greeting += self._proof("connects", self._rank, link.peer, mine, theirs)
+        self._greet(link)
+
+    def _greet(self, link: _Link) -> None:
+        link.wants, link.then = _FRAME.size, self._head
+        with link.lock:
+            link.greeted = True
+            link.send_some()
+        self._watch(link)
+
+    # -- frames -------------------------------------------------------------------------------------------------------
+
+    def _head(self, link: _Link, part: bytes) -> None:
+        length, kind = _FRAME.unpack(part)
+        if length > LONGEST_MESSAGE or kind not in (MESSAGE, PAIR):
+            self._end(link, f"it sent a control message of kind {kind} and {length} bytes")
+            return
+
+        def take(link: _Link, payload: bytes) -> None:
+            link.wants, link.then = _FRAME.size, self._head
+            self._heard(link.peer, kind, payload)
+
+        link.wants, link.then = length, take
+
+
+_SERVED: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    for one in list(_SERVED):
+        one.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_begin_child)

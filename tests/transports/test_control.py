@@ -1,0 +1,187 @@
+"""Connections for control messages: what comes in is whole and in order, strangers are not heard, an end is told."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hvdkit.transports import control
+from hvdkit.transports.control import MESSAGE, PAIR, ControlConnections
+from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials
+from tests.faults.outsider import NONSENSE
+
+SECONDS = 30.0
+SESSION = Credentials(b"a secret", "job", 1)
+RANKS = 3
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Rank:
+    def __init__(self, rank: int, listeners: list[socket.socket], session: Credentials) -> None:
+        self.heard: list[tuple[int, int, bytes]] = []
+        self.lost: dict[int, str] = {}
+        places = [one.getsockname() for one in listeners]
+        self.place = places[rank]
+        self.connections = ControlConnections(
+            rank, listeners[rank], places, session, lambda *one: self.heard.append(one), self.lost.__setitem__
+        )
+
+    def send(self, peer: int, payload: bytes, kind: int = MESSAGE) -> None:
+        self.connections.send(peer, kind, payload)
+
+
+def listening() -> list[socket.socket]:
+    return [socket.create_server(("127.0.0.1", 0)) for _ in range(RANKS)]
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    listeners = listening()
+    made = [Rank(rank, listeners, SESSION) for rank in range(RANKS)]
+    yield made
+    for one in made:
+        one.connections.close()
+
+
+def test_what_is_said_arrives_whole_and_in_order_both_ways_at_once(ranks):
+    sizes = [0, 1, 5, 70_000, 3, 4_000_000, 0, 17]
+    for size in sizes:  # both begin, so that both connect
+        for me, peer in ((0, 1), (1, 0)):
+            ranks[me].send(peer, os.urandom(1) * size, PAIR if size == 5 else MESSAGE)
+    for me in (0, 1):
+        until(lambda me=me: len(ranks[me].heard) == len(sizes))
+        assert [len(payload) for _, _, payload in ranks[me].heard] == sizes
+        assert [kind for _, kind, _ in ranks[me].heard] == [PAIR if size == 5 else MESSAGE for size in sizes]
+        assert {peer for peer, _, _ in ranks[me].heard} == {1 - me}
+    assert not ranks[2].heard
+    assert ranks[2].connections.connected() == []
+    assert not any(one.lost for one in ranks)
+
+
+def test_who_ends_is_lost_once_all_that_it_said_has_come_in(ranks):
+    ranks[1].send(0, b"x" * 1_000_000)
+    ranks[1].send(0, b"goodbye")
+    ranks[1].connections.close()
+    until(lambda: ranks[0].lost)
+    assert [payload[-7:] for _, _, payload in ranks[0].heard] == [b"xxxxxxx", b"goodbye"]
+    assert ranks[0].lost == {1: "Connection closed by peer"}
+    ranks[0].send(1, b"to nobody")
+    assert not ranks[2].lost
+
+
+def test_that_one_who_was_let_go_ends_is_no_loss(ranks):
+    ranks[1].send(0, b"here")
+    until(lambda: ranks[0].heard)
+    ranks[0].connections.let_go([1])
+    ranks[1].connections.drop([0])
+    until(lambda: not ranks[0].connections.connected())
+    assert not ranks[0].lost
+
+
+def test_a_rank_that_is_not_there_is_lost(ranks):
+    ranks[2].connections.close()
+    ranks[0].send(2, b"anybody?")
+    until(lambda: ranks[0].lost)
+    assert ranks[0].lost.keys() == {2}
+
+
+def test_a_rank_of_another_session_is_not_heard_and_believes_nobody():
+    listeners = listening()
+    others = [socket.fromfd(one.fileno(), socket.AF_INET, socket.SOCK_STREAM) for one in listeners]
+    ours = Rank(0, listeners, SESSION)
+    theirs = Rank(1, others, Credentials(b"another secret", "job", 1))
+    try:
+        theirs.send(0, b"let me in")
+        ours.send(1, b"who is there?")
+        until(lambda: ours.lost and theirs.lost)
+        assert "does not know the session's secret" in ours.lost[1]
+        assert not ours.heard
+        assert not theirs.heard
+    finally:
+        ours.connections.close()
+        theirs.connections.close()
+        for one in (*listeners, *others):
+            one.close()
+
+
+def test_nonsense_changes_nothing_and_what_was_recorded_is_of_no_use(ranks):
+    # Somebody carries what rank 1 says to rank 0, and says it once more.
+    with socket.create_connection(ranks[0].place) as recorded:
+        hello = bytes([1, 0, 0, 0]) + bytes(NONCE_BYTES)
+        recorded.sendall(hello)
+        answer = b""
+        while len(answer) < NONCE_BYTES + TAG_BYTES:
+            answer += recorded.recv(1000)
+        nonce = answer[:NONCE_BYTES]
+        proof = SESSION.tag("control connects", b"1", b"0", bytes(NONCE_BYTES), nonce)
+        frame = (1).to_bytes(4, "little") + b"\0!"
+        recorded.sendall(proof + frame)
+        until(lambda: ranks[0].heard == [(1, MESSAGE, b"!")])
+        for message in (*NONSENSE.values(), hello + proof + frame):
+            with socket.create_connection(ranks[0].place) as stranger:
+                stranger.sendall(message)
+        ranks[1].send(0, b"here")
+        until(lambda: (1, MESSAGE, b"here") in ranks[0].heard)
+        assert len(ranks[0].heard) == 2
+        assert not ranks[0].lost
+
+
+def test_who_says_nothing_is_not_kept(ranks, monkeypatch):
+    monkeypatch.setattr(control, "MOST_STRANGERS", 4)
+    strangers = [socket.create_connection(ranks[0].place, timeout=SECONDS) for _ in range(10)]
+    ranks[1].send(0, b"here")
+    until(lambda: ranks[0].heard)
+    assert [stranger.recv(1) for stranger in strangers[:5]] == [b""] * 5  # ended by rank 0
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_one_who_connects_and_falls_silent_is_lost_by_who_waits_for_it(monkeypatch):
+    monkeypatch.setattr(control, "GREETING_SECONDS", 0.2)
+    listeners = listening()  # of which only rank 0's is served
+    ours = Rank(0, listeners, SESSION)
+    try:
+        ours.send(1, b"anybody?")
+        until(lambda: ours.lost)
+        assert ours.lost == {1: "it did not answer within 0.2 s"}
+    finally:
+        ours.connections.close()
+        for one in listeners:
+            one.close()
+
+
+def test_a_message_that_is_too_long_ends_the_connection(ranks, monkeypatch):
+    monkeypatch.setattr(control, "LONGEST_MESSAGE", 1000)
+    ranks[1].send(0, bytes(1001))
+    until(lambda: ranks[0].lost)
+    assert ranks[0].lost == {1: "it sent a control message of kind 0 and 1001 bytes"}
+    assert not ranks[0].heard
+
+
+def test_a_forked_child_keeps_no_connection_open(ranks):
+    """Else the end of its parent would be noticed by nobody."""
+    ranks[1].send(0, b"here")
+    until(lambda: ranks[0].heard)
+    child = os.fork()
+    if child == 0:
+        time.sleep(SECONDS)
+        os._exit(0)
+    try:
+        ranks[1].connections.close()
+        until(lambda: ranks[0].lost)
+        ranks[2].send(0, b"still here")  # the parent's were left alone
+        until(lambda: len(ranks[0].heard) == 2)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
