@@ -27,21 +27,22 @@ def on_threads(
     run: Callable[[Session], T],
     process_sets: Sequence[list[int]] = (),
     transport: type[MemoryTransport] = MemoryTransport,
+    per_node: int | None = None,
     **settings: Any,
 ) -> list[T | None]:
     """What ``run(session)`` returns on each of ``size`` ranks, each a thread with a session of its own.
 
-    ``settings`` are fields of Settings. For one that ``Dies`` it is None. Raises what a rank raised, and AssertionError
-    for one that does not end.
+    ``per_node``: how many ranks each node shall be thought to have, all if None; ``settings`` are fields of Settings.
+    For one that ``Dies`` it is None. Raises what a rank raised, and AssertionError for one that does not end.
     """
-    wires = Wires(size)
+    wires, there = Wires(size), per_node or size
     asked = replace(Settings(), node_memory=False, verify=0, **settings)
     results: dict[int, T | None] = {}
     errors: dict[int, BaseException] = {}
 
     def rank_runs(rank: int) -> None:
         try:
-            world = World("threads", rank, size, rank, size, 0, 1)
+            world = World("threads", rank, size, rank % there, there, rank // there, -(-size // there))
             session = Session(transport(rank, size, wires), world, asked, process_sets)
             try:
                 results[rank] = run(session)

@@ -148,9 +148,10 @@ class Transport(ABC):
         """The name of the transport that carries messages, which layers may stand before."""
         return self.name
 
-    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
+    def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
         """Give back what was needed to meet, and connections to the ranks ``carried``, who are reached otherwise.
 
+        To those ``unspoken`` nothing is said any more but where a rank is lost; buffers go to them as before.
         ``agree`` returns when all ranks have called it: then nothing is under way to those.
         """
         agree()
@@ -226,8 +227,8 @@ class Layer(Transport):
     def carrier(self) -> str:
         return self.inner.carrier
 
-    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
-        self.inner.settle(carried, agree)
+    def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
+        self.inner.settle(carried, unspoken, agree)
 
     def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
         self.inner = self.inner.start(exchange, start_seconds, silence_seconds)

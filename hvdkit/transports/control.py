@@ -112,6 +112,7 @@ class ControlConnections:
         link = self._links.get(peer)
         if link is None:
             made = _Link(peer)
+            self._let_go.discard(peer)
             link = self._links.setdefault(peer, made)  # the peer may have connected just now
             if link is made:
                 self._have_done(lambda: self._connect(made))
@@ -128,14 +129,14 @@ class ControlConnections:
         self._have_done(lambda: self._watch(link))
 
     def let_go(self, peers: Collection[int]) -> None:
-        """That these end their connections is no loss from now on."""
+        """That these end their connections is no loss from now on, unless something is said to them anew."""
         self._let_go |= set(peers)
 
     def drop(self, peers: Collection[int]) -> None:
         """End the connections to these, over which nothing is said any more."""
 
         def end() -> None:
-            for link in [one for one in self._open if one.peer in peers]:
+            for link in [one for one in self._open if one.peer in peers and one.peer in self._let_go]:
                 self._end(link)
 
         self._have_done(end)
@@ -286,12 +287,11 @@ class ControlConnections:
                 self._selector.unregister(link.socket)
                 link.socket.close()
                 link.socket = None
-        if how and link.peer >= 0:
-            self._lose(link.peer, how)
-
-    def _lose(self, peer: int, how: str) -> None:
-        if peer not in self._let_go and not self._closing:
-            self._lost(peer, how)
+        if link.peer in self._let_go:
+            if self._links.get(link.peer) is link:
+                del self._links[link.peer]
+        elif how and link.peer >= 0 and not self._closing:
+            self._lost(link.peer, how)
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 

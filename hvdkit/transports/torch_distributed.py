@@ -124,7 +124,7 @@ class GlooTransport(Transport):
         self._device_collectives: list[DeviceCollectives] = []
         self._control = ControlConnections(rank, listener, meeting.places, meeting.session, self._heard, self._loses)
         if rank:
-            self._control.send(0, MESSAGE, b"")  # who tells of a rank that is lost must have a connection to it
+            self._control.send(0, MESSAGE, b"")  # that this rank dies before it has said anything is noticed too
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
         return self._posted("send", buffer, peer, tag)
@@ -210,14 +210,17 @@ class GlooTransport(Transport):
         self._lost[peer] = how
         self._waker()
 
-    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
-        self._control.let_go(carried)  # before another rank breaks its connection to this one
+    def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
+        needless = {*carried, *unspoken}
+        for peer in set(range(self.rank)) - needless:
+            self._control.send(peer, MESSAGE, b"")  # who is spoken with is watched from now on
+        self._control.let_go(needless)  # before another rank breaks its connection to this one
         agree()
         if len(carried) == self.size - 1:
             self._end()
             self._waiters = Waiters("hvdkit-wait")
         else:
-            self._control.drop(carried)
+            self._control.drop(needless)
 
     def close(self, graceful: bool) -> None:
         """Break the connections, so that every thread of ours ends before the process does."""
@@ -294,8 +297,8 @@ class TorchTransport(GlooTransport):
     # Replaced in tests, which have no GPU.
     _open_device: Callable[[Any, int, int, str, float], DeviceCollectives | None] = staticmethod(open_nccl)
 
-    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
-        super().settle(carried, agree)
+    def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
+        super().settle(carried, unspoken, agree)
         if self._group is None and not self.device_types:  # else more is agreed on at the store
             self._meeting = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit.engine.life import goodbye
 from hvdkit.engine.life.session import Session
+from hvdkit.engine.loop import mailbox
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
@@ -28,6 +31,7 @@ from tests.transports.node_leaks import grown, held
 made_up = settings(max_examples=100, deadline=None)
 fewer = settings(max_examples=20, deadline=None)  # whose ends take a part of a second
 sizes = st.integers(1, 5)
+per_nodes = st.sampled_from([None, 1, 2])
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +107,7 @@ def sum_ones(session: Session, times: int) -> None:
 @given(size=sizes, program=st.lists(steps, min_size=1, max_size=30), seed=st.integers(0, 1000), data=st.data())
 @made_up
 def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, seed: int, data: Any) -> None:
-    part = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1)))
+    part, per_node = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))), data.draw(per_nodes)
     sets = [part] if len(part) < size else []
     for step in program:
         step["set"] = min(step["set"], len(sets))
@@ -126,14 +130,14 @@ def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, 
                 np.testing.assert_array_equal(came, wanted, err_msg=str(step), strict=True)
         engine.barrier(0).wait()  # ranks that have no part in a set would leave
 
-    on_threads(size, run, sets)
+    on_threads(size, run, sets, per_node=per_node)
 
 
 @given(size=st.integers(2, 5), data=st.data())
 @made_up
 def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, data: Any) -> None:
     odd = data.draw(st.integers(0, size - 1))
-    what = data.draw(st.sampled_from(["shape", "dtype", "op", "kind"]))
+    what, per_node = data.draw(st.sampled_from(["shape", "dtype", "op", "kind"])), data.draw(per_nodes)
 
     def run(session: Session) -> None:
         engine = session.engine
@@ -150,12 +154,12 @@ def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, 
             engine.allreduce(total := [np.ones(3)], ReduceRequest(ReduceOp.SUM), Call(f"even{attempt}")).wait()
             assert total[0].tolist() == [size] * 3
 
-    on_threads(size, run)
+    on_threads(size, run, per_node=per_node)
 
 
-@given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), seed=st.integers(0, 1000))
+@given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), seed=st.integers(0, 1000), per_node=per_nodes)
 @made_up
-def test_ranks_that_have_joined_give_zeros(batches: list[int], seed: int) -> None:
+def test_ranks_that_have_joined_give_zeros(batches: list[int], seed: int, per_node: int | None) -> None:
     def run(session: Session) -> int:
         engine = session.engine
         rank = engine.topology.rank
@@ -169,7 +173,7 @@ def test_ranks_that_have_joined_give_zeros(batches: list[int], seed: int) -> Non
             assert batches[last] == max(batches)
         return last
 
-    assert len(set(on_threads(len(batches), run))) == 1
+    assert len(set(on_threads(len(batches), run, per_node=per_node))) == 1
 
 
 shapes = st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=2), min_size=1, max_size=12)
@@ -281,7 +285,7 @@ def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
 @fewer
 def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
     dead = data.draw(st.integers(0, size - 1))
-    before = data.draw(st.integers(0, 3))
+    before, per_node = data.draw(st.integers(0, 3)), data.draw(per_nodes)
 
     def run(session: Session) -> str:
         engine = session.engine
@@ -294,14 +298,14 @@ def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
         assert lost.value.rank == dead
         return str(lost.value)
 
-    texts = on_threads(size, run)
+    texts = on_threads(size, run, per_node=per_node)
     assert all(f"rank {dead}" in str(text) for rank, text in enumerate(texts) if rank != dead), texts
 
 
 @given(size=st.integers(2, 4), garbage=st.binary(max_size=40), data=st.data())
 @fewer
 def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garbage: bytes, data: Any) -> None:
-    sender = data.draw(st.integers(0, size - 1))
+    sender, per_node = data.draw(st.integers(0, size - 1)), data.draw(per_nodes)
 
     def run(session: Session) -> None:
         engine = session.engine
@@ -311,7 +315,31 @@ def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garba
         with pytest.raises(HorovodInternalError, match=f"rank {sender}"):
             sum_ones(session, 10_000)
 
-    on_threads(size, run)
+    on_threads(size, run, per_node=per_node)
+
+
+@pytest.mark.parametrize("leaver", [2, 3])
+def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was the one that passed on what they say."""
+    monkeypatch.setattr(goodbye, "GOODBYE_SECONDS", 1.0)
+    monkeypatch.setattr(mailbox, "PASSING_ON_SECONDS", 0.3)
+    stay = [rank for rank in range(2, 6) if rank != leaver]
+    over = threading.Barrier(5)
+
+    def run(session: Session) -> None:
+        engine = session.engine
+        sum_ones(session, 3)
+        if engine.topology.rank in stay:
+            for number in range(40):  # over a second and more, in which the way changes
+                own = np.ones(10)
+                engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"part{number}", 1)).wait()
+                assert own[0] == 3
+                sleep(0.05)
+            assert leaver in engine.transport.lost_peers()
+        if engine.topology.rank != leaver:
+            over.wait(60)
+
+    on_threads(6, run, [stay], per_node=2)
 
 
 def test_jobs_do_not_know_of_each_other() -> None:

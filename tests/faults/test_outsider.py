@@ -126,8 +126,8 @@ def assert_stands_it(running: Job, *recorded: bytes) -> None:
 def test_an_outsider_changes_nothing_in_a_job_of_hvdkitrun(node_memory, tmp_path):
     with job(tmp_path, hvdkitrun("--gloo"), environments=[rank_environment(HVDKIT_NODE_MEMORY=node_memory)]) as running:
         ports = running.ports()
-        # The store's, and Gloo's of each rank where ranks have nothing else to talk through.
-        assert len({port.number for port in ports}) == (1 if node_memory == "1" else RANKS + 1)
+        # The store's, and two of each rank where ranks have nothing else to talk through.
+        assert len({port.number for port in ports}) == (1 if node_memory == "1" else 2 * RANKS + 1)
         assert all(is_loopback(port.address) for port in ports), ports
         assert_stands_it(running)
 

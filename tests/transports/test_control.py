@@ -83,10 +83,15 @@ def test_who_ends_is_lost_once_all_that_it_said_has_come_in(ranks):
 def test_that_one_who_was_let_go_ends_is_no_loss(ranks):
     ranks[1].send(0, b"here")
     until(lambda: ranks[0].heard)
-    ranks[0].connections.let_go([1])
+    for me, peer in ((0, 1), (1, 0)):
+        ranks[me].connections.let_go([peer])
     ranks[1].connections.drop([0])
     until(lambda: not ranks[0].connections.connected())
+    ranks[0].send(1, b"after all")  # which connects anew, and makes an end a loss again
+    until(lambda: ranks[1].heard == [(0, MESSAGE, b"after all")])
     assert not ranks[0].lost
+    ranks[1].connections.close()
+    until(lambda: ranks[0].lost)
 
 
 def test_a_rank_that_is_not_there_is_lost(ranks):
@@ -178,6 +183,7 @@ def test_a_forked_child_keeps_no_connection_open(ranks):
         time.sleep(SECONDS)
         os._exit(0)
     try:
+        ranks[1].connections.let_go([0])
         ranks[1].connections.drop([0])  # as the end of a process does it: without a word
         until(lambda: ranks[0].lost)
         ranks[2].send(0, b"still here")  # the parent's were left alone

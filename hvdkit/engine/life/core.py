@@ -197,6 +197,7 @@ class Engine(NamedOperations):
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
             rank = failure.rank if isinstance(failure, PeerLostError) else None
+            self.mailbox.look_for_detours([] if rank is None else [rank], monotonic())
             self.mailbox.tell_everyone(Lost(rank, str(failure)))
         self.fail(failure)
 
@@ -210,7 +211,9 @@ class Engine(NamedOperations):
         if self.error is not None:
             self.fail(self.error)  # also what was submitted while it failed
             return moved
-        if lost := self.transport.lost_peers():
+        lost = self.transport.lost_peers()
+        self.mailbox.look_for_detours(lost, monotonic())
+        if lost:
             self.negotiation.look_for_broken(lost)
         for lane in list(self.lanes.values()):
             while lane.startable():

@@ -60,7 +60,7 @@ class Joining:
     def tell_started(self, lane: Lane) -> None:
         """An operation of a lane was started here; ranks that have joined follow."""
         for rank in self._ranks.intersection(lane.group.members) - {self._rank}:
-            self._mailbox.send(rank, LaneStarted(lane.lane_id, lane.sequence))
+            self._mailbox.tell([rank], LaneStarted(lane.lane_id, lane.sequence))
 
     def start_zeros(self) -> bool:
         """Start what may start. True if anything did."""
@@ -99,7 +99,7 @@ class Joining:
         if rank != self._rank:
             for lane in list(self._open_lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:
-                    self._mailbox.send(rank, LaneStarted(lane.lane_id, lane.sequence))
+                    self._mailbox.tell([rank], LaneStarted(lane.lane_id, lane.sequence))
 
     def _follow(self, sender: int, message: LaneStarted) -> None:
         """Others have started a lane's operations up to here; this rank contributes zeros to them."""

@@ -17,6 +17,7 @@ from hvdkit.engine.life.goodbye import Farewell
 from hvdkit.engine.life.introduction import Exchanges, introduce
 from hvdkit.engine.life.measuring import measure_network
 from hvdkit.engine.life.sharing import share_memory
+from hvdkit.engine.loop.relay import Routes
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
@@ -63,13 +64,15 @@ class Session:
             start_seconds = min(settings.start_timeout_seconds, settings.timeout_seconds / 2)
             transport = connected.start(exchange, start_seconds, settings.timeout_seconds)
             connected = transport = share_memory(transport, topology, settings, exchange)
-            if transport.size > 1:  # what all say from now on goes over the memory of nodes
-                transport.settle([], lambda: exchange(b"here"))
             network = Network(0.0, 0.0)
             if transport.size > 1 and transport.beats:
                 self._heartbeat = start_heartbeat(transport, world, exchange, settings.timeout_seconds, start_seconds)
             if transport.size > 1:
                 network = measure_network(transport, topology.nodes, settings.timeout_seconds, exchange)
+                # From now on what ranks say goes over the memory of nodes, and from node to node.
+                spoken_with = Routes(transport.rank, topology.nodes).neighbours()
+                unspoken = set(range(transport.size)) - {transport.rank} - spoken_with
+                transport.settle([], sorted(unspoken), lambda: exchange(b"here"))
             self.engine = Engine(
                 transport, topology, settings, network, process_sets, exchanges.early, self._heartbeat, going_on
             )

@@ -219,11 +219,13 @@ class Watch:
             awaited.add(0)
         if coordinator is not None:
             awaited |= coordinator.awaited_ranks()
+        awaited |= mailbox.on_the_way_to(awaited)
         awaited -= {self._topology.rank, *mailbox.departed}
         self._count_beats(awaited, now)
         to_ask, losses = self._liveness.check(awaited, now)
-        for rank in to_ask:
-            mailbox.send(rank, Ping())
+        mailbox.tell(to_ask, Ping())
+        # Who passes on for one that is not heard may be the one that is lost.
+        losses = [loss for loss in losses if self._liveness.heard_lately(mailbox.on_the_way_to([loss.rank]), now)]
         if losses:
             text = self.loss_text(losses[0])
             mailbox.tell_everyone(Lost(losses[0].rank, text))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from time import monotonic
 from typing import Any
 
 from hvdkit.engine.loop.messages import Bye, Message, Pong, decode, encode
+from hvdkit.engine.loop.relay import Relay
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transport
 
 Action = Callable[[], None]
+
+# Who says goodbye waits longer than this for the others' (see life/goodbye), and passes on meanwhile.
+PASSING_ON_SECONDS, SETTLING_SECONDS = 1.0, 0.05
 
 
 class Mailbox:
@@ -38,28 +42,16 @@ class Mailbox:
         self.departed_at: dict[int, float] = {}
         self.failed = False  # this rank goes on no more: its engine has an error
         self.failed_with = 0  # the exit code of the rank that failed first, as far as any told
-        self._transport = transport
-        self._early = early
+        self._relay = Relay(transport, topology.nodes, early)
         self._rank = topology.rank
 
-    def send(self, rank: int, message: Message) -> None:
-        """Send to another rank. One that cannot be reached is noticed by whoever looks for lost ones."""
-        assert rank != self._rank, f"{type(message).__name__} to oneself"
-        if rank not in self.departed or isinstance(message, (Bye, Pong)):  # who said goodbye waits for ours
-            self._transport.send_control(rank, encode(message))
-
-    def send_all(self, ranks: Iterable[int], message: Message) -> None:
-        """Send to those of ``ranks`` that are others and have not left."""
-        payload = encode(message)
-        for rank in ranks:
-            if rank != self._rank and rank not in self.departed:
-                self._transport.send_control(rank, payload)
-
     def tell(self, ranks: Iterable[int], message: Message) -> None:
-        """Send to those of ``ranks`` that are others."""
-        for rank in ranks:
-            if rank != self._rank:
-                self.send(rank, message)
+        """Tell those of ``ranks`` that are others and have not left; who says goodbye waits for that of all others.
+
+        One that cannot be reached is noticed by whoever looks for lost ones.
+        """
+        departed = () if isinstance(message, (Bye, Pong)) else self.departed
+        self._relay.send([rank for rank in ranks if rank != self._rank and rank not in departed], encode(message))
 
     def tell_everyone(self, message: Message) -> None:
         """Send to all other ranks."""
@@ -78,10 +70,10 @@ class Mailbox:
 
     def receive(self) -> bool:
         """Act on all that has come in. True if there was anything."""
-        arrived = self._transport.poll_control()
-        if self._early:
-            arrived = [*self._early, *arrived]
-            self._early = []
+        try:
+            arrived = self._relay.poll()
+        except ValueError as error:
+            raise HorovodInternalError(f"{self.me()} does not understand a control message: {error}") from error
         for rank, payload in arrived:
             self.liveness.heard(rank, monotonic())
             try:
@@ -99,6 +91,20 @@ class Mailbox:
         self.departed[rank] = str(reason)
         self.failed_with = self.failed_with or code
         self.departed_at.setdefault(rank, monotonic())
+        if code:
+            self._relay.avoid([rank])
+
+    def look_for_detours(self, lost: Collection[int], now: float) -> None:
+        """Pass messages on over no rank that is lost or has ended; one that said goodbye does so for a while."""
+        if lost:
+            self._relay.avoid(lost)
+        if self.departed_at:
+            ended = [rank for rank, at in self.departed_at.items() if now - at > PASSING_ON_SECONDS]
+            self._relay.avoid(ended, SETTLING_SECONDS)
+
+    def on_the_way_to(self, ranks: Iterable[int]) -> set[int]:
+        """The ranks that pass on what is for these."""
+        return {one for rank in ranks for one in self._relay.routes.on_the_way_to(rank)}
 
     def me(self) -> str:
         """This rank, for messages."""

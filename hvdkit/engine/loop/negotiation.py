@@ -68,7 +68,7 @@ class Negotiation:
         if self.coordinator is not None:
             self.coordinator.receive(0, message, monotonic())
         else:
-            self.mailbox.send(0, message)
+            self.mailbox.tell([0], message)
 
     def later(self, message: Message) -> None:
         """Have the driver tell the coordinator something."""
@@ -83,7 +83,7 @@ class Negotiation:
                 moved = True
                 if self._rank in ranks:
                     own.append(message)  # first what others wait for; then this rank's own part of it
-                self.mailbox.send_all(ranks, message)
+                self.mailbox.tell(ranks, message)
             for message in own:
                 self.mailbox.take(self._rank, message)
         return moved

@@ -48,6 +48,10 @@ class Liveness:
         """Whether ``rank`` has answered since then."""
         return self._heard.get(rank, 0.0) >= since
 
+    def heard_lately(self, ranks: Iterable[int], now: float) -> bool:
+        """Whether all of them have answered since they were asked the last time but one, if they were asked."""
+        return all(now - self._heard.get(rank, now) < 2 * self._interval for rank in ranks)
+
     def counted(self, rank: int, beats: int, now: float) -> None:
         """So many beats of ``rank`` are counted by now; 0 if it never gave one."""
         if beats != self._counts.get(rank, 0):

@@ -284,6 +284,15 @@ void bind_codecs(py::module_& module) {
     module.def("sign_into", &sign_into, arg("packed"), arg("scales"), arg("values"), arg("residual"), arg("block"));
     module.def("unsign_into", &unsign_into, arg("out"), arg("packed"), arg("scales"), arg("block"), arg("scale") = 1.0,
                arg("accumulate") = false);
+    module.def(
+        "instructions",
+        [] {
+            pybind11::dict chosen;
+            chosen["select"] = vectors_for_selecting();
+            chosen["sign"] = vectors_for_signs();
+            return chosen;
+        },
+        "With which vector instructions loops that are written in several ways run: the quickest, measured once.");
     module.def("select_into", &select_into, arg("indices"), arg("picked"), arg("values"), arg("residual"),
                arg("threshold"));
     module.def("scatter_add_into", &scatter_add_into, arg("out"), arg("indices"), arg("values"), arg("scale") = 1.0);

@@ -62,6 +62,10 @@ struct Selected {
 Selected select(std::byte* indices, std::byte* picked, std::size_t capacity, const std::byte* values,
                 std::byte* residual, std::size_t count, float threshold);
 
+// The instructions with which loops written in several ways run here.
+const char* vectors_for_selecting();
+const char* vectors_for_signs();
+
 // The first place in ``indices`` that is not ascending or not below ``count``.
 std::optional<std::size_t> first_bad_index(const std::byte* indices, std::size_t index_count, std::size_t count);
 void scatter_add(std::byte* out, const std::byte* indices, const std::byte* values, std::size_t index_count,

@@ -1,5 +1,6 @@
 // sign and unsign: one bit an element with one scale a block.
 #include <algorithm>
+#include <vector>
 
 #include "codecs.h"
 #include "vectors.h"
@@ -120,13 +121,14 @@ HVDKIT_AVX512 std::size_t unpack_avx512(std::byte* out, const std::byte* packed,
 #endif
 
 template <bool kResidual>
-float sum_block(std::byte* packed, const std::byte* values, const std::byte* residual, std::size_t count) {
+float sum_block(Vectors with, std::byte* packed, const std::byte* values, const std::byte* residual,
+                std::size_t count) {
     alignas(64) float lanes[kLanes] = {};
     std::size_t done = 0;
 #if defined(HVDKIT_WIDE)
-    if (vectors() == Vectors::avx512) {
+    if (with == Vectors::avx512) {
         done = add_and_pack_avx512<kResidual>(packed, lanes, values, residual, count);
-    } else if (vectors() == Vectors::avx2) {
+    } else if (with == Vectors::avx2) {
         done = add_and_pack_avx2<kResidual>(packed, lanes, values, residual, count);
     }
 #endif
@@ -138,19 +140,39 @@ float sum_block(std::byte* packed, const std::byte* values, const std::byte* res
 }
 
 template <bool kAccumulate>
-void unsign_block(std::byte* out, const std::byte* packed, std::size_t count, float magnitude) {
+void unsign_block(Vectors with, std::byte* out, const std::byte* packed, std::size_t count, float magnitude) {
     std::size_t done = 0;
 #if defined(HVDKIT_WIDE)
-    if (vectors() == Vectors::avx512) {
+    if (with == Vectors::avx512) {
         done = unpack_avx512<kAccumulate>(out, packed, count, magnitude);
-    } else if (vectors() == Vectors::avx2) {
+    } else if (with == Vectors::avx2) {
         done = unpack_avx2<kAccumulate>(out, packed, count, magnitude);
     }
 #endif
     unpack<kAccumulate>(out, packed, done, count, magnitude);
 }
 
+// Asked with 16 MiB of gradients, there and back.
+Vectors for_signs() {
+    static const Vectors chosen = [] {
+        constexpr std::size_t kCount = 1u << 22;
+        std::vector<float> values(kCount), residual(kCount);
+        std::vector<uint8_t> packed(kCount / 8);
+        for (std::size_t i = 0; i < kCount; ++i) values[i] = (i * 2654435761u & 64u) != 0 ? 1.0f : -1.0f;
+        volatile float sum = 0.0f;  // or the compiler might leave it all out
+        return quickest([&](Vectors with) {
+            auto* const bits = reinterpret_cast<std::byte*>(packed.data());
+            auto* const left = reinterpret_cast<std::byte*>(residual.data());
+            sum = sum + sum_block<true>(with, bits, reinterpret_cast<const std::byte*>(values.data()), left, kCount);
+            unsign_block<true>(with, left, bits, kCount, 0.0f);
+        });
+    }();
+    return chosen;
+}
+
 }  // namespace
+
+const char* vectors_for_signs() { return name_of(for_signs()); }
 
 HVDKIT_CLONES void subtract_signs(std::byte* residual, const std::byte* values, std::size_t count, float scale) {
     HVDKIT_ELEMENTWISE
@@ -167,8 +189,8 @@ void sign(std::byte* packed, std::byte* scales, const std::byte* values, std::by
         std::byte* const bits_of_block = packed + begin / 8;
         const std::byte* const in = values + begin * sizeof(float);
         std::byte* const left = residual == nullptr ? nullptr : residual + begin * sizeof(float);
-        const float sum = residual == nullptr ? sum_block<false>(bits_of_block, in, left, step)
-                                              : sum_block<true>(bits_of_block, in, left, step);
+        const float sum = residual == nullptr ? sum_block<false>(for_signs(), bits_of_block, in, left, step)
+                                              : sum_block<true>(for_signs(), bits_of_block, in, left, step);
         const float scale = is_finite(sum) ? sum / static_cast<float>(step) : bits<float>(kQuietNan);
         store<float>(scales, begin / block, scale);
         if (!is_finite(scale)) {
@@ -184,7 +206,8 @@ void unsign(std::byte* out, const std::byte* packed, const std::byte* scales, st
     for (std::size_t begin = 0; begin < count; begin += block) {
         const float magnitude = load<float>(scales, begin / block) * scale;
         const auto unsign_it = accumulate ? unsign_block<true> : unsign_block<false>;
-        unsign_it(out + begin * sizeof(float), packed + begin / 8, std::min(block, count - begin), magnitude);
+        unsign_it(for_signs(), out + begin * sizeof(float), packed + begin / 8, std::min(block, count - begin),
+                  magnitude);
     }
 }
 

@@ -60,8 +60,8 @@ class NodeTransport(Layer):
         self._gone: dict[int, str] = {}
         self._next_look = 0.0
 
-    def settle(self, carried: Sequence[int], agree: Callable[[], object]) -> None:
-        self.inner.settle([*carried, *(member for member in self.members if member != self.rank)], agree)
+    def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
+        self.inner.settle([*carried, *(member for member in self.members if member != self.rank)], unspoken, agree)
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         index = self._index_of.get(peer)

@@ -1,0 +1,158 @@
+"""Messages that others pass on: each arrives once, in order, over few ranks; also where ranks on the way are gone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from hvdkit.engine.loop.relay import Relay, Routes
+from tests.network import MemoryTransport, Wires
+
+NODES = {
+    "one node": [[0, 1, 2, 3]],
+    "a rank each": [[0], [1], [2], [3]],
+    "two each": [[0, 1], [2, 3], [4, 5]],
+    "mixed": [[0, 3, 6], [1, 4], [2], [5, 7, 8, 9]],
+}
+all_nodes = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
+
+
+def size_of(nodes: list[list[int]]) -> int:
+    return sum(map(len, nodes))
+
+
+class Counted(MemoryTransport):
+    """Remembers to whom it said something itself."""
+
+    def __init__(self, rank: int, size: int, wires: Wires) -> None:
+        super().__init__(rank, size, wires)
+        self.told: Counter[int] = Counter()
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        self.told[peer] += 1
+        super().send_control(peer, payload)
+
+
+def relays(nodes: list[list[int]]) -> tuple[list[Relay], list[Counted]]:
+    wires = Wires(size_of(nodes))
+    transports = [Counted(rank, size_of(nodes), wires) for rank in range(size_of(nodes))]
+    return [Relay(one, nodes, []) for one in transports], transports
+
+
+def delivered(all_relays: list[Relay], *dead: int) -> list[list[tuple[int, bytes]]]:
+    """What comes to each, once nothing is on its way any more."""
+    came: list[list[tuple[int, bytes]]] = [[] for _ in all_relays]
+    for _ in range(8):  # more than any way has parts
+        for rank, relay in enumerate(all_relays):
+            if rank not in dead:
+                came[rank] += relay.poll()
+    return came
+
+
+@all_nodes
+def test_each_message_arrives_once_and_in_order_at_all_for_whom_it_is(nodes):
+    drawn = random.Random(1)
+    all_relays, transports = relays(nodes)
+    size = len(all_relays)
+    expected: list[dict[int, list[bytes]]] = [{rank: [] for rank in range(size)} for _ in range(size)]
+    came = [[] for _ in range(size)]
+    for number in range(300):
+        origin = drawn.randrange(size)
+        receivers = drawn.sample([one for one in range(size) if one != origin], drawn.randint(1, size - 1))
+        words = b"[%d]" % number + bytes(drawn.randrange(200))
+        all_relays[origin].send(receivers, words)
+        for receiver in receivers:
+            expected[receiver][origin].append(words)
+        if number % 7 == 0:
+            rank = drawn.randrange(size)
+            came[rank] += all_relays[rank].poll()
+    for rank, more in enumerate(delivered(all_relays)):
+        came[rank] += more
+        by_origin: dict[int, list[bytes]] = {one: [] for one in range(size)}
+        for origin, words in came[rank]:
+            by_origin[origin].append(words)
+        assert by_origin == expected[rank]
+    for rank, transport in enumerate(transports):
+        assert set(transport.told) <= all_relays[rank].routes.neighbours()
+
+
+@all_nodes
+def test_rank_0_speaks_with_one_of_each_node_and_they_with_it_alone(nodes):
+    size = size_of(nodes)
+    first = {min(node) for node in nodes}
+    for node in nodes:
+        for rank in node:
+            spoken_with = Routes(rank, nodes).neighbours()
+            elsewhere = spoken_with - set(node)
+            assert elsewhere == ((first - {0}) if rank == 0 else ({0} - set(node) if rank in first else set()))
+            assert spoken_with >= set(node) - {rank}
+    for rank in range(size):  # both ends know of each other
+        assert all(rank in Routes(one, nodes).neighbours() for one in Routes(rank, nodes).neighbours())
+
+
+def test_what_goes_over_one_rank_is_one_message():
+    all_relays, transports = relays(NODES["two each"])
+    all_relays[0].send([2, 3, 4, 5, 1], b"[to all]")
+    assert transports[0].told == {1: 1, 2: 2, 4: 2}  # theirs, and what they pass on
+    for asks in (b"[first]", b"[second]"):
+        all_relays[3].send([0], asks)
+    all_relays[2].poll()
+    assert transports[2].told == {0: 1, 3: 1}
+    assert [one for one in all_relays[0].poll() if one[0] == 3] == [(3, b"[first]"), (3, b"[second]")]
+
+
+@all_nodes
+@pytest.mark.parametrize("gone", [(0,), (1,), (2,), (0, 1), (2, 3)])
+def test_where_ranks_are_gone_the_others_still_reach_each_other(nodes, gone):
+    all_relays, _ = relays(nodes)
+    left = [rank for rank in range(len(all_relays)) if rank not in gone]
+    for rank in left:
+        all_relays[rank].avoid(gone)
+    for rank in left:
+        all_relays[rank].send([one for one in left if one != rank], b"[%d]" % rank)
+    came = delivered(all_relays, *gone)
+    for rank in left:
+        assert sorted(came[rank]) == [(one, b"[%d]" % one) for one in left if one != rank]
+
+
+def test_the_ranks_on_the_way_are_known():
+    nodes = NODES["two each"]
+    assert Routes(3, nodes).on_the_way_to(5) == [2, 0, 4]
+    assert Routes(3, nodes).on_the_way_to(2) == []
+    assert Routes(3, nodes).on_the_way_to(0) == [2]
+    assert Routes(0, nodes).on_the_way_to(5) == [4]
+    assert Routes(3, nodes, [2]).on_the_way_to(0) == []
+    assert Routes(3, nodes, [0]).on_the_way_to(5) == [2, 1, 4]
+
+
+def test_what_follows_on_another_way_does_not_overtake():
+    all_relays, _ = relays(NODES["two each"])
+    all_relays[3].send([0], b"[old way]")
+    all_relays[3].avoid([2], settling_seconds=0.05)
+    all_relays[3].send([0], b"[new way]")
+    all_relays[3].poll()  # too early
+    assert [words for _, words in delivered(all_relays[:3])[0]] == [b"[old way]"]
+    time.sleep(0.05)
+    all_relays[3].poll()
+    assert all_relays[0].poll() == [(3, b"[new way]")]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"\1",
+        b"\1x",
+        b"\1" + bytes(11),
+        b"\1" + b"\xff" * 12,
+        b"\1\x09\0\0\0" + bytes(8),
+        b"\1" + b"\0\0\0\0\1\0\0\0\0\0\0\0\xff",
+    ],
+)
+def test_what_no_relay_sends_is_refused(nonsense):
+    all_relays, transports = relays(NODES["two each"])
+    transports[2].send_control(0, nonsense)
+    with pytest.raises(ValueError, match="passed on"):
+        all_relays[0].poll()
