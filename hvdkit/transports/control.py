@@ -17,8 +17,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from time import monotonic
+from time import monotonic, sleep
 
+from hvdkit.transports.link import AT_ONCE, Link
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, new_nonce
 
 logger = logging.getLogger("hvdkit")
@@ -26,50 +27,16 @@ logger = logging.getLogger("hvdkit")
 Place = tuple[str, int]  # an address, and a port
 
 LONGEST_MESSAGE = 1 << 28  # a plan has some hundred bytes for each parameter
-AT_ONCE = 1 << 16
-GREETING_SECONDS = 10.0  # for a rank to be reached and to answer, and for who has connected to show that he is one
-MOST_STRANGERS = 256  # connections on which nobody has shown who he is; then the oldest one goes
+GREETING_SECONDS = 10.0  # for who has connected to show that he is a rank
+# Connections on which nobody has shown who he is, or two for each rank; then the oldest one goes. A rank comes again.
+MOST_STRANGERS = 256
+AGAIN_SECONDS, ACCEPTING_PAUSE = 0.1, 0.01
 LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
 _HELLO = struct.Struct(f"<I{NONCE_BYTES}s")  # the rank that connects, its nonce
 _ANSWER = struct.Struct(f"<{NONCE_BYTES}s{TAG_BYTES}s")  # the nonce of the rank that is connected to, its proof
 _FRAME = struct.Struct("<IB")  # the bytes that follow, and what they are
 # What a frame is: a message, or that its sender wants to exchange buffers with who gets it.
 MESSAGE, PAIR = 0, 1
-
-
-class _Link:
-    """One connection. The next ``wants`` bytes that come are for ``then``."""
-
-    def __init__(self, peer: int = -1) -> None:
-        self.peer = peer  # -1: nobody has shown who he is
-        self.deadline = monotonic() + GREETING_SECONDS
-        self.greeted = False
-        self.ended = False
-        self.socket: socket.socket | None = None
-        self.lock = threading.Lock()  # of what is sent, by the engine and by the thread that serves
-        self.greeting, self.unsent = bytearray(), bytearray()
-        self.came = bytearray()
-        self.wants = 0
-        self.then: Callable[[_Link, bytes], None] = lambda link, part: None
-
-    def send_some(self) -> None:
-        """Under the lock: as much as the socket takes. That it broke is found by who receives."""
-        if self.socket is None:
-            return
-        try:
-            for out in (self.greeting, self.unsent) if self.greeted else (self.greeting,):
-                while out:
-                    del out[: self.socket.send(out[:AT_ONCE])]
-        except BlockingIOError:
-            return
-        except OSError as error:
-            logger.debug("rank %d takes no more words: %s", self.peer, error)
-            self.greeting.clear()
-            self.unsent.clear()
-
-    def has_more(self) -> bool:
-        """Whether something could be sent if the socket took it."""
-        return bool(self.greeting or (self.greeted and self.unsent))
 
 
 class ControlConnections:
@@ -89,9 +56,9 @@ class ControlConnections:
     ) -> None:
         self._rank, self._places, self._session = rank, places, session
         self._heard, self._lost = heard, lost
-        self._links: dict[int, _Link] = {}  # over which this rank sends
-        self._open: set[_Link] = set()
-        self._let_go: set[int] = set()
+        self._links: dict[int, Link] = {}  # over which this rank sends
+        self._open: set[Link] = set()
+        self._again: list[Link] = []  # those to connect once more
         self._todo: deque[Callable[[], None]] = deque()
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -110,9 +77,10 @@ class ControlConnections:
     def send(self, peer: int, kind: int, payload: bytes) -> None:
         """Send in the order of the calls; never waits. What is for a rank that is lost goes nowhere."""
         link = self._links.get(peer)
-        if link is None:
-            made = _Link(peer)
-            self._let_go.discard(peer)
+        if link is None or (link.ended and link.is_needless):
+            if link is not None:
+                self._links.pop(peer, None)
+            made = Link(peer)
             link = self._links.setdefault(peer, made)  # the peer may have connected just now
             if link is made:
                 self._have_done(lambda: self._connect(made))
@@ -129,14 +97,19 @@ class ControlConnections:
         self._have_done(lambda: self._watch(link))
 
     def let_go(self, peers: Collection[int]) -> None:
-        """That these end their connections is no loss from now on, unless something is said to them anew."""
-        self._let_go |= set(peers)
+        """That these end the connections that there are is no loss; what is said to them later needs new ones."""
+        for link in list(self._open):
+            link.is_needless |= link.peer in peers
 
-    def drop(self, peers: Collection[int]) -> None:
-        """End the connections to these, over which nothing is said any more."""
+    def drop(self) -> None:
+        """End the connections to those that were let go."""
+        needless = [link for link in list(self._open) if link.is_needless]
+        for link in needless:
+            if self._links.get(link.peer) is link:
+                del self._links[link.peer]
 
         def end() -> None:
-            for link in [one for one in self._open if one.peer in peers and one.peer in self._let_go]:
+            for link in needless:
                 self._end(link)
 
         self._have_done(end)
@@ -170,25 +143,13 @@ class ControlConnections:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        closing_at = float("inf")
         try:
-            while True:
-                for key, events in self._selector.select(LOOK_SECONDS):
-                    if key.fileobj is self._rung:
-                        self._rung.recv(AT_ONCE)
-                    elif key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data in self._open:
-                        self._move(key.data, events)
-                while self._todo:
-                    self._todo.popleft()()
-                now = monotonic()
-                for link in [one for one in self._open if not one.greeted and one.deadline < now]:
-                    self._end(link, f"it did not answer within {GREETING_SECONDS:g} s")
-                if self._closing:
-                    closing_at = min(closing_at, now + CLOSING_SECONDS)
-                    if self._has_closed() or now >= closing_at:
-                        return
+            self._serve_until_closed()
+        except Exception as error:  # a defect, or a limit of this process: who waits for words must learn of it
+            logger.exception("connections for control messages failed")
+            for peer in list(self._links):
+                if not self._closing:
+                    self._lost(peer, f"the thread of this rank that serves connections failed: {error!r}")
         finally:
             _SERVED.discard(self)
             for link in list(self._open):
@@ -196,6 +157,29 @@ class ControlConnections:
             for one in (self._listener, self._rings, self._rung):
                 one.close()
             self._selector.close()
+
+    def _serve_until_closed(self) -> None:
+        closing_at = float("inf")
+        while True:
+            for key, events in self._selector.select(AGAIN_SECONDS if self._again else LOOK_SECONDS):
+                if key.fileobj is self._rung:
+                    self._rung.recv(AT_ONCE)
+                elif key.fileobj is self._listener:
+                    self._accept()
+                elif key.data in self._open:
+                    self._move(key.data, events)
+            while self._todo:
+                self._todo.popleft()()
+            now = monotonic()
+            for link in [one for one in self._again if now > one.since + AGAIN_SECONDS]:
+                self._again.remove(link)
+                self._connect(link)
+            for link in [one for one in self._open if one.peer < 0 and now > one.since + GREETING_SECONDS]:
+                self._end(link)
+            if self._closing:
+                closing_at = min(closing_at, now + CLOSING_SECONDS)
+                if self._has_closed() or now >= closing_at:
+                    return
 
     def _has_closed(self) -> bool:
         """Whether all has been said, and the others have seen the end of it. To close before would lose the rest."""
@@ -214,18 +198,21 @@ class ControlConnections:
             connection, _ = self._listener.accept()
         except OSError as error:  # it went away, or there are too many files
             logger.debug("a connection was not accepted: %s", error)
+            sleep(ACCEPTING_PAUSE)
             return
         strangers = [link for link in self._open if link.peer < 0]
-        if len(strangers) >= MOST_STRANGERS:
-            self._end(min(strangers, key=lambda link: link.deadline))
-        link = _Link()
+        if len(strangers) >= max(MOST_STRANGERS, 2 * len(self._places)):
+            self._end(min(strangers, key=lambda link: link.since))
+        link = Link()
         link.wants, link.then = _HELLO.size, self._answer
         self._begin(link, connection)
 
-    def _connect(self, link: _Link) -> None:
+    def _connect(self, link: Link) -> None:
         host, port = self._places[link.peer]
         nonce = new_nonce()
-        link.greeting += _HELLO.pack(self._rank, nonce)
+        link.since = monotonic()
+        link.greeting[:] = _HELLO.pack(self._rank, nonce)
+        link.came.clear()
         link.wants, link.then = _ANSWER.size, lambda link, part: self._prove(link, nonce, part)
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -238,7 +225,7 @@ class ControlConnections:
             return
         self._begin(link, connection)
 
-    def _begin(self, link: _Link, connection: socket.socket) -> None:
+    def _begin(self, link: Link, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.socket = connection
@@ -246,14 +233,14 @@ class ControlConnections:
         self._selector.register(connection, selectors.EVENT_READ, link)
         self._watch(link)
 
-    def _watch(self, link: _Link) -> None:
+    def _watch(self, link: Link) -> None:
         """Be told when the socket takes what it did not take, if there is something."""
         if link in self._open and link.socket is not None:
             with link.lock:
                 more = selectors.EVENT_WRITE if link.has_more() else 0
             self._selector.modify(link.socket, selectors.EVENT_READ | more, link)
 
-    def _move(self, link: _Link, events: int) -> None:
+    def _move(self, link: Link, events: int) -> None:
         assert link.socket is not None
         if events & selectors.EVENT_WRITE:
             with link.lock:
@@ -266,10 +253,14 @@ class ControlConnections:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(link, f"Connection to it broke: {error.strerror}")
-            return
+            part, link.broke = b"", link.broke or error
         if not part:
-            self._end(link, "Connection closed by peer")
+            # Broken is what the sender saw, where both did: the system tells it once.
+            turned_away = link.broke is None or isinstance(link.broke, (ConnectionResetError, BrokenPipeError))
+            if turned_away and link.peer >= 0 and not link.greeted:
+                self._come_again(link)
+            else:
+                self._end(link, f"Connection closed by peer{'' if link.broke is None else f': {link.broke.strerror}'}")
             return
         link.came += part
         while link in self._open and len(link.came) >= link.wants:
@@ -277,20 +268,29 @@ class ControlConnections:
             del link.came[: link.wants]
             link.then(link, part)
 
-    def _end(self, link: _Link, how: str = "") -> None:
+    def _come_again(self, link: Link) -> None:
+        """It was ended before it had begun, as where too many came at once. What is to be said over it waits."""
+        with link.lock:
+            self._close_socket(link)
+            link.broke = None
+        self._open.discard(link)
+        link.since = monotonic()
+        self._again.append(link)
+
+    def _close_socket(self, link: Link) -> None:
+        if link.socket is not None:
+            self._selector.unregister(link.socket)
+            link.socket.close()
+            link.socket = None
+
+    def _end(self, link: Link, how: str = "") -> None:
         """``how``: why its rank is lost, if it is."""
         self._open.discard(link)
         with link.lock:
             link.ended = True
             link.unsent.clear()
-            if link.socket is not None:
-                self._selector.unregister(link.socket)
-                link.socket.close()
-                link.socket = None
-        if link.peer in self._let_go:
-            if self._links.get(link.peer) is link:
-                del self._links[link.peer]
-        elif how and link.peer >= 0 and not self._closing:
+            self._close_socket(link)
+        if how and link.peer >= 0 and not link.is_needless and not self._closing:
             self._lost(link.peer, how)
 
     # -- greetings ----------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class ControlConnections:
     def _proof(self, label: str, connects: int, connected: int, *nonces: bytes) -> bytes:
         return self._session.tag(f"control {label}", str(connects).encode(), str(connected).encode(), *nonces)
 
-    def _answer(self, link: _Link, part: bytes) -> None:
+    def _answer(self, link: Link, part: bytes) -> None:
         """To who has connected: who is here."""
         rank, theirs = _HELLO.unpack(part)
         mine = new_nonce()
@@ -308,7 +308,7 @@ class ControlConnections:
         link.wants, link.then = TAG_BYTES, lambda link, part: self._admit(link, rank, expected, part)
         self._watch(link)
 
-    def _admit(self, link: _Link, rank: int, expected: bytes, part: bytes) -> None:
+    def _admit(self, link: Link, rank: int, expected: bytes, part: bytes) -> None:
         if not hmac.compare_digest(part, expected) or rank >= len(self._places):
             logger.debug("who connected as rank %d is none of this session", rank)
             self._end(link)
@@ -317,7 +317,7 @@ class ControlConnections:
         self._links.setdefault(rank, link)
         self._greet(link)
 
-    def _prove(self, link: _Link, mine: bytes, part: bytes) -> None:
+    def _prove(self, link: Link, mine: bytes, part: bytes) -> None:
         """To who was connected to: that this is the rank that it said."""
         theirs, proof = _ANSWER.unpack(part)
         if not hmac.compare_digest(proof, self._proof("connected to", self._rank, link.peer, mine, theirs)):
@@ -327,7 +327,7 @@ class ControlConnections:
             link.greeting += self._proof("connects", self._rank, link.peer, mine, theirs)
         self._greet(link)
 
-    def _greet(self, link: _Link) -> None:
+    def _greet(self, link: Link) -> None:
         link.wants, link.then = _FRAME.size, self._head
         with link.lock:
             link.greeted = True
@@ -336,13 +336,13 @@ class ControlConnections:
 
     # -- frames -------------------------------------------------------------------------------------------------------
 
-    def _head(self, link: _Link, part: bytes) -> None:
+    def _head(self, link: Link, part: bytes) -> None:
         length, kind = _FRAME.unpack(part)
         if length > LONGEST_MESSAGE or kind not in (MESSAGE, PAIR):
             self._end(link, f"it sent a control message of kind {kind} and {length} bytes")
             return
 
-        def take(link: _Link, payload: bytes) -> None:
+        def take(link: Link, payload: bytes) -> None:
             link.wants, link.then = _FRAME.size, self._head
             self._heard(link.peer, kind, payload)
 

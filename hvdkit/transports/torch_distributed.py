@@ -38,7 +38,8 @@ logger = logging.getLogger("hvdkit")
 # Gloo breaks every connection when one of its own waits times out; deadlines are the engine's, per peer.
 NEVER = timedelta(days=3650)
 PROOF_TAG = 1 << 26  # above every tag of a collective
-PROOF_SECONDS = 10.0  # for who is at the other end, and ready, to show who he is
+# Gloo waits so long for a rank that wants a connection too, but whose Python may be busy.
+CONNECTING_SECONDS = 600.0
 
 
 class TorchTransfer:
@@ -94,10 +95,11 @@ class TorchTransfer:
 class _Pair:
     """Gloo's connection to a peer: both ends want it, then it is open, or has failed."""
 
-    __slots__ = ("error", "is_open", "is_wanted", "peer_wants", "waiting")
+    __slots__ = ("error", "is_made", "is_open", "is_wanted", "peer_wants", "waiting")
 
     def __init__(self) -> None:
-        self.is_wanted = self.peer_wants = self.is_open = False
+        # Made: who is there has not shown yet who he is.
+        self.is_wanted = self.peer_wants = self.is_made = self.is_open = False
         self.error: Exception | None = None
         self.waiting: list[tuple[TorchTransfer, str, int]] = []
 
@@ -156,7 +158,7 @@ class GlooTransport(Transport):
         pair, group = self._pairs[peer], self._group
         error: Exception | None = None
         try:
-            prove(group, self.rank, peer, self._session, PROOF_TAG, PROOF_SECONDS)
+            prove(group, self.rank, peer, self._session, PROOF_TAG, partial(setattr, pair, "is_made", True))
         except (RuntimeError, AuthenticationError) as problem:
             error = problem
         with self._pairs_lock:
@@ -220,7 +222,7 @@ class GlooTransport(Transport):
             self._end()
             self._waiters = Waiters("hvdkit-wait")
         else:
-            self._control.drop(needless)
+            self._control.drop()
 
     def close(self, graceful: bool) -> None:
         """Break the connections, so that every thread of ours ends before the process does."""
@@ -239,7 +241,7 @@ class GlooTransport(Transport):
                 for transfer, _, _ in pair.waiting:
                     transfer.fail(pair.error)
                 pair.waiting.clear()
-            used = [peer for peer, pair in enumerate(self._pairs) if pair.is_open]
+            used = [peer for peer, pair in enumerate(self._pairs) if pair.is_made]
         for peer in used:
             self._break_connection(peer)
         self._waiters.close(timeout_seconds=1.0)
@@ -314,7 +316,7 @@ def open_gloo(store: Any, rank: int, size: int, addresses: Sequence[str], timeou
     """
     gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
     options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_seconds)
+    options._timeout = timedelta(seconds=CONNECTING_SECONDS)
     # Left to itself, Gloo looks up the host's name, which may lead out of the machine or nowhere.
     options._devices = [gloo.create_device(hostname=address, lazy_init=True) for address in addresses]
     options._threads = 2 * len(options._devices)

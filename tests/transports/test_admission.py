@@ -35,7 +35,7 @@ class Connection:
 
 def test_who_knows_the_secret_is_believed_and_shown_what_is_his() -> None:
     connection = Connection(SESSION.shown_by(2, to=0))
-    prove(connection, 0, 2, SESSION, 7, 1.0)
+    prove(connection, 0, 2, SESSION, 7, lambda: None)
     assert connection.sent == SESSION.shown_by(0, to=2)
 
 
@@ -51,7 +51,7 @@ def test_who_knows_the_secret_is_believed_and_shown_what_is_his() -> None:
 )
 def test_who_does_not_know_the_secret_is_named(wrong: bytes) -> None:
     with pytest.raises(AuthenticationError, match=r"connected as rank 2 does not know.*\nHINT"):
-        prove(Connection(wrong), 0, 2, SESSION, 7, 1.0)
+        prove(Connection(wrong), 0, 2, SESSION, 7, lambda: None)
 
 
 @pytest.mark.parametrize("place", [("10.1.2.3", 1), ("fe80:1234:5678:9abc:def0:1234:5678:9abc", 65535)])

@@ -162,7 +162,9 @@ class Engine(NamedOperations):
 
     def busy(self) -> bool:
         """Whether anything waits to be driven."""
-        return bool(self.driver.inbox or self.operations or self.submissions or self.joining.waiting)
+        return bool(
+            self.driver.inbox or self.operations or self.submissions or self.joining.waiting or self.mailbox.holds()
+        )
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
@@ -196,7 +198,7 @@ class Engine(NamedOperations):
     def _break(self, failure: HorovodInternalError, broken: bool) -> None:
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
-            rank = failure.rank if isinstance(failure, PeerLostError) else None
+            rank = getattr(failure, "rank", None)
             self.mailbox.look_for_detours([] if rank is None else [rank], monotonic())
             self.mailbox.tell_everyone(Lost(rank, str(failure)))
         self.fail(failure)
@@ -240,6 +242,8 @@ class Engine(NamedOperations):
         try:
             moved = operation.advance()
         except PeerLostError as error:
+            if error.rank is not None and self.negotiation.may_have_left(error.rank):
+                return False  # the operation says it again
             reason = self.mailbox.departed.get(-1 if error.rank is None else error.rank)
             who = "" if error.rank is None else self.topology.describe(error.rank)
             how = f"{who} has left the job: {reason}" if reason else str(error)

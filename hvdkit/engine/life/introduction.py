@@ -93,8 +93,8 @@ class Exchanges:
             return self._collect(transport, mine)
         transport.send_control(0, _STARTUP.pack(_MARK, self._turn, _BLOB) + mine)
         answers: dict[int, tuple[int, bytes]] = {}
-        # Rank 0 knows whom all wait for, and says it.
-        missing = self._receive(transport, answers, [0], self._timeout_seconds + VERDICT_SECONDS)
+        # Rank 0 knows whom all wait for, and says it; it may have come last.
+        missing = self._receive(transport, answers, [0], 2 * self._timeout_seconds + VERDICT_SECONDS)
         if missing is not None:
             raise missing
         kind, body = answers[0]

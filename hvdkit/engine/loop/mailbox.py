@@ -16,7 +16,8 @@ from hvdkit.transports.base import Transport
 Action = Callable[[], None]
 
 # Who says goodbye waits longer than this for the others' (see life/goodbye), and passes on meanwhile.
-PASSING_ON_SECONDS, SETTLING_SECONDS = 1.0, 0.05
+PASSING_ON_SECONDS, SETTLING_SECONDS = 1.0, 0.5
+FAILED_SETTLING_SECONDS = 0.05
 
 
 class Mailbox:
@@ -92,15 +93,23 @@ class Mailbox:
         self.failed_with = self.failed_with or code
         self.departed_at.setdefault(rank, monotonic())
         if code:
-            self._relay.avoid([rank])
+            self._relay.avoid([rank], FAILED_SETTLING_SECONDS)
 
     def look_for_detours(self, lost: Collection[int], now: float) -> None:
         """Pass messages on over no rank that is lost or has ended; one that said goodbye does so for a while."""
         if lost:
-            self._relay.avoid(lost)
+            self._relay.avoid(lost, 0.0)
         if self.departed_at:
             ended = [rank for rank, at in self.departed_at.items() if now - at > PASSING_ON_SECONDS]
             self._relay.avoid(ended, SETTLING_SECONDS)
+
+    def holds(self) -> bool:
+        """Whether words of this rank, or that it passes on, are still here."""
+        return self._relay.holds()
+
+    def is_neighbour(self, rank: int) -> bool:
+        """Whether this one speaks with ``rank`` itself, so that a goodbye comes before the connection's end."""
+        return rank in self._relay.neighbours()
 
     def on_the_way_to(self, ranks: Iterable[int]) -> set[int]:
         """The ranks that pass on what is for these."""

@@ -16,6 +16,8 @@ from hvdkit.engine.ops import KINDS, Submission
 from hvdkit.errors import PeerLostError
 from hvdkit.transports.base import Transport
 
+GOODBYE_ON_ITS_WAY_SECONDS = 0.5
+
 
 class Negotiation:
     """Tells the coordinator what this rank wants, and the members what the coordinator decided.
@@ -36,6 +38,7 @@ class Negotiation:
         self._rank = transport.rank
         self._cache_capacity = cache_capacity
         self._cached: dict[bytes, int] = {}
+        self._broke_at: dict[int, float] = {}
         self.coordinator: Coordinator | None = None
         mailbox.handlers.update(
             {Bye: self._bye, Left: self._left, Ping: self._ping, Pong: lambda sender, message: None}
@@ -95,12 +98,18 @@ class Negotiation:
             self._transport.advance()
             self.exchange()  # a goodbye comes before the connection ends, but maybe after we last looked
         for rank, how in lost.items():
-            if rank not in mailbox.departed and not mailbox.failed:
+            if rank not in mailbox.departed and not mailbox.failed and not self.may_have_left(rank):
                 raise PeerLostError(
                     f"{mailbox.topology.describe(rank)} is lost: its connection to {mailbox.me()} broke, {how}\n"
                     "HINT: see what that rank printed last, and whether it was killed.",
                     rank,
                 )
+
+    def may_have_left(self, rank: int) -> bool:
+        """Whether the goodbye of a rank whose connection broke may still be on its way, over others."""
+        if rank in self.mailbox.departed or self.mailbox.is_neighbour(rank):
+            return False
+        return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
 
     def _coordinate(self, sender: int, message: Message) -> None:
         assert self.coordinator is not None

@@ -40,10 +40,14 @@ class Operation:
             raise self._broken
         moved: bool | None = None
         while True:
-            while self._pending:
-                if not self._pending[-1].done():
-                    return moved
-                self._pending.pop()
+            try:
+                while self._pending:
+                    if not self._pending[-1].done():
+                        return moved
+                    self._pending.pop()
+            except PeerLostError as error:
+                self._broken = error
+                raise
             moved = False
             try:
                 self._pending = next(self._steps)

@@ -72,18 +72,24 @@ class Relay:
         self._nodes = nodes
         self._early = early
         self._gone: frozenset[int] = frozenset()
-        self._held: list[tuple[int, bytes]] = []
+        self._by_next: dict[int, int] = {}  # the receivers behind each rank that is told, as bits
+        self._turned = 0  # those whose way has changed
+        self._held: list[tuple[int, int, bytes]] = []
         self._held_until = 0.0
         self._turn(Routes(self._rank, nodes))
 
     def _turn(self, routes: Routes) -> None:
         self.routes = routes
-        self._by_next: dict[int, int] = defaultdict(int)  # the receivers behind each rank, as bits
+        ways: dict[int, int] = defaultdict(int)
         for receiver in range(routes.size):
             if receiver != self._rank:
-                self._by_next[routes.next_to(receiver)] |= 1 << receiver
+                ways[routes.next_to(receiver)] |= 1 << receiver
+        self._turned = 0
+        for after, behind in ways.items():
+            self._turned |= behind & ~self._by_next.get(after, 0)
+        self._by_next = ways
 
-    def avoid(self, gone: Iterable[int], settling_seconds: float = 0.0) -> None:
+    def avoid(self, gone: Iterable[int], settling_seconds: float) -> None:
         """From now on nothing goes over these ranks. What is on its old way has so long to arrive before the rest."""
         more = self._gone.union(gone)
         if more != self._gone:
@@ -91,23 +97,26 @@ class Relay:
             self._turn(Routes(self._rank, self._nodes, more))
             self._held_until = monotonic() + settling_seconds
 
+    def holds(self) -> bool:
+        """Whether something waits for its old way to be empty."""
+        return bool(self._held)
+
+    def neighbours(self) -> Collection[int]:
+        """The ranks to which this one speaks itself."""
+        return self._by_next.keys()
+
     def send(self, receivers: Iterable[int], payload: bytes) -> None:
         """Send to other ranks."""
         bits = 0
         for receiver in receivers:
-            if self.routes.next_to(receiver) == receiver:
-                self._say(receiver, payload)
-            else:
-                bits |= 1 << receiver
-        if bits:
-            self._pass_on([(self._rank, bits, payload)])
+            bits |= 1 << receiver
+        self._send([(self._rank, bits, payload)])
 
     def poll(self) -> list[tuple[int, bytes]]:
         """What has come in for this rank, and from whom. Raises ValueError for what no relay sends."""
         if self._held and monotonic() >= self._held_until:
-            held, self._held = self._held, []
-            for receiver, payload in held:
-                self._transport.send_control(receiver, payload)
+            held, self._held, self._turned = self._held, [], 0
+            self._send(held)
         arrived, self._early = [*self._early, *self._transport.poll_control()], []
         if not any(payload[:1] == _PASSED_ON for _, payload in arrived):
             return arrived
@@ -122,7 +131,7 @@ class Relay:
                 rest = bits & ~(1 << self._rank)
                 if rest:
                     others.append((origin, rest, words))
-        self._pass_on(others)
+        self._send(others)
         return own
 
     def _parts(self, sender: int, payload: bytes) -> Iterable[tuple[int, int, bytes]]:
@@ -136,21 +145,21 @@ class Relay:
                 raise ValueError(f"rank {sender} passed on {payload[:80]!r}, which is not whole, or not for this job")
             yield origin, bits, payload[middle:at]
 
-    def _pass_on(self, parts: Sequence[tuple[int, int, bytes]]) -> None:
-        """All that goes over one rank is one message to it."""
+    def _send(self, parts: Sequence[tuple[int, int, bytes]]) -> None:
+        """All that goes over one rank is one message to it: whoever acts on its part has passed on the rest."""
         outgoing: dict[int, list[bytes]] = {}
         for origin, bits, words in parts:
+            if waits := bits & self._turned if self._held or monotonic() < self._held_until else 0:
+                self._held.append((origin, waits, words))
+                bits &= ~waits
             for after, behind in self._by_next.items():
-                if mine := bits & behind:
+                mine = bits & behind
+                if mine == 1 << after and origin == self._rank:
+                    self._transport.send_control(after, words)
+                elif mine:
                     receivers = mine.to_bytes((mine.bit_length() + 7) // 8, "little")
                     outgoing.setdefault(after, [_PASSED_ON]).extend(
                         (_PART.pack(origin, len(receivers), len(words)), receivers, words)
                     )
         for after, pieces in outgoing.items():
-            self._say(after, b"".join(pieces))
-
-    def _say(self, receiver: int, payload: bytes) -> None:
-        if self._held or monotonic() < self._held_until:
-            self._held.append((receiver, payload))
-        else:
-            self._transport.send_control(receiver, payload)
+            self._transport.send_control(after, b"".join(pieces))

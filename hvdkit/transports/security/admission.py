@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hmac
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_
 from hvdkit.transports.security.attempt import Attempt, here
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 
+NEVER = timedelta(days=3650)
 PLACE = struct.Struct("<46sH")  # an address, and a port
 STRANGERS = (
     "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
@@ -161,14 +162,17 @@ class Judge:
         return said
 
 
-def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, timeout_seconds: float) -> None:
-    """Show over a connection of Gloo's who is here, and see who is there. Raises AuthenticationError, RuntimeError."""
-    deadline = monotonic() + timeout_seconds
+def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, connected: Callable[[], None]) -> None:
+    """Show over a connection of Gloo's who is here, and see who is there, however long that takes.
+
+    Calls ``connected`` when there is a connection. Raises AuthenticationError, RuntimeError where it breaks.
+    """
     shown = np.frombuffer(bytearray(session.shown_by(rank, to=peer)), dtype=np.uint8)
     heard = np.zeros(TAG_BYTES, dtype=np.uint8)
     sent = group.send([torch.from_numpy(shown)], peer, tag)
     received = group.recv([torch.from_numpy(heard)], peer, tag)
+    connected()
     for work in (sent, received):
-        work.wait(timedelta(seconds=max(0.001, deadline - monotonic())))
+        work.wait(NEVER)
     if not hmac.compare_digest(heard.tobytes(), session.shown_by(peer, to=rank)):
         raise AuthenticationError(f"who is connected as rank {peer} does not know the job's secret.\n{STRANGERS}")
