@@ -133,13 +133,13 @@ def test_what_follows_on_another_way_does_not_overtake():
     all_relays[3].send([0], b"[old way]")
     all_relays[3].avoid([2], settling_seconds=0.05)
     all_relays[3].send([0], b"[new way]")
-    assert all_relays[3].holds()
+    assert all_relays[3].held
     all_relays[3].poll()  # too early
     assert [words for _, words in delivered(all_relays[:3])[0]] == [b"[old way]"]
     time.sleep(0.05)
     all_relays[3].poll()
     assert all_relays[0].poll() == [(3, b"[new way]")]
-    assert not all_relays[3].holds()
+    assert not all_relays[3].held
 
 
 def test_where_no_way_changes_nothing_waits():
@@ -149,7 +149,7 @@ def test_where_no_way_changes_nothing_waits():
         last = nodes[-1][-1]
         all_relays[0].avoid([last], settling_seconds=60.0)
         all_relays[0].send([1], b"[here]")
-        assert not all_relays[0].holds()
+        assert not all_relays[0].held
         assert delivered(all_relays, last)[1] == [(0, b"[here]")]
 
 

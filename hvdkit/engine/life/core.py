@@ -163,7 +163,7 @@ class Engine(NamedOperations):
     def busy(self) -> bool:
         """Whether anything waits to be driven."""
         return bool(
-            self.driver.inbox or self.operations or self.submissions or self.joining.waiting or self.mailbox.holds()
+            self.driver.inbox or self.operations or self.submissions or self.joining.waiting or self.mailbox.relay.held
         )
 
     # -- driving ------------------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ class Engine(NamedOperations):
             self.fail(self.error)  # also what was submitted while it failed
             return moved
         lost = self.transport.lost_peers()
-        self.mailbox.look_for_detours(lost, monotonic())
         if lost:
+            self.mailbox.look_for_detours(lost, monotonic())
             self.negotiation.look_for_broken(lost)
         for lane in list(self.lanes.values()):
             while lane.startable():
@@ -235,6 +235,7 @@ class Engine(NamedOperations):
             timeline.mark_cycle()
         now = monotonic()
         if now >= self.watch.next_look:
+            self.mailbox.look_for_detours(lost, now)
             self.watch.look(now)
         return moved
 

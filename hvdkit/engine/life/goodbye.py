@@ -48,7 +48,7 @@ class Farewell:
         now = monotonic()
         waited = now - self._began
         if self._announced and not missing:
-            return not self._mailbox.holds()
+            return not self._mailbox.relay.held
         if self._failed or self._mailbox.failed or not self._announced:
             return waited > (FAILED_GOODBYE_SECONDS if self._failed else GOODBYE_SECONDS)
         if self._asked_at is None:

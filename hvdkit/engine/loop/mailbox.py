@@ -43,7 +43,9 @@ class Mailbox:
         self.departed_at: dict[int, float] = {}
         self.failed = False  # this rank goes on no more: its engine has an error
         self.failed_with = 0  # the exit code of the rank that failed first, as far as any told
-        self._relay = Relay(transport, topology.nodes, early)
+        self.relay = Relay(transport, topology.nodes, early)
+        # Where nobody passes anything on, nobody need look for that.
+        self._poll = self.relay.poll if early or len(topology.nodes) > 1 else transport.poll_control
         self._rank = topology.rank
 
     def tell(self, ranks: Iterable[int], message: Message) -> None:
@@ -52,7 +54,12 @@ class Mailbox:
         One that cannot be reached is noticed by whoever looks for lost ones.
         """
         departed = () if isinstance(message, (Bye, Pong)) else self.departed
-        self._relay.send([rank for rank in ranks if rank != self._rank and rank not in departed], encode(message))
+        receivers = []
+        for rank in ranks:  # a loop, since each small operation passes here
+            if rank != self._rank and rank not in departed:
+                receivers.append(rank)
+        if receivers:
+            self.relay.send(receivers, encode(message))
 
     def tell_everyone(self, message: Message) -> None:
         """Send to all other ranks."""
@@ -72,7 +79,7 @@ class Mailbox:
     def receive(self) -> bool:
         """Act on all that has come in. True if there was anything."""
         try:
-            arrived = self._relay.poll()
+            arrived = self._poll()
         except ValueError as error:
             raise HorovodInternalError(f"{self.me()} does not understand a control message: {error}") from error
         for rank, payload in arrived:
@@ -93,27 +100,23 @@ class Mailbox:
         self.failed_with = self.failed_with or code
         self.departed_at.setdefault(rank, monotonic())
         if code:
-            self._relay.avoid([rank], FAILED_SETTLING_SECONDS)
+            self.relay.avoid([rank], FAILED_SETTLING_SECONDS)
 
     def look_for_detours(self, lost: Collection[int], now: float) -> None:
         """Pass messages on over no rank that is lost or has ended; one that said goodbye does so for a while."""
         if lost:
-            self._relay.avoid(lost, 0.0)
+            self.relay.avoid(lost, 0.0)
         if self.departed_at:
             ended = [rank for rank, at in self.departed_at.items() if now - at > PASSING_ON_SECONDS]
-            self._relay.avoid(ended, SETTLING_SECONDS)
-
-    def holds(self) -> bool:
-        """Whether words of this rank, or that it passes on, are still here."""
-        return self._relay.holds()
+            self.relay.avoid(ended, SETTLING_SECONDS)
 
     def is_neighbour(self, rank: int) -> bool:
         """Whether this one speaks with ``rank`` itself, so that a goodbye comes before the connection's end."""
-        return rank in self._relay.neighbours()
+        return rank in self.relay.neighbours()
 
     def on_the_way_to(self, ranks: Iterable[int]) -> set[int]:
         """The ranks that pass on what is for these."""
-        return {one for rank in ranks for one in self._relay.routes.on_the_way_to(rank)}
+        return {one for rank in ranks for one in self.relay.routes.on_the_way_to(rank)}
 
     def me(self) -> str:
         """This rank, for messages."""

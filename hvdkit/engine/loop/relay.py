@@ -74,7 +74,7 @@ class Relay:
         self._gone: frozenset[int] = frozenset()
         self._by_next: dict[int, int] = {}  # the receivers behind each rank that is told, as bits
         self._turned = 0  # those whose way has changed
-        self._held: list[tuple[int, int, bytes]] = []
+        self.held: list[tuple[int, int, bytes]] = []  # what waits for its old way to be empty
         self._held_until = 0.0
         self._turn(Routes(self._rank, nodes))
 
@@ -88,6 +88,7 @@ class Relay:
         for after, behind in ways.items():
             self._turned |= behind & ~self._by_next.get(after, 0)
         self._by_next = ways
+        self._passes_on = len(self._nodes) > 1
 
     def avoid(self, gone: Iterable[int], settling_seconds: float) -> None:
         """From now on nothing goes over these ranks. What is on its old way has so long to arrive before the rest."""
@@ -97,16 +98,16 @@ class Relay:
             self._turn(Routes(self._rank, self._nodes, more))
             self._held_until = monotonic() + settling_seconds
 
-    def holds(self) -> bool:
-        """Whether something waits for its old way to be empty."""
-        return bool(self._held)
-
     def neighbours(self) -> Collection[int]:
         """The ranks to which this one speaks itself."""
         return self._by_next.keys()
 
     def send(self, receivers: Iterable[int], payload: bytes) -> None:
         """Send to other ranks."""
+        if not self._passes_on:
+            for receiver in receivers:
+                self._transport.send_control(receiver, payload)
+            return
         bits = 0
         for receiver in receivers:
             bits |= 1 << receiver
@@ -114,11 +115,11 @@ class Relay:
 
     def poll(self) -> list[tuple[int, bytes]]:
         """What has come in for this rank, and from whom. Raises ValueError for what no relay sends."""
-        if self._held and monotonic() >= self._held_until:
-            held, self._held, self._turned = self._held, [], 0
+        if self.held and monotonic() >= self._held_until:
+            held, self.held, self._turned = self.held, [], 0
             self._send(held)
         arrived, self._early = [*self._early, *self._transport.poll_control()], []
-        if not any(payload[:1] == _PASSED_ON for _, payload in arrived):
+        if not self._passes_on:
             return arrived
         own, others = [], []
         for sender, payload in arrived:
@@ -149,8 +150,8 @@ class Relay:
         """All that goes over one rank is one message to it: whoever acts on its part has passed on the rest."""
         outgoing: dict[int, list[bytes]] = {}
         for origin, bits, words in parts:
-            if waits := bits & self._turned if self._held or monotonic() < self._held_until else 0:
-                self._held.append((origin, waits, words))
+            if waits := bits & self._turned if self.held or monotonic() < self._held_until else 0:
+                self.held.append((origin, waits, words))
                 bits &= ~waits
             for after, behind in self._by_next.items():
                 mine = bits & behind
