@@ -37,6 +37,7 @@ _ANSWER = struct.Struct(f"<{NONCE_BYTES}s{TAG_BYTES}s")  # the nonce of the rank
 _FRAME = struct.Struct("<IB")  # the bytes that follow, and what they are
 # What a frame is: a message, or that its sender wants to exchange buffers with who gets it.
 MESSAGE, PAIR = 0, 1
+_ADMITTED = _FRAME.pack(0, MESSAGE)
 
 
 class ControlConnections:
@@ -315,6 +316,8 @@ class ControlConnections:
             return
         link.peer = rank
         self._links.setdefault(rank, link)
+        with link.lock:
+            link.greeting += _ADMITTED
         self._greet(link)
 
     def _prove(self, link: Link, mine: bytes, part: bytes) -> None:
@@ -325,6 +328,14 @@ class ControlConnections:
             return
         with link.lock:
             link.greeting += self._proof("connects", self._rank, link.peer, mine, theirs)
+        # Only then is it heard there: till then it may be turned away, and comes again.
+        link.wants, link.then = _FRAME.size, self._admitted
+        self._watch(link)
+
+    def _admitted(self, link: Link, part: bytes) -> None:
+        if part != _ADMITTED:
+            self._end(link, "it began with what no rank says")
+            return
         self._greet(link)
 
     def _greet(self, link: Link) -> None:

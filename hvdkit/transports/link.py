@@ -40,7 +40,8 @@ class Link:
         except OSError as error:
             self.broke = self.broke or error
             self.greeting.clear()
-            self.unsent.clear()
+            if self.greeted:  # else it may come again
+                self.unsent.clear()
 
     def has_more(self) -> bool:
         """Whether something could be sent if the socket took it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -161,9 +162,16 @@ def test_a_rank_that_is_turned_away_before_it_was_greeted_comes_again():
     try:
         ours.send(0, b"anybody?")
         listeners[0].settimeout(SECONDS)
-        for _ in range(2):
+        for linger in (0, 1):  # ended, and broken off
             connection, _ = listeners[0].accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", linger, 0))
             connection.close()
+        connection, _ = listeners[0].accept()
+        hello = connection.recv(4 + NONCE_BYTES, socket.MSG_WAITALL)  # and turned away when it was answered
+        mine = bytes(NONCE_BYTES)
+        connection.sendall(mine + SESSION.tag("control connected to", b"1", b"0", hello[4:], mine))
+        assert len(connection.recv(TAG_BYTES, socket.MSG_WAITALL)) == TAG_BYTES
+        connection.close()
         theirs = Rank(0, listeners, SESSION)
         until(lambda: theirs.heard == [(1, MESSAGE, b"anybody?")])
         assert not ours.lost

@@ -199,7 +199,8 @@ class Engine(NamedOperations):
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
             rank = getattr(failure, "rank", None)
-            self.mailbox.look_for_detours([] if rank is None else [rank], monotonic())
+            lost = {*self.transport.lost_peers(), *([] if rank is None else [rank])}
+            self.mailbox.look_for_detours(lost, monotonic())
             self.mailbox.tell_everyone(Lost(rank, str(failure)))
         self.fail(failure)
 
@@ -215,8 +216,8 @@ class Engine(NamedOperations):
             return moved
         lost = self.transport.lost_peers()
         if lost:
-            self.mailbox.look_for_detours(lost, monotonic())
             self.negotiation.look_for_broken(lost)
+            self.mailbox.look_for_detours(lost, monotonic())
         for lane in list(self.lanes.values()):
             while lane.startable():
                 self.operations.append(lane.start())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import monotonic
 
 from hvdkit.engine.life.watch import Watch
-from hvdkit.engine.loop.mailbox import Mailbox
+from hvdkit.engine.loop.mailbox import SETTLING_SECONDS, Mailbox
 from hvdkit.engine.loop.messages import Bye, Ping
 from hvdkit.engine.telemetry.liveness import Loss
 
@@ -50,7 +50,8 @@ class Farewell:
         if self._announced and not missing:
             return not self._mailbox.relay.held
         if self._failed or self._mailbox.failed or not self._announced:
-            return waited > (FAILED_GOODBYE_SECONDS if self._failed else GOODBYE_SECONDS)
+            limit = FAILED_GOODBYE_SECONDS if self._failed else GOODBYE_SECONDS
+            return waited > limit and (not self._mailbox.relay.held or waited > limit + SETTLING_SECONDS)
         if self._asked_at is None:
             if waited > ASKING_SECONDS:
                 self._ask(missing, now)

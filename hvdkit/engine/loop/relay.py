@@ -84,7 +84,8 @@ class Relay:
         for receiver in range(routes.size):
             if receiver != self._rank:
                 ways[routes.next_to(receiver)] |= 1 << receiver
-        self._turned = 0
+        if not self.held and monotonic() >= self._held_until:
+            self._turned = 0
         for after, behind in ways.items():
             self._turned |= behind & ~self._by_next.get(after, 0)
         self._by_next = ways
@@ -96,7 +97,7 @@ class Relay:
         if more != self._gone:
             self._gone = more
             self._turn(Routes(self._rank, self._nodes, more))
-            self._held_until = monotonic() + settling_seconds
+            self._held_until = max(self._held_until, monotonic() + settling_seconds)
 
     def neighbours(self) -> Collection[int]:
         """The ranks to which this one speaks itself."""
