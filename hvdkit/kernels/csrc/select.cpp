@@ -179,8 +179,8 @@ HVDKIT_AVX512 void select_avx512(Sink& sink, const std::byte* values, std::byte*
 #endif
 
 template <bool kValues, bool kResidual>
-void select_with(Vectors with, Sink& sink, const std::byte* values, std::byte* residual, std::size_t count,
-                 float threshold) {
+void select_with([[maybe_unused]] Vectors with, Sink& sink, const std::byte* values, std::byte* residual,
+                 std::size_t count, float threshold) {
 #if defined(HVDKIT_WIDE)
     if (with == Vectors::avx512) {
         return select_avx512<kValues, kResidual>(sink, values, residual, count, threshold);

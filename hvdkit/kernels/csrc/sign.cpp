@@ -121,7 +121,7 @@ HVDKIT_AVX512 std::size_t unpack_avx512(std::byte* out, const std::byte* packed,
 #endif
 
 template <bool kResidual>
-float sum_block(Vectors with, std::byte* packed, const std::byte* values, const std::byte* residual,
+float sum_block([[maybe_unused]] Vectors with, std::byte* packed, const std::byte* values, const std::byte* residual,
                 std::size_t count) {
     alignas(64) float lanes[kLanes] = {};
     std::size_t done = 0;
@@ -140,7 +140,8 @@ float sum_block(Vectors with, std::byte* packed, const std::byte* values, const 
 }
 
 template <bool kAccumulate>
-void unsign_block(Vectors with, std::byte* out, const std::byte* packed, std::size_t count, float magnitude) {
+void unsign_block([[maybe_unused]] Vectors with, std::byte* out, const std::byte* packed, std::size_t count,
+                  float magnitude) {
     std::size_t done = 0;
 #if defined(HVDKIT_WIDE)
     if (with == Vectors::avx512) {
