@@ -69,10 +69,10 @@ class Session:
                 self._heartbeat = start_heartbeat(transport, world, exchange, settings.timeout_seconds, start_seconds)
             if transport.size > 1:
                 network = measure_network(transport, topology.nodes, settings.timeout_seconds, exchange)
-                # From now on what ranks say goes over the memory of nodes, and from node to node.
-                spoken_with = Routes(transport.rank, topology.nodes).neighbours()
-                unspoken = set(range(transport.size)) - {transport.rank} - spoken_with
-                transport.settle([], sorted(unspoken), lambda: exchange(b"here"))
+            # From now on what ranks say goes over the memory of nodes, and from node to node.
+            spoken_with = Routes(transport.rank, topology.nodes).neighbours()
+            unspoken = set(range(transport.size)) - {transport.rank} - spoken_with
+            transport.settle([], sorted(unspoken), lambda: exchange(b"here"))
             self.engine = Engine(
                 transport, topology, settings, network, process_sets, exchanges.early, self._heartbeat, going_on
             )
