@@ -1,13 +1,12 @@
 """Control messages over sockets: a connection to a rank is made when the first word is for it, one thread serves all.
 
-Who connects and who is connected to prove to each other that they belong to the session, by HMACs of fresh nonces,
-before anything else that they say is looked at. A connection that ends tells at once that its rank is lost.
+Who connects and who is connected to prove to each other that they belong to the session (``security/greeting``) before
+anything else that they say is looked at. A connection that ends tells at once that its rank is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import selectors
@@ -20,7 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from time import monotonic, sleep
 
 from hvdkit.transports.link import AT_ONCE, Link
-from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, new_nonce
+from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
+from hvdkit.transports.security.greeting import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Connected, Connecting
 
 logger = logging.getLogger("hvdkit")
 
@@ -32,8 +32,6 @@ GREETING_SECONDS = 10.0  # for who has connected to show that he is a rank
 MOST_STRANGERS = 256
 AGAIN_SECONDS, ACCEPTING_PAUSE = 0.1, 0.01
 LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
-_HELLO = struct.Struct(f"<I{NONCE_BYTES}s")  # the rank that connects, its nonce
-_ANSWER = struct.Struct(f"<{NONCE_BYTES}s{TAG_BYTES}s")  # the nonce of the rank that is connected to, its proof
 _FRAME = struct.Struct("<IB")  # the bytes that follow, and what they are
 # What a frame is: a message, or that its sender wants to exchange buffers with who gets it.
 MESSAGE, PAIR = 0, 1
@@ -205,23 +203,19 @@ class ControlConnections:
         if len(strangers) >= max(MOST_STRANGERS, 2 * len(self._places)):
             self._end(min(strangers, key=lambda link: link.since))
         link = Link()
-        link.wants, link.then = _HELLO.size, self._answer
+        link.wants, link.then = HELLO_BYTES, self._answer
         self._begin(link, connection)
 
     def _connect(self, link: Link) -> None:
         host, port = self._places[link.peer]
-        nonce = new_nonce()
+        side = Connecting(self._session, self._rank, link.peer)
         link.since = monotonic()
-        link.greeting[:] = _HELLO.pack(self._rank, nonce)
+        link.greeting[:] = side.hello
         link.came.clear()
-        link.wants, link.then = _ANSWER.size, lambda link, part: self._prove(link, nonce, part)
-        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        link.wants, link.then = ANSWER_BYTES, lambda link, part: self._prove(link, side, part)
         try:
-            connection.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                connection.connect((host, port))
+            connection = _dialled(host, port)
         except OSError as error:
-            connection.close()
             self._end(link, f"it cannot be reached at {host} port {port}: {error.strerror}")
             return
         self._begin(link, connection)
@@ -296,22 +290,19 @@ class ControlConnections:
 
     # -- greetings ----------------------------------------------------------------------------------------------------
 
-    def _proof(self, label: str, connects: int, connected: int, *nonces: bytes) -> bytes:
-        return self._session.tag(f"control {label}", str(connects).encode(), str(connected).encode(), *nonces)
-
     def _answer(self, link: Link, part: bytes) -> None:
         """To who has connected: who is here."""
-        rank, theirs = _HELLO.unpack(part)
-        mine = new_nonce()
+        side = Connected(self._session, self._rank, len(self._places), part)
         with link.lock:
-            link.greeting += _ANSWER.pack(mine, self._proof("connected to", rank, self._rank, theirs, mine))
-        expected = self._proof("connects", rank, self._rank, theirs, mine)
-        link.wants, link.then = TAG_BYTES, lambda link, part: self._admit(link, rank, expected, part)
+            link.greeting += side.answer
+        link.wants, link.then = PROOF_BYTES, lambda link, part: self._admit(link, side, part)
         self._watch(link)
 
-    def _admit(self, link: Link, rank: int, expected: bytes, part: bytes) -> None:
-        if not hmac.compare_digest(part, expected) or rank >= len(self._places):
-            logger.debug("who connected as rank %d is none of this session", rank)
+    def _admit(self, link: Link, side: Connected, part: bytes) -> None:
+        try:
+            rank = side.admitted(part)
+        except NotAuthenticError as error:
+            logger.debug("%s", error)
             self._end(link)
             return
         link.peer = rank
@@ -320,14 +311,15 @@ class ControlConnections:
             link.greeting += _ADMITTED
         self._greet(link)
 
-    def _prove(self, link: Link, mine: bytes, part: bytes) -> None:
+    def _prove(self, link: Link, side: Connecting, part: bytes) -> None:
         """To who was connected to: that this is the rank that it said."""
-        theirs, proof = _ANSWER.unpack(part)
-        if not hmac.compare_digest(proof, self._proof("connected to", self._rank, link.peer, mine, theirs)):
-            self._end(link, "who answers in its place does not know the session's secret")
+        try:
+            proof = side.proof(part)
+        except NotAuthenticError as error:
+            self._end(link, str(error))
             return
         with link.lock:
-            link.greeting += self._proof("connects", self._rank, link.peer, mine, theirs)
+            link.greeting += proof
         # Only then is it heard there: till then it may be turned away, and comes again.
         link.wants, link.then = _FRAME.size, self._admitted
         self._watch(link)
@@ -358,6 +350,19 @@ class ControlConnections:
             self._heard(link.peer, kind, payload)
 
         link.wants, link.then = length, take
+
+
+def _dialled(host: str, port: int) -> socket.socket:
+    """A connection that is being made. Raises OSError, also where this process has too many files."""
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            connection.connect((host, port))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 _SERVED: weakref.WeakSet[ControlConnections] = weakref.WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 import time
@@ -101,6 +102,28 @@ def test_a_rank_that_is_not_there_is_lost(ranks):
     ranks[0].send(2, b"anybody?")
     until(lambda: ranks[0].lost)
     assert ranks[0].lost.keys() == {2}
+
+
+def test_where_there_are_too_many_files_one_connection_fails_and_the_others_go_on(ranks):
+    ranks[1].send(0, b"here")
+    until(lambda: ranks[0].heard)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[0] + 8, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        ranks[0].send(2, b"anybody?")
+        until(lambda: ranks[0].lost)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    assert ranks[0].lost.keys() == {2}
+    assert "Too many open files" in ranks[0].lost[2]
+    ranks[0].send(1, b"still here")
+    until(lambda: ranks[1].heard == [(0, MESSAGE, b"still here")])
 
 
 def test_a_rank_of_another_session_is_not_heard_and_believes_nobody():
