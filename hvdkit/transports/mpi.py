@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,9 +23,6 @@ CONTROL_TAG = 0
 # Before there is a communicator of our own, ranks meet on the user's with a tag that no script is likely to use.
 MEETING_TAG = 31_337
 MEETING_PAUSE = 0.001
-# How much longer than the first rank the others wait, which it tells who is missing.
-TELLING_SECONDS = 2.0
-_MISSING, NOBODY = struct.Struct("<i"), -1
 CLOSING_SECONDS = 1.0
 # Tags of collectives reach up to here; see tags.lane_tag. MPI promises only 32767, every MPI in use has 2**22 or more.
 LARGEST_TAG = 1 << 22
@@ -196,47 +192,27 @@ def open_mpi(world: World, start_timeout_seconds: float) -> MpiTransport:
 
 
 def _meet(mpi: Any, world: Any, members: Sequence[int], timeout_seconds: float) -> None:
-    """Have the first member hear from every other one that it is here, and tell them all who is missing."""
-    me, first = world.Get_rank(), members[0]
-    others = [rank for rank in members if rank != first]
-    told = bytearray(_MISSING.size * len(members))  # the missing ranks; the rest is NOBODY
-    if me == first:
-        here = {rank: world.Irecv([bytearray(1), 1, mpi.BYTE], rank, MEETING_TAG) for rank in others}
-        missing = sorted(_unfinished(here, timeout_seconds))
-        for index in range(len(members)):
-            _MISSING.pack_into(told, _MISSING.size * index, missing[index] if index < len(missing) else NOBODY)
-        who_came = [rank for rank in others if rank not in missing]
-        telling = {rank: world.Isend([told, mpi.BYTE], rank, MEETING_TAG) for rank in who_came}
-        _unfinished(telling, TELLING_SECONDS)
-    else:
-        sent = world.Isend([b"!", 1, mpi.BYTE], first, MEETING_TAG)
-        silent = _unfinished(
-            {first: world.Irecv([told, mpi.BYTE], first, MEETING_TAG)}, timeout_seconds + TELLING_SECONDS
-        )
-        _unfinished({first: sent}, 0.0)
-        missing = silent or [rank for (rank,) in _MISSING.iter_unpack(told) if rank != NOBODY]
-    if missing:
-        raise TransportUnavailableError(
-            f"rank {me} waited {timeout_seconds:g} s for all {len(members)} ranks to call hvd.init(); missing: "
-            f"{missing}\n"
-            "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where starting takes long."
-        )
-
-
-def _unfinished(requests: dict[int, Any], seconds: float) -> list[int]:
-    """The ranks whose requests are not done in time; these are given up."""
-    deadline = monotonic() + seconds
+    """Hear from every member that it is here too."""
+    me = world.Get_rank()
+    others = [rank for rank in members if rank != me]
+    heard = {rank: world.Irecv([bytearray(1), 1, mpi.BYTE], rank, MEETING_TAG) for rank in others}
+    sent = [world.Isend([b"!", 1, mpi.BYTE], rank, MEETING_TAG) for rank in others]
+    deadline = monotonic() + timeout_seconds
     while True:
-        requests = {rank: request for rank, request in requests.items() if not request.Test()}
-        if not requests:
-            return []
+        heard = {rank: request for rank, request in heard.items() if not request.Test()}
+        sent = [request for request in sent if not request.Test()]
+        if not heard and not sent:
+            return
         if monotonic() > deadline:
-            break
+            for request in heard.values():
+                request.Cancel()
+                request.Wait()
+            raise TransportUnavailableError(
+                f"rank {me} waited {timeout_seconds:g} s for all {len(members)} ranks to call hvd.init(); missing: "
+                f"{sorted(heard)}\n"
+                "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where starting takes long."
+            )
         sleep(MEETING_PAUSE)
-    for request in requests.values():
-        request.Cancel()  # which an MPI may not do for sends
-    _abandoned.append((list(requests.values()), None))
-    return list(requests)
 
 
 def _parts(buffer: Bytes) -> list[Bytes]:
