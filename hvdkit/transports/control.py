@@ -7,6 +7,7 @@ anything else that they say is looked at. A connection that ends tells at once t
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -31,6 +32,8 @@ GREETING_SECONDS = 10.0  # for who has connected to show that he is a rank
 # Connections on which nobody has shown who he is, or two for each rank; then the oldest one goes. A rank comes again.
 MOST_STRANGERS = 256
 AGAIN_SECONDS, ACCEPTING_PAUSE = 0.1, 0.01
+# What this process has too many of, or the system too little.
+OUR_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
 _FRAME = struct.Struct("<IB")  # the bytes that follow, and what they are
 # What a frame is: a message, or that its sender wants to exchange buffers with who gets it.
@@ -216,7 +219,8 @@ class ControlConnections:
         try:
             connection = _dialled(host, port)
         except OSError as error:
-            self._end(link, f"it cannot be reached at {host} port {port}: {error.strerror}")
+            what = "this rank cannot connect to it" if error.errno in OUR_LIMITS else "it cannot be reached"
+            self._end(link, f"{what} at {host} port {port}: {error.strerror}")
             return
         self._begin(link, connection)
 
