@@ -18,7 +18,6 @@ class OptimizerSettings(GradientSettings):
     """What a user asked of a DistributedOptimizer."""
 
     average_aggregated_gradients: bool = False
-    overlap_forward: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSettings:
         """The same: it does not change, and a process set must stay the one that it is."""

@@ -717,3 +717,14 @@ def case_what_cannot_be_left_to_the_background_is_refused(hvd: Any) -> None:
         hvd.DistributedOptimizer(sgd(model), op=hvd.Adasum, overlap_forward=True)
     with pytest.raises(ValueError, match="overlap_forward"):
         hvd.DistributedOptimizer(sgd(model.to("meta")), op=hvd.Adasum, overlap_forward=True)
+
+
+def case_ranks_must_overlap_alike(hvd: Any) -> None:
+    """What travels when is computed by each rank for itself."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap_forward=hvd.rank() == 0
+    )
+    with expect(hvd.HorovodInternalError, "Mismatched settings of overlap_forward", "rank 0 sent True", "sent False"):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()

@@ -31,6 +31,7 @@ class GradientSettings:
     scale_local_gradients: bool = True
     device_dense: str = ""
     device_sparse: str = ""
+    overlap_forward: bool = False  # optimizers only: updates are made beside the next forward pass
 
     @property
     def scales(self) -> tuple[float, float]:

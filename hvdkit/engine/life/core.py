@@ -135,16 +135,17 @@ class Engine(NamedOperations):
         process_set_id: int = 0,
         groups: Sequence[Sequence[int]] = (),
         device: str = "cpu",
+        overlaps_forward: bool = False,
     ) -> Lane:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
         ``codecs``: those that slots number. ``device``: the one ("cuda:0") on which slots shall live if the transport
-        has collectives for it.
+        has collectives for it. ``overlaps_forward``: see Plan.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
         self.lanes.end_steps()  # of optimizers that nobody may use any more
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
-        plan = Plan(name, list(slots), reduction, process_set_id, groups, device)
+        plan = Plan(name, list(slots), reduction, process_set_id, groups, device, overlaps_forward)
         lane = register(self, self.topology, self.settings, self.lanes, plan)
         self.lanes[lane.lane_id] = lane
         return lane

@@ -71,12 +71,13 @@ def arrange(
     sent_share: float,
     cuts: bool = True,
     codecs: Sequence[Codec] = (CASTS["none"],),
+    overlaps_forward: bool = False,
 ) -> Arrangement:
     """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
     The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
     two phases. ``cuts``: whether large tensors are cut. ``codecs``: the plan's; what lossy ones encode
-    lies together in the order of registration, whenever it is ready.
+    lies together in the order of registration, whenever it is ready. ``overlaps_forward``: as the plan says.
     """
     encoded = [codec.encodes for codec in codecs]
     whole = [codec.whole_tensors for codec in codecs]
@@ -91,7 +92,11 @@ def arrange(
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
-    sent = [int(size * sent_share) for size in nbytes]
+    phases = 2 if overlaps_forward else 1  # see send_order
+    on_the_wire = [_on_the_wire(codecs[bucket.codec], bucket.dtype) for bucket in buckets]
+    sent = [
+        int(size * on_the_wire[piece.bucket] * sent_share * phases) for piece, size in zip(pieces, nbytes, strict=True)
+    ]
     needed = [min(bucket.slots) for bucket in buckets]
     turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
     return Arrangement(
@@ -101,6 +106,11 @@ def arrange(
         [nbytes[turn] for turn in turns],
         {slot: index for index, bucket in enumerate(buckets) for slot in bucket.slots},
     )
+
+
+def _on_the_wire(codec: Codec, dtype: np.dtype[Any]) -> float:
+    """The part of a bucket's bytes that travels. Of payloads it is not known before, but encoding takes time too."""
+    return 1.0 if codec.encodes else codec.wire_itemsize(dtype) / dtype.itemsize
 
 
 def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:

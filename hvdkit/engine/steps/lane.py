@@ -301,7 +301,15 @@ class Lane:
         plan, share = self.plan, sent_share(self.group.size, self.reducer.layout)
         codecs, network = plan.reduction.codecs, self.lanes.network
         self.arrangement = arrange(
-            plan.slots, self._observation.ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
+            plan.slots,
+            self._observation.ready_at,
+            plan.groups,
+            self._sizes,
+            network,
+            share,
+            not self.on_device,
+            codecs,
+            plan.overlaps_forward,
         )
         self._loads = [
             load(nbytes, bucket.dtype, codecs[bucket.codec], self._sizes)

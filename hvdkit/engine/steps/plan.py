@@ -42,7 +42,10 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an optimizer asks for. ``device`` is the device on which its slots shall live, or registration.HOST."""
+    """What an optimizer asks for. ``device`` is the device on which its slots shall live, or registration.HOST.
+
+    ``overlaps_forward``: the next forward pass begins before all are reduced, and waits for what it comes to.
+    """
 
     name: str
     slots: Sequence[Slot]
@@ -50,6 +53,7 @@ class Plan:
     process_set_id: int = 0
     groups: Sequence[Sequence[int]] = ()
     device: str = "cpu"
+    overlaps_forward: bool = False
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,9 @@ def send_order(
 ) -> tuple[list[int], list[str]]:
     """The order in which pieces travel, and why each stands where it does.
 
-    ``ready_at`` (seconds) and ``needed`` (smaller: the next forward pass wants it sooner) are by bucket; ``nbytes`` by
-    piece is half of what a rank sends for it. The wire is taken for twice as quick as measured, since a piece that is
+    ``ready_at`` (seconds) and ``needed`` (smaller: the next forward pass wants it sooner) are by bucket. ``nbytes``, by
+    piece, is what a rank sends for it where the next forward pass begins before all have come: there what comes late
+    keeps all behind it waiting. Elsewhere it is half of that, as if the wire were twice as quick: a piece that is
     ordered before it is ready keeps the wire idle, while one that comes a little later costs nothing.
 
     It is what a wire would do that always takes the most urgent of what is ready; where the wire keeps up with the

@@ -90,6 +90,7 @@ class Routes:
             codecs=codecs,
             process_set_id=settings.process_set.process_set_id,
             device=HOST if len(devices) > 1 else str(devices.pop()),
+            overlaps_forward=settings.overlap_forward,
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
         idle = {codec.name for codec in codecs if codec.has_momentum and not lane.reducer.residuals.keeps_anything}

@@ -19,7 +19,6 @@ class Settings(GradientSettings):
 
     process_set: Any = global_process_set
     names: Sequence[tuple[str, torch.Tensor]] = ()
-    overlap_forward: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Parameters are copied (to the model's copies, if it is copied along); the rest is shared."""
