@@ -33,7 +33,7 @@ GREETING_SECONDS = 10.0  # for who has connected to show that he is a rank
 MOST_STRANGERS = 256
 AGAIN_SECONDS, ACCEPTING_PAUSE = 0.1, 0.01
 # What this process has too many of, or the system too little.
-OUR_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+OUR_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
 _FRAME = struct.Struct("<IB")  # the bytes that follow, and what they are
 # What a frame is: a message, or that its sender wants to exchange buffers with who gets it.
@@ -219,7 +219,8 @@ class ControlConnections:
         try:
             connection = _dialled(host, port)
         except OSError as error:
-            what = "this rank cannot connect to it" if error.errno in OUR_LIMITS else "it cannot be reached"
+            ours = error.errno in OUR_LIMITS
+            what = f"rank {self._rank} cannot connect to it" if ours else "it cannot be reached"
             self._end(link, f"{what} at {host} port {port}: {error.strerror}")
             return
         self._begin(link, connection)

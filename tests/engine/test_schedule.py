@@ -132,12 +132,12 @@ def test_on_a_slow_wire_what_the_next_forward_pass_needs_first_overtakes_the_res
     assert reasons[2] == "needed sooner than 2 that were ready before"
 
 
-def buckets_in_order(overlaps_forward, codec="none"):
+def buckets_in_order(overlaps_forward, codec=CASTS["none"]):
     """Of ten tensors of 2 MB each, the last one ready first, each 10 ms after the other: those that travel in turn."""
     slots = [Slot(f"layer{index}", (500_000,), np.dtype(np.float32)) for index in range(10)]
     ready_at = [0.01 * (9 - index) for index in range(10)]
     sizes = choose_sizes(GIGABIT, None, None)  # 8 ms for each in each of two phases
-    found = arrange(slots, ready_at, (), sizes, GIGABIT, 0.5, codecs=[CASTS[codec]], overlaps_forward=overlaps_forward)
+    found = arrange(slots, ready_at, (), sizes, GIGABIT, 0.5, codecs=[codec], overlaps_forward=overlaps_forward)
     return [found.buckets[piece.bucket].slots[0] for piece in found.pieces]
 
 
@@ -150,7 +150,8 @@ def test_where_the_next_forward_pass_begins_before_all_have_come_the_wire_is_not
     assert sorted(overlapped) == sorted(as_ready)
     assert overlapped.index(0) < 7, "needed first, so it goes before what is left of the others"
     assert overlapped[overlapped.index(0) :] == sorted(overlapped[overlapped.index(0) :])
-    assert buckets_in_order(overlaps_forward=True, codec="fp16") == as_ready, "half of the bytes"
+    assert buckets_in_order(overlaps_forward=True, codec=CASTS["fp16"]) == as_ready, "half of the bytes"
+    assert buckets_in_order(True, Int8()) == buckets_in_order(False, Int8()), "few bytes, however long they are"
 
 
 @few

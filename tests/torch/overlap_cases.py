@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvdkit.engine.life import runtime
 from hvdkit.torch.optimizers.awaited import is_waiting
 from tests.torch.optimizer_support import assert_close, assert_identical, digest, expect
 
@@ -720,7 +721,10 @@ def case_what_cannot_be_left_to_the_background_is_refused(hvd: Any) -> None:
 
 
 def case_ranks_must_overlap_alike(hvd: Any) -> None:
-    """What travels when is computed by each rank for itself."""
+    """What travels when is computed by each rank for itself, out of what all know."""
+    trained = Trained(hvd)
+    trained.run(2)
+    assert any(lane.plan.overlaps_forward for lane in runtime.engine().lanes.values())
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap_forward=hvd.rank() == 0

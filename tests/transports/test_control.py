@@ -124,7 +124,7 @@ def test_where_there_are_too_many_files_one_connection_fails_and_the_others_go_o
         for filler in fillers:
             os.close(filler)
     assert ranks[0].lost.keys() == {2}
-    assert re.fullmatch(r"this rank cannot connect to it at .*: Too many open files", ranks[0].lost[2])
+    assert re.fullmatch(r"rank 0 cannot connect to it at .*: Too many open files", ranks[0].lost[2])
     ranks[0].send(1, b"still here")
     until(lambda: ranks[1].heard == [(0, MESSAGE, b"still here")])
 

@@ -145,7 +145,7 @@ class Engine(NamedOperations):
         """
         self.lanes.end_steps()  # of optimizers that nobody may use any more
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
-        plan = Plan(name, list(slots), reduction, process_set_id, groups, device, overlaps_forward)
+        plan = Plan(name, list(slots), reduction, process_set_id, groups, device, bool(overlaps_forward))
         lane = register(self, self.topology, self.settings, self.lanes, plan)
         self.lanes[lane.lane_id] = lane
         return lane

@@ -92,11 +92,8 @@ def arrange(
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
-    phases = 2 if overlaps_forward else 1  # see send_order
-    on_the_wire = [_on_the_wire(codecs[bucket.codec], bucket.dtype) for bucket in buckets]
-    sent = [
-        int(size * on_the_wire[piece.bucket] * sent_share * phases) for piece, size in zip(pieces, nbytes, strict=True)
-    ]
+    on_the_wire = [_on_the_wire(codecs[bucket.codec], bucket.dtype, overlaps_forward) for bucket in buckets]
+    sent = [int(size * on_the_wire[piece.bucket] * sent_share) for piece, size in zip(pieces, nbytes, strict=True)]
     needed = [min(bucket.slots) for bucket in buckets]
     turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
     return Arrangement(
@@ -108,9 +105,14 @@ def arrange(
     )
 
 
-def _on_the_wire(codec: Codec, dtype: np.dtype[Any]) -> float:
-    """The part of a bucket's bytes that travels. Of payloads it is not known before, but encoding takes time too."""
-    return 1.0 if codec.encodes else codec.wire_itemsize(dtype) / dtype.itemsize
+def _on_the_wire(codec: Codec, dtype: np.dtype[Any], overlaps_forward: bool) -> float:
+    """What ``send_order`` takes a bucket for, in multiples of what one phase would take uncompressed.
+
+    What payloads take is not known before: more than they do, for the time of encoding.
+    """
+    if codec.encodes:
+        return 1.0
+    return codec.wire_itemsize(dtype) / dtype.itemsize * (2 if overlaps_forward else 1)
 
 
 def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:

@@ -44,7 +44,8 @@ class Reduction:
 class Plan:
     """What an optimizer asks for. ``device`` is the device on which its slots shall live, or registration.HOST.
 
-    ``overlaps_forward``: the next forward pass begins before all are reduced, and waits for what it comes to.
+    ``overlaps_forward``: the next forward pass may begin before all are reduced, and waits for what it comes to; the
+    same on all ranks.
     """
 
     name: str

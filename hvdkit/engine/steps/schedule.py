@@ -4,13 +4,14 @@ Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``
 
 ``engine/steps/schedule.py`` decides, by pure functions of what was measured at init between two ranks (on different
 nodes if there are several) and of when rank 0 saw gradients become ready: sizes of buckets (the first one small; where
-ranks share no memory, a tensor of 1 MiB or more is alone in one, and travels from where it lies and to there), bytes
-in flight, pieces of large tensors, and their order: always the most urgent of what is ready, where urgent is what the
-next forward pass needs first. The reasons stand in the timeline. Named allreduces tell theirs too: how ranks of a node
-share the work and hand chunks over, the algorithm between nodes, and into how many pieces a tensor of 8 MiB or more is
-cut there if it travels alone and is not scaled before (``choose_pieces``: each piece is an operation of its own, so
-that a node sums one while another is on the wire). The order is computed once and is the same on all ranks; ranks that
-chose by themselves would wait for each other.
+ranks share no memory, a tensor of 1 MiB or more is alone in one, and travels from where it lies and to there), bytes in
+flight, pieces of large tensors, and their order: always the most urgent of what is ready, where urgent is what the next
+forward pass needs first, and how far the wire gets meanwhile depends on whether that pass waits for all. The reasons
+stand in the timeline. Named allreduces tell theirs too: how ranks of a node share the work and hand chunks over, the
+algorithm between nodes, and into how many pieces a tensor of 8 MiB or more is cut there if it travels alone and is not
+scaled before (``choose_pieces``: each piece is an operation of its own, so that a node sums one while another is on the
+wire). The order is computed once and is the same on all ranks; ranks that chose by themselves would wait for each
+other.
 
 What is summed beside a backward pass needs a core to do so. Where all ranks of a lane share one node's memory and their
 threads (``OMP_NUM_THREADS``, else one a rank) have every core of every node (``Topology.is_full``), it would take from
@@ -148,7 +149,8 @@ def send_order(
     ``ready_at`` (seconds) and ``needed`` (smaller: the next forward pass wants it sooner) are by bucket. ``nbytes``, by
     piece, is what a rank sends for it where the next forward pass begins before all have come: there what comes late
     keeps all behind it waiting. Elsewhere it is half of that, as if the wire were twice as quick: a piece that is
-    ordered before it is ready keeps the wire idle, while one that comes a little later costs nothing.
+    ordered before it is ready keeps the wire idle, while one that comes a little later costs nothing. Payloads of lossy
+    codecs count as if they were not encoded, by half, everywhere.
 
     It is what a wire would do that always takes the most urgent of what is ready; where the wire keeps up with the
     backward pass that is the order of readiness. All ranks compute it from rank 0's times, so no rank waits for another
