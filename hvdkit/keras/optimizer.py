@@ -61,11 +61,10 @@ def DistributedOptimizer(
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
         overlap_forward: on PyTorch, whether Keras's own ``train_step`` leaves what still travels to the background.
-            Each variable is updated before its next use, whatever uses it, with the bits that it has without. For slow
-            networks; the same on all ranks. Where that cannot be (a ``train_step`` of your own, local layers, a
-            LossScaleOptimizer, variables of several dtypes or with constraints, steps in which parameters are
-            compared), ``apply`` waits as without. The optimizer's own state is that of the last step in ``variables``,
-            not in other attributes.
+            Each variable is updated before its next use, whatever uses it, with the bits that it has without. For
+            slow networks. Where that cannot be (a ``train_step`` of your own, local layers, a LossScaleOptimizer,
+            variables of several dtypes or with constraints, steps in which parameters are compared), ``apply`` waits
+            as without. The optimizer's own state is that of the last step in ``variables``, not in other attributes.
 
     Raises TypeError or ValueError for arguments that make no sense, NotImplementedError on other backends than
     TensorFlow and PyTorch; ``apply`` raises HorovodInternalError on every rank where ranks' variables differ, or if a

@@ -69,7 +69,7 @@ def DistributedOptimizer(
             network takes, or by whoever reads it. Clear gradients by ``optimizer.zero_grad()`` after ``step()``, since
             ``model.zero_grad()`` waits for them all. ``step()`` waits, as without it, where clipping or a GradScaler
             need all gradients, with a closure, with hooks on steps, where parameters are compared (HVDKIT_VERIFY) and
-            in the first step. For parameters in host memory and PyTorch's own optimizers; the same on all ranks.
+            in the first step. For parameters in host memory and PyTorch's own optimizers.
 
     Raises ValueError or TypeError for arguments that make no sense; ``step`` and ``synchronize`` raise
     HorovodInternalError on every rank where the ranks' parameters differ, or if a rank is lost.

@@ -91,7 +91,6 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
         ("codec", "compressions"),
         ("earlier", "numbers of earlier steps"),
         ("groups", "groups"),
-        ("overlap_forward", "settings of overlap_forward"),
         ("ranks", "process sets"),
         ("id", "process set ids"),
     ):

@@ -27,13 +27,16 @@ UNSEEN = -1.0
 class Observation:
     """In the first step of a lane, of ``count`` slots: when rank 0 saw them become ready, and that all ranks learn it.
 
-    ``ready_at``: when each was ready on rank 0, in seconds, or UNSEEN; the same on all ranks.
+    ``ready_at``: when each was ready on rank 0, in seconds, or UNSEEN; ``overlaps_forward``: what its plan says. They
+    are the same on all ranks, also before.
     """
 
-    def __init__(self, group: Group, count: int) -> None:
+    def __init__(self, group: Group, count: int, overlaps_forward: bool) -> None:
         self.ready_at = [UNSEEN] * count
+        self.overlaps_forward = False
         self._group = group
         self._seen: dict[int, float] = {}  # here, in seconds
+        self._overlaps_here = overlaps_forward
 
     def sees(self, slot: int, since: float | None) -> None:
         """A slot is ready since then (perf_counter), or since just now; UNSEEN where nobody saw that."""
@@ -42,13 +45,16 @@ class Observation:
 
     def exchange(self, tag: int, joined: bool) -> Steps[None]:
         """Tell and hear, in microseconds since the first slot. Uses ``tag`` and ``tag + 1``."""
-        message = np.full(len(self.ready_at), -1, dtype=np.int64)
-        if self._group.rank == 0 and not joined and self._seen:
-            first = min(self._seen.values())
+        message = np.full(len(self.ready_at) + 1, -1, dtype=np.int64)
+        if self._group.rank == 0 and not joined:
+            first = min(self._seen.values(), default=0.0)
             for slot, at in self._seen.items():
                 message[slot] = int((at - first) * 1e6)
+            message[-1] = self._overlaps_here
         yield from allreduce(self._group, message, ReduceOp.MAX, ONE, CASTS["none"], tag, AUTO)
-        self.ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in message.tolist()]
+        *ready_at, overlaps = message.tolist()
+        self.ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in ready_at]
+        self.overlaps_forward = overlaps > 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def arrange(
 
     The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
     two phases. ``cuts``: whether large tensors are cut. ``codecs``: the plan's; what lossy ones encode
-    lies together in the order of registration, whenever it is ready. ``overlaps_forward``: as the plan says.
+    lies together in the order of registration, whenever it is ready. ``overlaps_forward``: as rank 0's plan says.
     """
     encoded = [codec.encodes for codec in codecs]
     whole = [codec.whole_tensors for codec in codecs]

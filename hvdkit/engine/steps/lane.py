@@ -58,7 +58,7 @@ class Lane:
         self.steps = 0  # that are over, which ranks count alike: also what was given up or taken part in with zeros
         self._started = 0  # operations of this step
         self._completed = 0
-        self._observation = Observation(group, len(plan.slots))
+        self._observation = Observation(group, len(plan.slots), plan.overlaps_forward)
         self._arrange()
 
     # -- the training thread ------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Lane:
             share,
             not self.on_device,
             codecs,
-            plan.overlaps_forward,
+            self._observation.overlaps_forward,
         )
         self._loads = [
             load(nbytes, bucket.dtype, codecs[bucket.codec], self._sizes)

@@ -44,8 +44,8 @@ class Reduction:
 class Plan:
     """What an optimizer asks for. ``device`` is the device on which its slots shall live, or registration.HOST.
 
-    ``overlaps_forward``: the next forward pass may begin before all are reduced, and waits for what it comes to; the
-    same on all ranks.
+    ``overlaps_forward``: the next forward pass may begin before all are reduced, and waits for what it comes to. Which
+    order suits, rank 0's plan says for all.
     """
 
     name: str

@@ -49,7 +49,6 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         "prescale": reduction.prescale,
         "postscale": reduction.postscale,
         "groups": [list(group) for group in plan.groups],
-        "overlap_forward": plan.overlaps_forward,  # by which all choose the same order
         "device": device_type if device_type in transport.device_types else "cpu",
     }
     lane_id = named.submit("plan", [], signature, Call(plan.name, plan.process_set_id, wake=False)).wait()
