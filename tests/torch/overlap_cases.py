@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.steps import lane
+from hvdkit.engine.steps.arrangement import arrange
 from hvdkit.torch.optimizers.awaited import is_waiting
 from tests.torch.optimizer_support import assert_close, assert_identical, digest, expect
 
@@ -723,8 +724,14 @@ def case_what_cannot_be_left_to_the_background_is_refused(hvd: Any) -> None:
 def case_rank_0_says_in_which_order_gradients_travel(hvd: Any) -> None:
     """Each rank computes it by itself; some may have been told to overlap, others not."""
     for overlaps in (True, False):
-        trained = Trained(hvd, overlaps == (hvd.rank() == 0)).run(3)
-        lane = list(runtime.engine().lanes.values())[-1]
-        assert lane.plan.overlaps_forward == (overlaps == (hvd.rank() == 0))
-        assert lane._observation.overlaps_forward == overlaps
+        told = []
+
+        def recorded(*arguments: Any, told: list[bool] = told) -> Any:
+            told.append(arguments[-1])
+            return arrange(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lane, "arrange", recorded)
+            trained = Trained(hvd, overlaps == (hvd.rank() == 0)).run(3)
+        assert told == [False, overlaps], "before the first step and after it"
         same(hvd, Trained(hvd, False).run(3), trained)

@@ -27,8 +27,8 @@ UNSEEN = -1.0
 class Observation:
     """In the first step of a lane, of ``count`` slots: when rank 0 saw them become ready, and that all ranks learn it.
 
-    ``ready_at``: when each was ready on rank 0, in seconds, or UNSEEN; ``overlaps_forward``: what its plan says. They
-    are the same on all ranks, also before.
+    ``ready_at``: when each was ready on rank 0, in seconds, or UNSEEN; ``overlaps_forward``: what its plan says. Both
+    are the same on all ranks; before the exchange, and where rank 0 has joined, UNSEEN and False.
     """
 
     def __init__(self, group: Group, count: int, overlaps_forward: bool) -> None:

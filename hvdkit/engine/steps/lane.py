@@ -30,8 +30,8 @@ class Lane:
 
     A training thread hands gradients over with ``ready``; the engine's driver starts the pieces of a bucket when all of
     its slots are ready and all pieces before them in the agreed order were started. The first step ends with one small
-    exchange in which all ranks learn when rank 0 saw its gradients become ready, and with that the order of all later
-    steps. Where gradients lie is for ``reducer`` to know.
+    exchange in which all ranks learn when rank 0 saw its gradients become ready, and whether its next forward pass
+    waits for all, and with that the order of all later steps. Where gradients lie is for ``reducer`` to know.
     """
 
     def __init__(self, lanes: Lanes, lane_id: int, plan: Plan, group: Group, reducer: Reducer, verify: int) -> None:

@@ -153,7 +153,7 @@ def send_order(
     codecs count as if they were not encoded, by half, everywhere.
 
     It is what a wire would do that always takes the most urgent of what is ready; where the wire keeps up with the
-    backward pass that is the order of readiness. All ranks compute it from rank 0's times, so no rank waits for another
+    backward pass that is the order of readiness. All ranks compute it from rank 0's words, so no rank waits for another
     that chose differently.
     """
     waiting = sorted(range(len(pieces)), key=lambda one: (ready_at[pieces[one].bucket], one))

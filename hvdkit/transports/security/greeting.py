@@ -9,13 +9,7 @@ from __future__ import annotations
 import hmac
 import struct
 
-from hvdkit.transports.security.credentials import (
-    NONCE_BYTES,
-    TAG_BYTES,
-    Credentials,
-    NotAuthenticError,
-    new_nonce,
-)
+from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
 
 _HELLO = struct.Struct(f"<I{NONCE_BYTES}s")  # the rank that connects, its nonce
 _ANSWER = struct.Struct(f"<{NONCE_BYTES}s{TAG_BYTES}s")  # the nonce of the rank that is connected to, its proof
