@@ -80,7 +80,7 @@ def keeping(hvd: Any) -> dict[str, Any]:
         "onebit": compression.onebit,
         "topk": compression.topk(0.05),
         "randomk": compression.randomk(0.1),
-        "threshold": compression.threshold(1.0),
+        "threshold": compression.threshold(2.0),
         "powersgd": compression.powersgd(rank=2),
         "custom": Halves(first=1),
     }
@@ -246,8 +246,12 @@ def case_what_is_not_encoded_is_exact(hvd: Any) -> None:
 def case_less_is_sent(hvd: Any) -> None:
     for_several_ranks()
     sent = {name: constant(hvd, codec).steps(4).hook.bytes_sent for name, codec in every_codec(hvd).items()}
+    # Of what two phases send of all gradients. Where the wire's latency says so, what is not encoded, and a cast,
+    # goes from all to all, which on three ranks is half as much again.
+    least = min(sent["none"], 2 * sent["fp16"])
+    limits = {"none": 1.51, "fp16": 0.76, "bf16": 0.76, "custom": 0.9, "threshold": 0.9}
     for name, bytes_sent in sent.items():
-        assert bytes_sent < {"none": 1.01, "custom": 0.9, "threshold": 0.9}.get(name, 0.65) * sent["none"], (name, sent)
+        assert bytes_sent < limits.get(name, 0.65) * least, (name, sent)
 
 
 def case_other_types(hvd: Any) -> None:
