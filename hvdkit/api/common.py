@@ -1,5 +1,6 @@
 """What Horovod's API has whatever the framework: each adapter has these names, and its own."""
 
+from hvdkit.api.gradients.guard import unsynchronized
 from hvdkit.api.job import (
     Average,
     Sum,
@@ -58,4 +59,5 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "unsynchronized",
 ]

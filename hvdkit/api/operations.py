@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -56,6 +57,7 @@ class Operations(Generic[T]):
 
     def __init__(self, framework: Framework[T]) -> None:
         self._framework = framework
+        self.reduced_elements = 0  # how many this rank has given to reductions
 
     def allreduce(self, asked: Asked, tensors: Sequence[T], request: ReduceRequest, in_place: bool = False) -> int:
         """Tensors that adapters have checked. ``in_place``: they themselves get the results."""
@@ -76,7 +78,10 @@ class Operations(Generic[T]):
         else:  # the tensors cannot change before they are read
             views = framework.views(tensors)
             sources, buffers = framework.arrays(views), framework.likes(views)
-        handle = engine.allreduce(framework.arrays(buffers), request, call, sources)
+        arrays = framework.arrays(buffers)
+        for array in arrays:
+            self.reduced_elements += math.prod(array.shape)
+        handle = engine.allreduce(arrays, request, call, sources)
         return _add(handle, framework, asked, tensors, buffers, in_place, writes=in_place)
 
     def broadcast(self, asked: Asked, tensors: Sequence[T], root_rank: Any, in_place: bool = False) -> int:
@@ -111,6 +116,8 @@ class Operations(Generic[T]):
         call = asked.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.copies(tensors))  # the engine uses them up
         checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
+        for array in arrays:
+            self.reduced_elements += math.prod(array.shape)
         return _add(engine.reducescatter(arrays, request, call), framework, asked, tensors)
 
     def alltoall(self, asked: Asked, tensor: T, splits: Callable[[], Any]) -> int:

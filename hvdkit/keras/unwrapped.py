@@ -6,7 +6,7 @@ import functools
 import warnings
 from typing import Any
 
-from hvdkit.api.gradients.guard import WATCH, is_marked
+from hvdkit.api.gradients.guard import WATCH, is_marked, is_settled, settle
 from hvdkit.engine.life import runtime
 from hvdkit.keras import keras_2
 from hvdkit.keras.applying import reducing_first, reducing_pairs_first
@@ -18,10 +18,8 @@ NOT_WRAPPED = (
     "different models.\n"
     "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer), also after a model was loaded "
     "(or use hvd.load_model). Where a loop of your own reduces gradients, hvdkit.tensorflow.DistributedGradientTape "
-    "or hvd.allreduce say so."
+    "or hvd.allreduce say so. Where ranks train apart on purpose, say so: hvd.unsynchronized(optimizer)."
 )
-
-_WARNED = "_hvdkit_warned"
 
 
 def install() -> None:
@@ -83,9 +81,9 @@ def _warn_if_alone(optimizer: Any, grads: Any, variables: Any) -> None:
     known = variables if isinstance(variables, list | tuple) else getattr(optimizer, "_trainable_variables", ())
     if WATCH.inside or is_distributed(optimizer) or any(map(is_marked, grads)) or any(map(WATCH.knows, known)):
         return
-    if vars(optimizer).get(_WARNED) or not runtime.is_initialized() or runtime.topology().size == 1:
+    if is_settled(optimizer):
         return
-    vars(optimizer)[_WARNED] = True
+    settle(optimizer)
     topology = runtime.topology()
     name, kind = keras_2.name_of(optimizer), type(optimizer).__name__
     text = NOT_WRAPPED.format(name=name, kind=kind, rank=topology.rank, size=topology.size)

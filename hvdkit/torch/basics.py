@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hvdkit.api import job
+from hvdkit.torch.optimizers import unwrapped
 from hvdkit.transports.gpu.nccl import nccl_available, nccl_version
 
 
@@ -19,6 +20,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     sets made from a communicator beside a list of ranks, TransportUnavailableError.
     """
     job.init(comm, process_sets, cuda=nccl_available(), for_torch=True)
+    unwrapped.install()
 
 
 def gloo_built() -> bool:

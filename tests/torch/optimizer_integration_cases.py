@@ -37,7 +37,8 @@ SCHEDULERS = {
 def case_schedulers_work_as_on_the_plain_optimizer(hvd: Any) -> None:
     for name, make in SCHEDULERS.items():
         net, alone = make_net(), make_net()
-        optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+        optimizer = distributed_sgd(hvd, net)
+        plain = hvd.unsynchronized(torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9))
         scheduler, expected = make(optimizer), make(plain)
         with no_warnings():
             for _ in range(4):
@@ -217,7 +218,8 @@ def case_compiled_model(hvd: Any) -> None:
         torch._dynamo.reset()
         net, alone = make_net(), make_net()
         compiled = torch.compile(net, backend=backend)
-        optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+        optimizer = distributed_sgd(hvd, net)
+        plain = hvd.unsynchronized(torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9))
         for step in range(3):
             train_step(optimizer, compiled, batch(hvd.rank(), step))
             train_step(plain, alone, joined_batch(hvd.size(), step))

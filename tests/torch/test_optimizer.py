@@ -14,6 +14,7 @@ ADASUM = RankedCases("tests.torch.optimizer_adasum_cases")
 ORDER = RankedCases("tests.torch.optimizer_order_cases", HOROVOD_FUSION_THRESHOLD="0")
 LIFECYCLE = RankedCases("tests.torch.optimizer_lifecycle_cases")
 INTEGRATION = RankedCases("tests.torch.optimizer_integration_cases")
+UNWRAPPED = RankedCases("tests.torch.unwrapped_cases")
 
 
 @pytest.mark.every_size
@@ -28,10 +29,16 @@ def test_basics_with_a_bucket_for_each_gradient(case: str, ranks: int, transport
     SMALL_BUCKETS.check(case, ranks, transport)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CALLS.names)
 def test_calls(case: str, ranks: int, transport: str) -> None:
     CALLS.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
+@pytest.mark.parametrize("case", UNWRAPPED.names)
+def test_what_nobody_wrapped(case: str, ranks: int, transport: str) -> None:
+    UNWRAPPED.check(case, ranks, transport)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -5,10 +5,41 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from hvdkit.engine.life import runtime
+
+Optimizer = TypeVar("Optimizer")
+
 _MARK = "_hvdkit_reduced"
+_SETTLED = "_hvdkit_settled"
+
+
+def unsynchronized(optimizer: Optimizer) -> Optimizer:
+    """Say that an optimizer steps on the gradients of its rank alone on purpose, so that no warning tells of it.
+
+    For models that each rank trains for itself, as in a search for hyperparameters or an ensemble. ``optimizer`` is one
+    of PyTorch or Keras; nothing but the warning changes. Returns the optimizer, as in
+    ``optimizer = hvd.unsynchronized(torch.optim.SGD(head.parameters(), lr=0.1))``. Raises TypeError for what is no
+    optimizer.
+    """
+    if isinstance(optimizer, type) or not (hasattr(optimizer, "step") or hasattr(optimizer, "apply_gradients")):
+        raise TypeError(f"unsynchronized: optimizer must be one of PyTorch or Keras, got {optimizer!r}")
+    settle(optimizer)
+    return optimizer
+
+
+def settle(optimizer: Any) -> None:
+    """Nothing is to be said of this optimizer any more: it was said, or it is on purpose, or as it should be."""
+    vars(optimizer)[_SETTLED] = True
+
+
+def is_settled(optimizer: Any) -> bool:
+    """Whether nothing is to be said of an optimizer's step; nothing is in a job of one rank, nor in a forked child."""
+    if vars(optimizer).get(_SETTLED) or not runtime.is_initialized() or runtime.is_forked():
+        return True
+    return bool(runtime.topology().size == 1)
 
 
 class GradientWatch:

@@ -30,6 +30,13 @@ GRAPH_IN_GRADIENT = (
 _OWNERS: Any = WeakIdKeyDictionary()
 
 
+def in_flight(parameter: torch.Tensor) -> bool | None:
+    """Whether the gradient of a parameter that is reduced by us was computed and not reduced yet; None for others'."""
+    owner = _OWNERS.get(parameter)
+    hooks = owner() if owner is not None else None
+    return None if hooks is None else hooks.touched
+
+
 class ParameterHooks(ABC):
     """Hooks on parameters that may call ``complete(parameter)`` when a backward pass has computed its gradient.
 

@@ -24,7 +24,7 @@ from hvdkit.torch.gradients.layout import (
     storage_of,
     tensor_on,
 )
-from hvdkit.torch.gradients.watch import CHANGED_IN_FLIGHT, ChangedInFlightError, Watched, changed_since, watch
+from hvdkit.torch.gradients.watch import Watched, changed_since, raise_if_changed, watch
 
 
 class PlannedGradients:
@@ -134,11 +134,7 @@ class PlannedGradients:
         """Raise AssertionError if somebody changed or replaced a gradient while it was being reduced."""
         changed = changed_since(self._watched, {i: self.parameters[i].grad for i in self._watched})
         changed += self._aliases_of_what_is_in_flight()
-        if changed:
-            names = ", ".join(name_of(self.parameters[i]) for i in changed)
-            error = ChangedInFlightError(CHANGED_IN_FLIGHT.format(names=names))
-            error.names = names
-            raise error
+        raise_if_changed([self.parameters[i] for i in changed], name_of)
 
     def _aliases_of_what_is_in_flight(self) -> list[int]:
         """Slots, not handed over yet, whose gradients share the storage of one that is being reduced where it lies."""

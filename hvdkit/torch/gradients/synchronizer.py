@@ -24,7 +24,7 @@ from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.routes import Routes
 from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.verification import OptimizerVerification
-from hvdkit.torch.gradients.watch import Watched, watch
+from hvdkit.torch.gradients.watch import Watched, changed_since, raise_if_changed, watch
 from hvdkit.torch.optimizers.names import default_names, parameters_of
 
 INTERRUPTED = (
@@ -114,17 +114,22 @@ class GradientSynchronizer:
         process_set = self.settings.process_set
         self._distributed = process_set.included() and process_set.size() > 1
         if self._distributed:
-            for parameter in self._trainable().values():
-                self.hooks.attach(parameter)
+            self._attach()
             self._serve()
         else:
             self.hooks.detach()
-            self.hooks.reset()
+            self._start_step()
             ARENA.remove_sizes(self._served)
             self._served = []
+            if process_set.included():  # what is wrong on several ranks shall be found on one
+                self._attach()
         if interrupted:
             self._start_step()
             raise HorovodInternalError(INTERRUPTED)
+
+    def _attach(self) -> None:
+        for parameter in self._trainable().values():
+            self.hooks.attach(parameter)
 
     def _serve(self) -> None:
         """Have gradients of these parameters born where the node's other ranks can reach them."""
@@ -173,6 +178,8 @@ class GradientSynchronizer:
             with torch.no_grad():
                 self._finish_step()
             self.verification.finished()
+        elif self.settings.process_set.included():
+            self._finish_alone()
 
     @_disable_dynamo
     def begin_step(self, known_holders: int = 0) -> tuple[PlannedGradients, Collection[int]] | None:
@@ -229,6 +236,20 @@ class GradientSynchronizer:
         except HorovodInternalError as error:
             self.failed(error)
             raise
+        self._start_step()
+
+    def _finish_alone(self) -> None:
+        """On one rank nothing is reduced, but what would have been changed in flight is an error as on several."""
+        watched = {
+            id(parameter): one
+            for parameter, _, one in self._early
+            if one is not None and one.gradient.layout is torch.strided and can_be_planned(parameter)
+        }
+        if watched and not self.settings.policy.whole_tensors:
+            parameters = {id(parameter): parameter for parameter, _, _ in self._early}
+            changed = changed_since(watched, {key: parameters[key].grad for key in watched})
+            raise_if_changed([parameters[key] for key in changed], self.name_of)
+        self._attach()
         self._start_step()
 
     def failed(self, error: HorovodInternalError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,15 @@ def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.
         return one._version in versions[storage_of(one) or id(one)]
 
     return [key for key in changed if moved[key] or not is_anothers(watched[key].gradient)]
+
+
+def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
+    """Raise ChangedInFlightError, an AssertionError, for the parameters whose gradients were changed, if any."""
+    if parameters:
+        names = ", ".join(map(name_of, parameters))
+        error = ChangedInFlightError(CHANGED_IN_FLIGHT.format(names=names))
+        error.names = names
+        raise error
 
 
 def _address(gradient: torch.Tensor | None) -> int:

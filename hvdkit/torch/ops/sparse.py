@@ -12,6 +12,7 @@ from hvdkit.api import checks
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.torch.ops.allgather import grouped_allgather_async
+from hvdkit.torch.ops.framework import OPERATIONS
 from hvdkit.torch.ops.sync import synchronize
 from hvdkit.transports.gpu.device_scale import rescale_
 
@@ -35,6 +36,7 @@ def sparse_allreduce_async(
     reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
     # Gathering concatenates rows, so each element's indices must be a row.
     indices, values = tensor._indices().t(), tensor._values()
+    OPERATIONS.reduced_elements += tensor.numel()
     handle = grouped_allgather_async([indices, values], name=name, process_set=process_set)
 
     def wait() -> Tensor:

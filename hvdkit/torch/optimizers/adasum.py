@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from hvdkit.api.gradients.guard import WATCH
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.ops.allreduce import allreduce_async_
 from hvdkit.torch.ops.sync import synchronize
@@ -39,7 +40,8 @@ class AdasumSynchronizer(OptimizerSynchronizer):
         for parameter in parameters:
             self.hooks.attach(parameter)
         starts = [parameter.detach().clone() for parameter in parameters]
-        result = base_step(*args, **kwargs)
+        with WATCH.reduced():  # it may be made of other optimizers; what is reduced is what it does
+            result = base_step(*args, **kwargs)
         with torch.no_grad():
             for wait in [self._combine(p, start) for p, start in zip(parameters, starts, strict=True)]:
                 wait()

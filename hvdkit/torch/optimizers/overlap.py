@@ -27,6 +27,7 @@ from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.optimizers.awaited import before_forward, is_waiting, release, wait_for
 from hvdkit.torch.optimizers.names import parameters_of
+from hvdkit.torch.optimizers.unwrapped import others_hooks
 
 logger = logging.getLogger("hvdkit")
 
@@ -83,7 +84,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
+        or others_hooks()
     )
 
 

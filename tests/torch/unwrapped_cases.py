@@ -1,0 +1,248 @@
+"""Optimizers that nobody wrapped: which of them warn, and which do not since their gradients were reduced."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import Skip
+from tests.torch.optimizer_support import batch, expect, loss_of, make_net, no_warnings, train_step
+
+ELEMENTS = 30 + 392 + 18  # of the parameters that have gradients
+ALONE = (
+    "The optimizer SGD updated 6 parameters (first: of shape (3, 1, 3, 3)) with gradients of rank {rank} alone: the "
+    "{size} ranks train different models.\n"
+    "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()), and "
+    "call step() of what that returns. A loop of your own may reduce gradients by hvd.allreduce, or the model may be "
+    "in a DistributedDataParallel. Where ranks train apart on purpose, say so: hvd.unsynchronized(optimizer)."
+)
+BYPASSED = (
+    "The optimizer SGD updated 8 parameters (first: of shape (3, 1, 3, 3)) on rank {rank} while a DistributedOptimizer "
+    "was still reducing their gradients: the {size} ranks train different models.\n"
+    "HINT: call step() of what hvd.DistributedOptimizer() returned, optimizer = hvd.DistributedOptimizer(optimizer, "
+    "...), not that of the optimizer which was given to it; or call synchronize() of that one before."
+)
+
+
+def sgd(net: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=rate)
+
+
+@contextmanager
+def warned(hvd: Any, *texts: str) -> Iterator[None]:
+    """The block gives these warnings and no others; none where there is one rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    wanted = [text.format(rank=hvd.rank(), size=hvd.size()) for text in texts] if hvd.size() > 1 else []
+    ours = [one for one in caught if "torch.jit" not in str(one.message)]  # which PyTorch's compiler uses
+    found = [str(one.message) for one in ours]
+    assert found == wanted, found
+    assert all(Path(one.filename).parent == Path(__file__).parent for one in ours), "it points to the user's step()"
+
+
+def case_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
+    hvd.broadcast_parameters(make_net().state_dict(), 0)  # reduces nothing
+    for _ in range(2):  # each of them
+        net = make_net()
+        optimizer = sgd(net)
+        with warned(hvd):
+            optimizer.step()  # of which nothing has a gradient
+        with warned(hvd, ALONE):
+            train_step(optimizer, net, batch(hvd.rank()))
+            train_step(optimizer, net, batch(hvd.rank()))
+
+
+def case_a_scheduler_and_named_parameters_change_nothing(hvd: Any) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warned(hvd, ALONE.replace("(first: of", "(first: 'conv.weight', of")):
+        train_step(optimizer, net, batch(hvd.rank()))
+        scheduler.step()
+
+
+def case_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
+    hvd.allreduce(torch.ones(4 * ELEMENTS))  # as a mean of the data
+    net = make_net()
+    optimizer = sgd(net)
+    with warned(hvd, ALONE):
+        for step in range(3):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+            hvd.allreduce(torch.ones(3))  # as a metric
+
+
+def case_a_wrapped_optimizer_does_not_warn(hvd: Any) -> None:
+    for options in ({}, {"overlap_forward": True}, {"backward_passes_per_step": 2}, {"op": hvd.Adasum}):
+        if options.get("op") is not None and hvd.size() & (hvd.size() - 1):
+            continue  # Adasum needs a power of two
+        net = make_net()
+        wrapped = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), **options)
+        with no_warnings():
+            for step in range(3):
+                train_step(wrapped, net, batch(hvd.rank(), step))
+            wrapped.synchronize()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Made of another optimizer, as such are."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def case_one_that_is_made_of_others_does_not_warn_where_it_is_wrapped(hvd: Any) -> None:
+    ops = [hvd.Average] if hvd.size() & (hvd.size() - 1) else [hvd.Average, hvd.Adasum]
+    for op in ops:
+        net = make_net()
+        wrapped = hvd.DistributedOptimizer(Lookahead(sgd(net)), net.named_parameters(), op=op)
+        with no_warnings():
+            for step in range(3):
+                train_step(wrapped, net, batch(hvd.rank(), step))
+    net = make_net()
+    outer = Lookahead(hvd.DistributedOptimizer(sgd(net), net.named_parameters()))
+    with no_warnings():
+        for step in range(3):
+            train_step(outer, net, batch(hvd.rank(), step))
+
+
+def case_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
+    net = make_net()
+    plain = sgd(net)
+    wrapped = hvd.DistributedOptimizer(plain, net.named_parameters())
+    with no_warnings():  # it may be stepped where the gradients are reduced
+        train_step(wrapped, net, batch(hvd.rank()))
+        loss_of(net, batch(hvd.rank())).backward()
+        wrapped.synchronize()
+        plain.step()
+    with warned(hvd, BYPASSED):
+        loss_of(net, batch(hvd.rank())).backward()
+        plain.step()
+    wrapped.load_state_dict(wrapped.state_dict())  # the step is forgotten
+
+
+def each(hvd: Any, gradients: list[torch.Tensor]) -> None:
+    for gradient in gradients:
+        gradient.copy_(hvd.allreduce(gradient))
+
+
+def in_place(hvd: Any, gradients: list[torch.Tensor]) -> None:
+    handles = [hvd.allreduce_async_(gradient.data, name=f"by hand {i}") for i, gradient in enumerate(gradients)]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+
+def joined(hvd: Any, gradients: list[torch.Tensor]) -> None:
+    flat = hvd.allreduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+    for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def grouped(hvd: Any, gradients: list[torch.Tensor]) -> None:
+    hvd.grouped_allreduce_(gradients)
+
+
+def scattered(hvd: Any, gradients: list[torch.Tensor]) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    rows = torch.nn.functional.pad(flat, (0, -len(flat) % hvd.size()))
+    whole = hvd.allgather(hvd.reducescatter(rows))
+    for gradient, part in zip(gradients, whole[: len(flat)].split([one.numel() for one in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def sparse(hvd: Any, gradients: list[torch.Tensor]) -> None:
+    for i, gradient in enumerate(gradients):
+        wait = hvd.sparse_allreduce_async(gradient.to_sparse(), f"sparse {i}", hvd.Average)
+        gradient.copy_(wait().to_dense())
+
+
+def case_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
+    ways: list[Callable[[Any, list[torch.Tensor]], None]] = [each, in_place, joined, grouped, scattered, sparse]
+    for reduce in ways:
+        net = make_net()
+        optimizer = sgd(net)
+        with no_warnings():
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(net, batch(hvd.rank(), step)).backward()
+                reduce(hvd, [one.grad for one in net.parameters() if one.grad is not None])
+                optimizer.step()
+
+
+def case_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
+    net = make_net()
+    optimizer = sgd(net)
+    assert hvd.unsynchronized(optimizer) is optimizer
+    with no_warnings():
+        train_step(optimizer, net, batch(hvd.rank()))
+    for wrong in (net, None, torch.optim.SGD):
+        with expect(TypeError, "unsynchronized: optimizer must be one of PyTorch or Keras, got"):
+            hvd.unsynchronized(wrong)
+
+
+def case_compiled_steps_warn_too(hvd: Any) -> None:
+    net = make_net()
+    optimizer = sgd(net)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        optimizer.step()
+
+    with warned(hvd, ALONE):
+        for number in range(3):
+            net.zero_grad()
+            loss_of(net, batch(hvd.rank(), number)).backward()
+            step()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def case_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
+    if hvd.size() == 1 or dist.is_initialized():
+        raise Skip("needs two ranks, and a torch.distributed that is free")
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    port = hvd.broadcast_object(free_port(), 0)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=hvd.rank(), world_size=hvd.size())
+    try:
+        nets = [make_net(), make_net()]
+        for net in nets:
+            del net.spare  # DistributedDataParallel wants that all are used
+        models = [DistributedDataParallel(nets[0]), fully_shard(nets[1])]
+        for model in models:
+            optimizer = sgd(model)
+            with no_warnings():
+                for step in range(2):
+                    train_step(optimizer, model, batch(hvd.rank(), step))
+        with warned(hvd, ALONE):
+            third = make_net()
+            optimizer = sgd(third)
+            for step in range(2):
+                train_step(optimizer, third, batch(hvd.rank(), step))
+    finally:
+        dist.destroy_process_group()
+
+
+def case_after_the_job_nothing_is_said(hvd: Any) -> None:
+    hvd.shutdown()
+    net = make_net()
+    with no_warnings():
+        train_step(sgd(net), net, batch(0))
+    hvd.init()
