@@ -179,7 +179,8 @@ def _refuse(problem: Exception, submit: Callable[[str], Handle]) -> NoReturn:
     They would wait for this rank else. ``submit`` announces the alltoall with words in place of splits.
     """
     try:
-        submit(str(problem)[:LONGEST_TEXT]).wait()
+        text = str(problem)
+        submit(text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... (cut off here)").wait()
     except HorovodInternalError as error:
         raise problem from error
     raise AssertionError(f"an alltoall ran with wrong splits: {problem}")

@@ -58,7 +58,7 @@ def run(chosen: Options) -> int:
     hosts = list(dict.fromkeys(slot.host for slot in slots))
     remote = {host for host in hosts if not is_local(host)}
     if not remote:
-        check_command(chosen.command[0])
+        check_command(chosen.command, chosen.size)
     way = controller.find(chosen.controller, chosen.transport, chosen.size)
     ssh = Ssh(chosen.ssh_port, chosen.ssh_identity_file, chosen.start_timeout)
     check_reachable([host for host in hosts if host in remote], ssh)
@@ -80,12 +80,14 @@ def where(host: str, remote: set[str]) -> str:
     return "by ssh" if host in remote else "this machine"
 
 
-def check_command(program: str) -> None:
+def check_command(command: list[str], size: int) -> None:
     """A program that is not there is told once, not once a rank."""
+    program = command[0]
     if shutil.which(program) is None:
+        python = f"python {shlex.join(command)}" if program.endswith(".py") else "python train.py"
         error = CommandNotFoundError(
             f"cannot find the program {program!r}, or it is not executable\n"
-            "HINT: check its name and PATH; a Python script runs as: hvdkitrun -np 4 python train.py"
+            f"HINT: check its name and PATH; a Python script runs as: hvdkitrun -np {size} {python}"
         )
         if os.path.exists(program):
             error.status = NOT_EXECUTABLE_STATUS
@@ -177,7 +179,7 @@ def failed(failure: Failure, slots: list[Slot]) -> int:
     else:
         how = {
             "exited": f"exited with code {failure.code}",
-            "aborted": f"called MPI_Abort with code {failure.code}",
+            "aborted": f"failed with code {failure.code}",
         }.get(failure.how, f"ended without MPI_Finalize (code {failure.code})")
         status = failure.code
     say(f"rank {failure.rank} on {host} {how}, which ended the job")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdkit.engine.life import ending
-from hvdkit.engine.life.ending import Ending, exit_status
+from hvdkit.engine.life.ending import LONGEST_FACT, Ending, exit_status, raised
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,16 @@ from hvdkit.engine.life.ending import Ending, exit_status
 )
 def test_no_failure_becomes_a_success(code: object, status: int) -> None:
     assert exit_status(code) == status
+
+
+def test_what_others_are_told_of_an_exception_is_one_line_which_says_where_it_was_cut() -> None:
+    assert (
+        raised(ValueError, ValueError("rank 1 has joined.\nHINT: wait for it."))
+        == "it raised ValueError: rank 1 has joined"
+    )
+    assert raised(KeyboardInterrupt, KeyboardInterrupt()) == "it raised KeyboardInterrupt"
+    long = raised(ValueError, ValueError("x" * LONGEST_FACT + "y"))
+    assert long == f"it raised ValueError: {'x' * LONGEST_FACT} ... (cut off here)"
 
 
 @pytest.mark.parametrize(

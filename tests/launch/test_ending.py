@@ -170,4 +170,6 @@ def test_a_rank_that_aborts_mpi_is_named():
     result = call(["--mpi", "-np", "2"], code)
     assert result.status == 7
     assert "rank 1 on " in result.last_words
-    assert "MPI_Abort" in result.last_words
+    assert "failed with code 7, which ended the job" in result.last_words
+    assert "MPI_ABORT" not in result.stdout + result.stderr
+    assert "\0" not in result.stdout + result.stderr

@@ -86,6 +86,20 @@ def test_mpiruns_tags_are_taken_apart_wherever_the_stream_was_cut(places):
     assert stream.own_words == EXITED
 
 
+@given(st.lists(st.integers(0, 900)), st.sampled_from([b"", b"\0"]))
+def test_what_mpi_says_of_its_end_in_a_ranks_name_is_left_out(places, end):
+    begin = b"[1,1]<stderr>: "
+    almost = DASHES + b"MPI_ABORT is what\n"
+    data = begin + b"before\n" + almost + begin + ABORTING + end + begin + b"after\n-" + begin + DASHES
+    written = []
+    stream = MpirunStream(lambda rank, name, text: written.append(text))
+    for piece in cut(data, places):
+        stream.feed(piece)
+    stream.close()
+    assert stream.aborting
+    assert b"".join(written) == b"before\n" + almost + b"after\n-" + DASHES
+
+
 def test_mpiruns_reports_name_the_first_rank_that_failed():
     assert find_failure(EXITED, 3) == Failure(1, 3)
     assert find_failure(KILLED, 137) == Failure(2, -9, "h1")

@@ -12,6 +12,7 @@ from typing import Any
 
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
+LONGEST_FACT = 400
 
 
 def exit_status(code: Any) -> int:
@@ -21,6 +22,13 @@ def exit_status(code: Any) -> int:
     """
     number = int(code) if isinstance(code, int) else int(code is not None)
     return (number & 0xFF) or int(number != 0)
+
+
+def raised(kind: type[BaseException], error: BaseException) -> str:
+    """An exception in a line for other ranks: what it says first, without a full stop, and whether it was cut."""
+    fact = next(iter(str(error).splitlines()), "").rstrip(".")
+    rest = " ... (cut off here)" if len(fact) > LONGEST_FACT else ""
+    return f"it raised {kind.__name__}" + (f": {fact[:LONGEST_FACT]}{rest}" if fact else "")
 
 
 class Ending:
@@ -47,7 +55,7 @@ class Ending:
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             previous_hook(kind, error, trace)
-            self._note(1, f"it raised {kind.__name__}: {error}"[:500])
+            self._note(1, raised(kind, error))
 
         def exit_noting(code: Any = None) -> None:
             number = exit_status(code)

@@ -16,6 +16,7 @@ from hvdkit.engine.loop.messages import Lost, Ping, Waits
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.hints import LEFT_EARLY, STALLED
 from hvdkit.engine.ops.submissions import Submissions
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
@@ -156,16 +157,15 @@ class Watch:
         if coordinator is not None and warns:
             for stall in coordinator.new_stalls(now, warn_after):
                 logger.warning(
-                    "%s was submitted by ranks %s, but not by ranks %s for %.0f seconds. They may be behind, or will "
-                    "never submit it because they take another path through the script.",
-                    stall.key, stall.submitted, stall.missing, stall.seconds,
+                    "%s was submitted by ranks %s, but not by ranks %s for %.0f seconds.\n%s",
+                    stall.key, stall.submitted, stall.missing, stall.seconds, STALLED,
                 )  # fmt: skip
         if coordinator is not None and fail_after > 0:
             for stall in coordinator.stalled(now, fail_after):
                 coordinator.give_up(
                     stall.key,
                     f"{stall.key} stalled: ranks {stall.missing} did not submit it within {fail_after:g} s "
-                    f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.",
+                    f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.\n{STALLED}",
                 )
         for waiting in list(self._waiting.values()):
             lane = waiting.what
@@ -176,14 +176,14 @@ class Watch:
             if warns and not waiting.warned and seconds > warn_after:
                 waiting.warned = True
                 logger.warning(
-                    "%s waits for ranks %s in %s for %.0f seconds.",
-                    self._mailbox.me(), ranks, lane.waiting_for(), seconds,
+                    "%s waits for ranks %s in %s for %.0f seconds.\n%s",
+                    self._mailbox.me(), ranks, lane.waiting_for(), seconds, STALLED,
                 )  # fmt: skip
             if fail_after > 0 and seconds > fail_after:
                 lane.fail(
                     StallError(
                         f"{lane.waiting_for()} stalled on {self._mailbox.me()}: ranks {ranks} did not send their part "
-                        f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)."
+                        f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).\n{STALLED}"
                     )
                 )
 
@@ -197,12 +197,16 @@ class Watch:
             if rank is not None and now - max(operation.since, departed_at[rank]) > DEPARTED_SECONDS:
                 raise PeerLostError(
                     f"{operation.what} on {self._mailbox.me()} waits for {self._topology.describe(rank)}, "
-                    f"which has left the job: {departed[rank]}.",
+                    f"which has left the job: {departed[rank]}.\n{LEFT_EARLY.format(rank=rank)}",
                     rank,
                 )
         if 0 in departed and (self._submissions or self._joining.waiting):
             if self._joining.waiting:
-                raise PeerLostError(f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.", 0)
+                raise PeerLostError(
+                    f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.\n"
+                    "HINT: call hvd.join() on all ranks, and leave the job after it; see what rank 0 printed.",
+                    0,
+                )
             what = next(iter(self._submissions.values())).handle.what
             first, reason = next(iter(departed.items()))  # the others often leave because this one did
             raise PeerLostError(

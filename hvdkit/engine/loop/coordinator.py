@@ -29,6 +29,7 @@ from hvdkit.engine.loop.messages import (
 from hvdkit.engine.loop.pending import Entry, Failure, Stall
 from hvdkit.engine.loop.recurring import Recurring
 from hvdkit.engine.ops import KINDS, tensor_kinds
+from hvdkit.engine.ops.hints import LEFT_EARLY, SAME_CALLS, for_joined
 from hvdkit.engine.ops.requests import Key, Request, Signature
 
 
@@ -200,7 +201,7 @@ class Coordinator:
         listed = "; ".join(
             f"rank {', '.join(map(str, sorted(self._pending[one].requests)))} sent {one.kind}" for one in (rival, key)
         )
-        return f"Mismatched operations for '{key.name}': {listed}.\nHINT: let every rank make the same calls."
+        return f"Mismatched operations for '{key.name}': {listed}.\n{SAME_CALLS}"
 
     def _missing(self, key: Key, entry: Entry) -> list[int]:
         """Members that have neither asked nor joined."""
@@ -230,7 +231,10 @@ class Coordinator:
             absent = [rank for rank in members if rank not in entry.requests]
         problem = KINDS[key.kind].mismatch(key, entry.requests)
         if problem is None and absent and KINDS[key.kind].joined is None:
-            problem = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
+            problem = (
+                f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined. "
+                f"{for_joined(key.name)}"
+            )
         if problem is not None:
             self._fail([key], problem)
             return
@@ -275,7 +279,7 @@ class Coordinator:
     def _departed_text(self, key: Key, rank: int) -> str:
         return (
             f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}.\n"
-            f"HINT: make the same calls on every rank, use hvd.join() for uneven data, see what rank {rank} printed."
+            f"{LEFT_EARLY.format(rank=rank)}"
         )
 
     def _join(self, rank: int) -> None:
@@ -298,7 +302,10 @@ class Coordinator:
         """No join can end once a rank has left."""
         if self._departed:
             gone, reason = next(iter(self._departed.items()))
-            text = f"hvd.join() waits for rank {gone}, which has left the job: {reason}."
+            text = (
+                f"hvd.join() waits for rank {gone}, which has left the job: {reason}.\n"
+                f"HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {gone} printed."
+            )
             self._outgoing.append((self._joined, JoinFailed(text)))
             self._joined = [rank for rank in self._joined if rank in self._departed]
 

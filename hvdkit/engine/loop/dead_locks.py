@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdkit.engine.loop.messages import Waits
+from hvdkit.engine.ops.hints import for_dead_lock
 from hvdkit.engine.ops.requests import Key
 
 
@@ -69,7 +70,7 @@ class DeadLocks:
         text = (
             f"Mismatched operations: rank {low} waits in {low_blocked.message.what}, rank {high} waits in "
             f"{high_blocked.message.what}; each waits for the other.\n"
-            "HINT: let every rank make the same calls with the same process set."
+            f"{for_dead_lock([low_blocked.message.what, high_blocked.message.what])}"
         )
         lanes = []
         for who, blocked in ((rank, ours), (other, theirs)):

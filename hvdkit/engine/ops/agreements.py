@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdkit.engine.ops.hints import SAME_MODEL, for_mismatch
 from hvdkit.engine.ops.kind import Assigned, Kind, Requests
 from hvdkit.engine.ops.requests import Key, Signature, by_value, mismatch
 from hvdkit.engine.ranks.groups import Groups
@@ -27,15 +28,15 @@ def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
         present = {rank: value for rank, value in here.items() if value is not None}
         if first is not None and len(present) == len(here) and all(one[:-1] == first[:-1] for one in present.values()):
             codecs = by_value({rank: value[-1] for rank, value in present.items()}, "codec")
-            return f"Mismatched compressions for {key}, parameter {_slot_text(first)}: {codecs}."
+            return (
+                f"Mismatched compressions for {key}, parameter {_slot_text(first)}: {codecs}.\n"
+                f"{for_mismatch(key.kind, 'codec')}"
+            )
         differing = "; ".join(
             f"rank {rank} has {'no such parameter' if value is None else _slot_text(value)}"
             for rank, value in here.items()
         )
-        return (
-            f"Mismatched parameters for {key}, parameter number {index}: {differing}.\n"
-            "HINT: build the same model and freeze the same parameters on every rank."
-        )
+        return f"Mismatched parameters for {key}, parameter number {index}: {differing}.\n{SAME_MODEL}"
     return None
 
 

@@ -24,12 +24,14 @@ def wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | None
     if splits is None and rows % size:
         return (
             f"Mismatched splits for {key}: rank {rank} sent no splits, and its first dimension {rows} "
-            f"cannot be divided by {size} ranks."
+            f"cannot be divided by {size} ranks.\n"
+            "HINT: pass splits, one number of rows for each rank."
         )
     if splits is not None and (len(splits) != size or min(splits) < 0 or sum(splits) > rows):
         return (
             f"Mismatched splits for {key}: rank {rank} sent splits {splits} for a first dimension of {rows} "
-            f"and {size} ranks."
+            f"and {size} ranks.\n"
+            "HINT: pass one number of rows for each rank, 0 or more, at most all rows together."
         )
     return None
 

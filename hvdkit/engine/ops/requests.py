@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hvdkit.compression import CASTS, Codec
+from hvdkit.engine.ops.hints import for_mismatch
 from hvdkit.kernels import ReduceOp
 
 # In names that operations without one get.
@@ -96,7 +97,7 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
     ):
         values = {rank: requests[rank].signature.get(field) for rank in ranks}
         if any(value != values[ranks[0]] for value in values.values()):
-            return f"Mismatched {title} for {key}: {by_value(values, field)}."
+            return f"Mismatched {title} for {key}: {by_value(values, field)}.\n{for_mismatch(key.kind, field)}"
     return None
 
 

@@ -18,6 +18,11 @@ _PARTIAL_REPORT = re.compile(rb"(?:-{1,76}|" + _DASHES + rb"\n[^\n]*)\Z")
 # What MPI says when a rank calls for the end of the job.
 _ABORTING = re.compile(_DASHES + rb"\nMPI_ABORT was invoked on rank \d+ in communicator")
 _LONGEST_ABORTING = 200
+# What it says to users then, in a rank's name, and what may become that at the end of a piece. Who ended the job is
+# told once, by hvdkitrun; the byte at its end would have grep take a log for a binary file.
+_BANNER_BEGIN = b"MPI_ABORT was invoked on rank "
+_BANNER = re.compile(_DASHES + rb"\n" + _BANNER_BEGIN + rb".*?\n" + _DASHES + rb"\n\0?", re.DOTALL)
+_PARTIAL_BANNER = re.compile(rb"-{1,76}\Z|" + _DASHES + rb"\n")
 _REPORT_END = re.compile(rb"\n" + _DASHES + rb"\n")
 
 
@@ -32,6 +37,8 @@ class MpirunStream:
         self.own_words = b""
         self.aborting = False  # a rank has called for the job's end
         self._latest = b""
+        self._held: dict[tuple[int, str], bytes] = {}  # what may be the beginning of a banner
+        self._after_banner: set[tuple[int, str]] = set()
 
     def feed(self, data: bytes) -> None:
         """More bytes from mpirun; a piece that may be the start of a tag waits for the rest."""
@@ -45,6 +52,9 @@ class MpirunStream:
         """No more bytes will come."""
         self._hand_on(self._buffer)
         self._buffer = b""
+        for source, data in self._held.items():
+            self._write(*source, data)
+        self._held.clear()
 
     def _step(self) -> bool:
         """Take one piece off the buffer; whether more may follow."""
@@ -78,7 +88,24 @@ class MpirunStream:
         if self._source is None or self._in_report:
             self.own_words += data
         else:
-            self._write(*self._source, data)
+            self._write_without_banner(self._source, data)
+
+    def _write_without_banner(self, source: tuple[int, str], data: bytes) -> None:
+        if source in self._after_banner:
+            self._after_banner.discard(source)
+            data = data.removeprefix(b"\0")
+        data = self._held.pop(source, b"") + data
+        banners = list(_BANNER.finditer(data))
+        if banners and banners[-1].end() == len(data):
+            self._after_banner.add(source)
+        data = _BANNER.sub(b"", data)
+        for partial in _PARTIAL_BANNER.finditer(data):
+            rest = data[partial.end() :]
+            if _BANNER_BEGIN.startswith(rest) or rest.startswith(_BANNER_BEGIN):
+                data, self._held[source] = data[: partial.start()], data[partial.start() :]
+                break
+        if data:
+            self._write(*source, data)
 
 
 @dataclass(frozen=True)

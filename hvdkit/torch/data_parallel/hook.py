@@ -21,15 +21,11 @@ from hvdkit.compression import Codec
 from hvdkit.engine.life.core import Engine
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.steps.lane import Lane
-from hvdkit.errors import HorovodInternalError, MismatchError
+from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.data_parallel.gradients import Bucket, Gradients, checked, share_of
 from hvdkit.torch.data_parallel.group import Worker, open_session, timeout_of
 
 FUNCTION = "ddp_hook"
-ALIKE = (
-    "HINT: give all ranks the same model, DistributedDataParallel's same arguments, the same codec, and load "
-    "state_dicts of one moment on all ranks or on none."
-)
 # What the engine's users know by another name, or set elsewhere.
 WORDS = {
     "HVDKIT_TIMEOUT_SECONDS": "the hook's timeout",
@@ -264,7 +260,7 @@ class DDPHook:
             text = text.replace(name, ours)
         if self._ranks != list(range(len(self._ranks))):
             text += f"\nRanks are counted in the process group, which has ranks {self._ranks}."
-        return f"{text}\n{ALIKE}" if isinstance(error, MismatchError) and "HINT" not in text else text
+        return text
 
     def _stream(self, bucket: Bucket) -> Any:
         """The hook's own order of work on a bucket's device; DDP's wait for the Future includes it."""

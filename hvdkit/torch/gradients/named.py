@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdkit.api.gradients.settings import GradientSettings
+from hvdkit.engine.ops.hints import SPARSE
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.layout import overlapping
 from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_
@@ -143,10 +144,8 @@ class NamedGradients:
             gradient = empty_sparse(parameter, sparse_dim)
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(sparse_dim)
-        wait = sparse_allreduce_async(
-            gradient, name=self._names[id(parameter)], op=self._settings.op, process_set=self._settings.process_set
-        )
-
+        name = f"{self._names[id(parameter)]}{SPARSE}"
+        wait = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
         return wait, lambda reduced: [(parameter, reduced.to(parameter.device))]
 
 

@@ -1,0 +1,81 @@
+"""What to do where ranks do not ask for the same: told by what they ask for, and by the names that adapters give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# What adapters call the operations of these: the end or the beginning of a name.
+SPARSE, STATISTICS, GRADIENT_SUMS = ".slices", ".statistics", ".gradient_sums"
+METRIC_AVERAGE, BROADCAST_CALLBACK = "'MetricAverageCallback", "'BroadcastGlobalVariablesCallback"
+
+SAME_MODEL = "HINT: build the same model and freeze the same parameters on every rank."
+SAME_CALLS = "HINT: let every rank make the same calls with the same process set."
+UNEVEN_FIT = (
+    "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all of them, "
+    "steps_per_epoch=min over the ranks, or drop the rest of the data. Else their callbacks differ: the same ones in "
+    "the same order on all ranks, and EarlyStopping, or what else ends an epoch or the training, after "
+    "MetricAverageCallback, so that all see the same metrics."
+)
+LEFT_EARLY = (
+    "HINT: see what rank {rank} printed. All ranks must make the same calls: as many batches on each (or hvd.join() "
+    "where data are uneven), no exit or exception on one alone; in Keras EarlyStopping comes after "
+    "MetricAverageCallback, so that all ranks stop together."
+)
+STALLED = (
+    "HINT: see where those ranks are (py-spy dump --pid): behind, as with more data or a slower disk, or on another "
+    "path through the script, as under 'if hvd.rank() == 0'."
+)
+
+_BY_FIELD = {
+    "dtype": "HINT: give tensors of the same type on every rank, as by tensor.to(torch.float32).",
+    "op": "HINT: pass the same op on every rank.",
+    "root": "HINT: pass the same root_rank on every rank.",
+    "prescale": "HINT: pass the same prescale_factor on every rank, with Average a process set of the same size.",
+    "postscale": "HINT: pass the same postscale_factor on every rank.",
+    "device": "HINT: have the tensor on the same kind of device on every rank.",
+    "direct": "HINT: have NCCL on every rank, or on none.",
+    "codec": "HINT: pass the same compression, with the same settings, on every rank.",
+    "earlier": "HINT: load what each rank saved after the same step, on all ranks or on none.",
+    "groups": "HINT: pass the same groups on every rank.",
+    "ranks": "HINT: make process sets of the same ranks, in the same order, on every rank.",
+    "id": "HINT: remove the same process sets, in the same order, on every rank.",
+}
+_REDUCED = (
+    "HINT: reduce tensors of one shape, with the last batch of uneven data too; hvd.allgather takes different numbers "
+    "of rows."
+)
+_BY_KIND = {
+    "allreduce": _REDUCED,
+    "reducescatter": _REDUCED,
+    "broadcast": "HINT: build the same model on every rank; what is broadcast has one shape.",
+    "allgather": "HINT: only the first dimension may differ between ranks.",
+    "alltoall": "HINT: only the first dimension may differ between ranks.",
+    "plan": SAME_MODEL,
+}
+_SHAPES = "HINT: give tensors of the same shape on every rank."
+
+
+def for_mismatch(kind: str, field: str) -> str:
+    """Where ranks ask for the same operation with another value of one field of its signature."""
+    return _BY_KIND.get(kind, _SHAPES) if field == "shape" else _BY_FIELD[field]
+
+
+def for_joined(name: str) -> str:
+    """Where an operation of this name cannot go on without a rank that has joined: who asked for it, and what to do."""
+    if name.endswith((STATISTICS, GRADIENT_SUMS)):
+        return (
+            "It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
+            "HINT: give all ranks as many batches, or use BatchNorm."
+        )
+    if name.endswith(SPARSE):
+        return (
+            "It is a sparse gradient, as of Embedding(sparse=True), which all ranks gather.\n"
+            "HINT: pass sparse_as_dense=True to the optimizer, or give all ranks as many batches."
+        )
+    return "HINT: after hvd.join() others may call allreduce and barrier; make all other calls before it, on all ranks."
+
+
+def for_dead_lock(waits: Sequence[str]) -> str:
+    """Where ranks wait for each other in these."""
+    of_callbacks = [METRIC_AVERAGE in one or BROADCAST_CALLBACK in one for one in waits]
+    return UNEVEN_FIT if any(of_callbacks) else SAME_CALLS
