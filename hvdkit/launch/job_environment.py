@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from hvdkit import config
+from hvdkit.environments.failure_record import WANTED
 from hvdkit.launch.hosts import Slot
 
 # What says who a process is. Left over from a launcher around this one, it would contradict what a rank is now told.
@@ -36,6 +37,7 @@ def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job:
     environment.setdefault("PYTHONUNBUFFERED", "1")  # or the last lines of a killed rank would be lost in its buffer
     environment.update(settings)
     environment["HVDKIT_JOB"] = job
+    environment[WANTED] = "1"
     return environment
 
 

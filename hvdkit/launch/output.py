@@ -1,4 +1,7 @@
-"""Every line that a rank prints, with its rank in front: ``[1]<stdout>: text``; and, if asked, in files of its own."""
+"""Every line that a rank prints, with its rank in front: ``[1]<stdout>: text``; and, if asked, in files of its own.
+
+What a rank tells of its end (``environments/failure_record``) is taken out.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import re
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from hvdkit.environments.failure_record import MARK, Record, parse
 from hvdkit.launch.errors import LaunchError
 
+_MARK = MARK.encode()
 STREAMS = ("stdout", "stderr")
 _LONGEST = 1 << 20  # bytes of a line without an end that are kept waiting
 # A carriage return alone ends a state of a progress bar; followed by a line feed, it is one line's end.
@@ -52,11 +57,10 @@ class Output:
         self._clock: Callable[[], str] | None = time.ctime if timestamps else None
         self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
         self._files = {} if folder is None else _open_files(size, folder)
+        self.records: dict[int, Record] = {}  # of ranks that failed, as they came in
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Bytes that a rank wrote; complete lines are printed at once."""
-        if (rank, stream) in self._files:
-            self._files[rank, stream].write(data)
         self._print(rank, stream, self._splitters[rank, stream].feed(data))
 
     def close(self) -> None:
@@ -66,7 +70,22 @@ class Output:
         for file in self._files.values():
             file.close()
 
+    def _without_record(self, rank: int, line: bytes) -> Iterator[bytes]:
+        """What is left of a line, which may have been begun before the rank told of its end."""
+        before, mark, rest = line.partition(_MARK)
+        record = parse(mark + rest) if mark else None
+        if record is None:
+            yield line
+            return
+        self.records.setdefault(rank, record)
+        if before:
+            yield before + b"\n"
+
     def _print(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        if stream == "stderr":
+            lines = [left for line in lines for left in self._without_record(rank, line)]
+        if (rank, stream) in self._files:
+            self._files[rank, stream].write(b"".join(lines))
         # A bar that begins with a carriage return leaves an empty line in front of it.
         lines = [line for line in lines if line != b"\r"]
         if not lines:

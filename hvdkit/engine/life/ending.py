@@ -10,6 +10,9 @@ from collections.abc import Callable
 from time import sleep
 from typing import Any
 
+from hvdkit.environments import failure_record
+from hvdkit.errors import HorovodInternalError
+
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
 LONGEST_FACT = 400
@@ -43,18 +46,29 @@ class Ending:
         self._process = os.getpid()
         self._watched: Callable[[], None] | None = None
         self._abort: Callable[[int], None] = lambda code: None
+        self._first_gone: Callable[[], int | None] = lambda: None
+        self._sends_record = False  # hvdkitrun waits for one
 
-    def watch(self, shutdown: Callable[[], None]) -> None:
-        """Have ``shutdown`` called when the process ends, and see why it does. Once is enough."""
+    def watch(self, shutdown: Callable[[], None], first_gone: Callable[[], int | None]) -> None:
+        """Have ``shutdown`` called when the process ends, and see why it does. Once is enough.
+
+        ``first_gone`` says which rank has left the job before this one, None if none has.
+        """
         self._process = os.getpid()
         if self._watched is not None:
             return
-        self._watched = shutdown
+        self._watched, self._first_gone = shutdown, first_gone
+        self._sends_record = failure_record.take_wanted()
         atexit.register(self._at_exit)
         previous_hook, previous_exit = sys.excepthook, sys.exit
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            previous_hook(kind, error, trace)
+            if not self._sends_record or not self.check_process() or not issubclass(kind, Exception):
+                previous_hook(kind, error, trace)
+            else:
+                if previous_hook is not sys.__excepthook__:
+                    previous_hook(kind, error, trace)
+                self._send(failure_record.of_exception(kind, error, trace, self._blamed(error)))
             self._note(1, raised(kind, error))
 
         def exit_noting(code: Any = None) -> None:
@@ -85,6 +99,17 @@ class Ending:
         """Whether this is the process that called ``watch``, not a fork of it, whose connections it must not use."""
         return self._process == os.getpid()
 
+    def _blamed(self, error: BaseException) -> int | None:
+        """The rank that this one fails because of, None if it is for reasons of its own."""
+        if not isinstance(error, HorovodInternalError):
+            return None
+        rank = getattr(error, "rank", None)
+        return self._first_gone() if rank is None else int(rank)
+
+    def _send(self, record: failure_record.Record) -> None:
+        self._sends_record = False
+        failure_record.send(record)
+
     def _note(self, code: int, reason: str) -> None:
         self.code, self.reason = code, reason
 
@@ -96,6 +121,8 @@ class Ending:
             if stream is not None:
                 stream.flush()
         code_before = self.code
+        if self.code and self._sends_record:
+            self._send(failure_record.Record(self.reason, after=self._first_gone()))
         try:
             self._watched()
         except Exception as error:  # raised on, it would be a word on stderr, and the process a success

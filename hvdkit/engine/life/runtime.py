@@ -145,10 +145,15 @@ def _is_communicator(comm: Any) -> bool:
     return hasattr(comm, "Get_rank")
 
 
+def first_gone() -> int | None:
+    """The rank that left the job before all others, None where none has."""
+    return None if _session is None else next(iter(_session.engine.mailbox.departed), None)
+
+
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Who this process is, and which ranks of that world take part, if not all do."""
     if _is_communicator(comm):
-        ENDING.watch(shutdown)
+        ENDING.watch(shutdown, first_gone)
         ENDING.abort_with(abort_mpi)
         return World("mpi4py", comm.Get_rank(), comm.Get_size(), mpi=True), None
     world = environments.detect()
@@ -164,7 +169,7 @@ def _world_of(comm: Any) -> tuple[World, list[int] | None]:
                 "HINT: call hvd.init(comm=ranks) only on the ranks that it names."
             )
     if world.size > 1:
-        ENDING.watch(shutdown)  # before anything can fail that others wait for
+        ENDING.watch(shutdown, first_gone)  # before anything can fail that others wait for
         if world.mpi:
             ENDING.abort_with(abort_mpi)
     _generations[tuple(members or ())] += 1

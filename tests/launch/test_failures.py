@@ -1,0 +1,203 @@
+"""A failed job in a few lines: whom it names, what it folds, and where all of it is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hvdkit.environments.failure_record import MARK, Record, is_of_a_library, of_exception, parse
+from hvdkit.launch.failures import LONGEST_LINE, all_tracebacks, first_to_fail, shortened, spans, summary
+from tests.launch.launching import argv, call, environment
+
+
+def own(text: str = "ValueError: mine") -> Record:
+    return Record(text, '  File "w.py", line 3, in <module>\n    step()\n', f"Traceback ...\n{text}\n")
+
+
+def of(rank: int) -> Record:
+    return Record(f"hvdkit.errors.PeerLostError: rank {rank} has left the job", after=rank)
+
+
+@pytest.mark.parametrize(
+    ("records", "ended", "by_signal", "first"),
+    [
+        ({1: own()}, 1, False, 1),
+        ({1: own(), 0: of(1)}, 0, False, 1),  # which ends while rank 1 says goodbye
+        ({0: of(1), 1: own()}, 0, False, 1),
+        ({0: of(1)}, 0, False, 1),  # which left in good order, and too early
+        ({0: of(1)}, 1, True, 1),  # which was killed
+        ({0: own()}, 1, True, 1),  # and rank 0 was told in other words
+        ({0: of(1), 2: of(1)}, 1, False, 1),  # which ended without a word
+        ({}, 2, False, 2),
+        ({2: own(), 0: own()}, 0, False, 2),  # both of the same
+        ({0: of(2), 2: of(1)}, 0, False, 1),
+    ],
+)
+def test_who_failed_first(records: dict[int, Record], ended: int, by_signal: bool, first: int):
+    assert first_to_fail(records, ended, by_signal) == first
+
+
+def test_the_others_have_a_line_each_or_less():
+    records = {
+        2: own("a.b.ValueError: mine\nHINT: do it"),
+        0: of(2),
+        1: of(2),
+        3: own("a.b.ValueError: mine\nHINT: do it"),
+    }
+    assert summary(records, 2) == [
+        "hvdkitrun: rank 2 failed:",
+        '  File "w.py", line 3, in <module>',
+        "    step()",
+        "a.b.ValueError: mine",
+        "HINT: do it",
+        "hvdkitrun: ranks 0-1: PeerLostError: rank 2 has left the job",
+        "hvdkitrun: rank 3: the same",
+    ]
+    assert summary({}, 1) == []
+    assert summary({0: of(1)}, 1) == ["hvdkitrun: rank 0: PeerLostError: rank 1 has left the job"]
+    assert all_tracebacks({1: own(), 0: of(1)}) == (
+        "rank 0:\nhvdkit.errors.PeerLostError: rank 1 has left the job\nrank 1:\nTraceback ...\nValueError: mine\n"
+    )
+
+
+def test_ranks_and_long_lines_are_shortened_and_say_so():
+    assert spans([0, 2, 3, 4, 63]) == "0, 2-4, 63"
+    assert shortened("a.b.KeyError: 3\nHINT: x") == "KeyError: 3"
+    assert shortened("KeyError") == "KeyError"
+    assert shortened("E: " + "x" * 2 * LONGEST_LINE).endswith("x ... (cut off here)")
+
+
+def test_a_record_holds_the_users_own_lines():
+    script = "import json\ndef main():\n    json.loads('no')\nmain()\n"
+    try:
+        exec(compile(script, "w.py", "exec"), {})  # noqa: S102 (a script of its own name)
+    except ValueError as error:
+        record = of_exception(type(error), error, error.__traceback__.tb_next, after=3)
+    assert record.frames == (
+        '  File "w.py", line 4, in <module>\n  File "w.py", line 3, in main\n  ... 3 lines in libraries\n'
+    )
+    assert record.error == "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+    assert record.traceback.startswith("Traceback (most recent call last):\n")
+    assert "raw_decode" in record.traceback
+    assert parse(record.line().encode()) == record
+    assert record.after == 3
+    assert parse(f"{MARK}{{}}\n".encode()) is None
+    assert parse(f"{MARK}not whole".encode()) is None
+    assert is_of_a_library(subprocess.__file__)
+    assert not is_of_a_library("/home/me/train.py")
+
+
+def test_what_an_exception_came_of_is_told():
+    try:
+        try:
+            raise KeyError("x")
+        except KeyError as error:
+            raise ValueError("no x") from error
+    except ValueError as error:
+        record = of_exception(type(error), error, error.__traceback__)
+    assert record.error == "ValueError: no x\nIt came of KeyError: 'x'"
+
+
+FAILS = """
+import os, sys, hvdkit.torch as hvd, torch
+hvd.init()
+def train():
+    if hvd.rank() == 1:
+        {fails}
+    hvd.allreduce(torch.ones(3), name="x")
+train()
+"""
+
+
+def script(folder: Path, fails: str) -> Path:
+    path = folder / "w.py"
+    path.write_text(textwrap.dedent(FAILS.format(fails=fails)))
+    return path
+
+
+def run(controller: str, path: Path, *flags: str) -> tuple[int, list[str]]:
+    command = [*argv([controller, "-np", "3", *flags], "")[:-2], str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
+    return result.returncode, result.stderr.splitlines()
+
+
+def test_a_job_that_raises_is_told_in_ten_lines(controller: str, tmp_path: Path):
+    path = script(tmp_path, "raise ValueError('no data\\nHINT: get some')")
+    status, lines = run(controller, path)
+    assert status == 1
+    assert lines[:7] == [
+        "hvdkitrun: rank 1 failed:",
+        f'  File "{path}", line 8, in <module>',
+        "    train()",
+        f'  File "{path}", line 6, in train',
+        "    raise ValueError('no data\\nHINT: get some')",
+        "ValueError: no data",
+        "HINT: get some",
+    ]
+    assert lines[7] == (
+        "hvdkitrun: ranks 0, 2: PeerLostError: allreduce 'x' waits for rank 1, which has left the job: it raised "
+        "ValueError: no data."
+    )
+    kept = re.fullmatch("hvdkitrun: all tracebacks are in (.*), or shown with --verbose", lines[8])
+    assert kept is not None
+    text = Path(kept[1]).read_text()
+    Path(kept[1]).unlink()
+    assert [text.count(one) for one in ("rank 0:\n", "rank 1:\n", "rank 2:\n", "Traceback (most recent")] == [
+        1,
+        1,
+        1,
+        3,
+    ]
+    assert re.fullmatch("hvdkitrun: rank 1 on .* (failed|exited) with code 1, which ended the job", lines[9])
+    assert len(lines) == 10
+
+
+def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller: str, tmp_path: Path):
+    status, lines = run(controller, script(tmp_path, "sys.exit(0)"), "--output-filename", str(tmp_path / "out"))
+    assert status == 1
+    assert re.fullmatch(
+        "hvdkitrun: ranks? .*0.*: PeerLostError: allreduce 'x' .*rank 1, which has left the job.*", lines[0]
+    )
+    assert lines[-2] == f"hvdkitrun: all tracebacks are in {tmp_path}/out/failure.txt, or shown with --verbose"
+    assert re.fullmatch("hvdkitrun: rank 1 on .* left the job before the others, which ended it", lines[-1])
+    assert "PeerLostError" in (tmp_path / "out" / "failure.txt").read_text()
+    assert MARK not in (tmp_path / "out" / "rank.0" / "stderr").read_text()
+
+
+def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: Path):
+    status, lines = run(controller, script(tmp_path, "sys.exit(3)"), "--verbose")
+    assert status == 3
+    text = "\n".join(lines)
+    assert "rank 1:\nit called sys.exit(3)\n" in text
+    assert "Traceback (most recent call last)" in text
+    assert "all tracebacks are in" not in text
+    assert "rank 1 on " in lines[-1]
+
+
+def test_what_a_rank_prints_itself_and_what_its_children_print_stays(controller: str, tmp_path: Path):
+    child = "import hvdkit.torch as hvd; hvd.init(); 1 // 0"
+    quoted = (
+        f"import subprocess; subprocess.run([sys.executable, '-c', {child!r}], env={{**os.environ, 'HVDKIT_RANK': ''}})"
+    )
+    status, lines = run(controller, script(tmp_path, f"{quoted}; sys.stderr.write('half a line'); raise KeyError(3)"))
+    assert status == 1
+    assert "[1]<stderr>: half a line" in lines
+    assert any("Traceback" in line for line in lines), "of the child, which is no rank"
+    assert "KeyError: 3" in lines
+
+
+def test_a_script_that_is_started_without_python_is_told_how():
+    result = call(["-np", "2"], "")
+    assert result.status == 0
+    command = [sys.executable, "-m", "hvdkit.launch", "-np", "2", "w.py", "--fast"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert told.returncode == 127
+    assert told.stderr.splitlines() == [
+        "hvdkitrun: cannot find the program 'w.py', or it is not executable",
+        "HINT: check its name and PATH; a Python script runs as: hvdkitrun -np 2 python w.py --fast",
+    ]
