@@ -1,7 +1,8 @@
-"""What a rank tells hvdkitrun of its end: one line on stderr, which hvdkitrun takes out of what the rank prints.
+"""What a rank tells hvdkitrun of its end: a line on stderr, which hvdkitrun takes out of what the rank prints.
 
-Python would print the traceback of each rank, most of them of ranks that failed because another one had, and most of
-their lines of libraries. hvdkitrun asks for records instead, and shows them together when the job has ended.
+Python prints the traceback of each rank, most of them of ranks that failed because another one had, and most of their
+lines of libraries. A mark before it and the record after it let hvdkitrun keep it back, and show what matters of all
+ranks together when the job has ended. Who reads the rank's stderr elsewhere finds the traceback as ever.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from types import TracebackType
 
 # By this hvdkitrun asks for records. What a rank starts is not asked: nobody might read it.
 WANTED = "HVDKIT_FAILURE_RECORDS"
+BEGINS = "\x1ehvdkit traceback"
 MARK = "\x1ehvdkit failure "
-LONGEST_TRACEBACK = 60_000  # characters, of which the last ones are kept
 
 _HVDKIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple(
@@ -38,7 +39,6 @@ class Record:
 
     error: str
     frames: str = ""
-    traceback: str = ""
     after: int | None = None
 
     def line(self) -> str:
@@ -65,13 +65,11 @@ def of_exception(
 ) -> Record:
     """What there is to tell of an exception that ends this process."""
     told = traceback.TracebackException(kind, error, trace)
-    text = "".join(told.format())
-    cut = "... (cut off here)\n" if len(text) > LONGEST_TRACEBACK else ""
     only = "".join(told.format_exception_only()).rstrip("\n")
     earlier = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
     if earlier is not None:
         only += f"\nIt came of {next(iter(earlier.format_exception_only()), '').rstrip()}"
-    return Record(only, "".join(_folded(told.stack)), cut + text[-LONGEST_TRACEBACK:], after)
+    return Record(only, "".join(_folded(told.stack)), after)
 
 
 def is_of_a_library(file: str) -> bool:
@@ -103,10 +101,10 @@ def _others(count: int) -> Iterator[str]:
         yield f"  ... {count} line{'s' if count > 1 else ''} in libraries\n"
 
 
-def send(record: Record) -> None:
-    """Write a record where hvdkitrun reads, after what was written to stderr before."""
+def send(line: str) -> None:
+    """Write a line where hvdkitrun reads, after what was written to stderr before."""
     if sys.stderr is not None:
         sys.stderr.flush()
-    left = memoryview(record.line().encode(errors="replace"))
+    left = memoryview(line.encode(errors="replace"))
     while left:
         left = left[os.write(2, left) :]

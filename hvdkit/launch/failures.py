@@ -65,9 +65,10 @@ def spans(ranks: list[int]) -> str:
     return ", ".join("-".join(map(str, span)) for span in found)
 
 
-def all_tracebacks(records: Mapping[int, Record]) -> str:
-    """Every rank's, as Python would have printed it."""
-    return "\n".join(f"rank {rank}:\n{record.traceback or record.error}" for rank, record in sorted(records.items()))
+def all_tracebacks(records: Mapping[int, Record], tracebacks: Mapping[int, str]) -> str:
+    """Every rank's, as Python printed it."""
+    ranks = sorted({*records, *tracebacks})
+    return "".join(f"rank {rank}:\n{tracebacks.get(rank) or records[rank].error}".rstrip("\n") + "\n" for rank in ranks)
 
 
 def keep(text: str, folder: Path | None) -> str:

@@ -9,11 +9,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from hvdkit import as_horovod
-from hvdkit.environments.failure_record import Record
 from hvdkit.launch import controller, failures, options
 from hvdkit.launch.check_build import report
 from hvdkit.launch.errors import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError
@@ -107,12 +106,12 @@ def run_gloo(
         outcome = supervise(children)
     output.close()
     if outcome.failed is None:
-        show(output.records, None, chosen)
+        show(output, None, chosen)
         return 0 if outcome.signal is None else ended_by(outcome.signal)
     slot = slots[outcome.failed]
     # What ends by a signal at the other end of ssh comes back as the shell's 128 + n.
     code = signal_from_status(outcome.code) if slot.host in remote else outcome.code
-    return failed(Failure(slot.rank, code), slots, output.records, chosen)
+    return failed(Failure(slot.rank, code), slots, output, chosen)
 
 
 def run_mpi(
@@ -151,8 +150,8 @@ def run_mpi(
     if own_words and (failure is None or chosen.verbose) and outcome.signal is None:
         print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
     if failure is not None and outcome.signal is None:
-        return failed(failure, slots, output.records, chosen)
-    show(output.records, None, chosen)
+        return failed(failure, slots, output, chosen)
+    show(output, None, chosen)
     if outcome.signal is not None:
         return ended_by(outcome.signal)
     if outcome.failed is not None:
@@ -171,24 +170,28 @@ def signal_from_status(status: int) -> int:
     return 128 - status if status - 128 in set(signal.Signals) else status
 
 
-def show(records: Mapping[int, Record], first: int | None, chosen: Options) -> None:
+def show(output: Output, first: int | None, chosen: Options) -> None:
     """What the ranks told of their ends: the ``first``, and what became of the others; ``--verbose`` shows all."""
-    if not records:
+    if not output.records:
         return
-    text = failures.all_tracebacks(records)
+    text = failures.all_tracebacks(output.records, output.tracebacks)
     if chosen.verbose or first is None:
-        print(text.rstrip("\n"), file=sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr, flush=True)
         return
-    print("\n".join(failures.summary(records, first)), file=sys.stderr)
+    print("\n".join(failures.summary(output.records, first)), file=sys.stderr)
     say(f"all tracebacks are in {failures.keep(text, chosen.output_folder)}, or shown with --verbose")
 
 
-def failed(failure: Failure, slots: list[Slot], records: Mapping[int, Record], chosen: Options) -> int:
+def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options) -> int:
     """Say which rank ended the job, and how; the exit status."""
-    first = failures.first_to_fail(records, failure.rank, by_signal=failure.code < 0)
-    show(records, first, chosen)
+    first = failures.first_to_fail(output.records, failure.rank, by_signal=failure.code < 0)
+    show(output, first, chosen)
     if first != failure.rank:
-        how = "failed, which ended the job" if first in records else "left the job before the others, which ended it"
+        how = (
+            "failed, which ended the job"
+            if first in output.records
+            else "left the job before the others, which ended it"
+        )
         say(f"rank {first} on {slots[first].host} {how}")
         return failure.code if failure.code >= 0 else 128 - failure.code
     host = failure.host or slots[failure.rank].host

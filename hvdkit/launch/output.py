@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.environments.failure_record import MARK, Record, parse
+from hvdkit.environments.failure_record import BEGINS, MARK, Record, parse
 from hvdkit.launch.errors import LaunchError
 
-_MARK = MARK.encode()
+_BEGINS, _MARK = BEGINS.encode(), MARK.encode()
+_MARKS = re.compile(b"(?:%b|%b[^\n]*)\n" % (_BEGINS, _MARK))
 STREAMS = ("stdout", "stderr")
 _LONGEST = 1 << 20  # bytes of a line without an end that are kept waiting
 # A carriage return alone ends a state of a progress bar; followed by a line feed, it is one line's end.
@@ -58,34 +59,47 @@ class Output:
         self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
         self._files = {} if folder is None else _open_files(size, folder)
         self.records: dict[int, Record] = {}  # of ranks that failed, as they came in
+        self.tracebacks: dict[int, str] = {}  # theirs
+        self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Bytes that a rank wrote; complete lines are printed at once."""
+        if (rank, stream) in self._files:
+            self._files[rank, stream].write(_MARKS.sub(b"", data))
         self._print(rank, stream, self._splitters[rank, stream].feed(data))
 
     def close(self) -> None:
         """Print unfinished lines and close the files."""
         for (rank, stream), splitter in self._splitters.items():
             self._print(rank, stream, splitter.flush())
+        for (rank, stream), lines in self._held.items():  # who was killed while it told of its end
+            self._show(rank, stream, lines)
         for file in self._files.values():
             file.close()
 
-    def _without_record(self, rank: int, line: bytes) -> Iterator[bytes]:
-        """What is left of a line, which may have been begun before the rank told of its end."""
-        before, mark, rest = line.partition(_MARK)
-        record = parse(mark + rest) if mark else None
-        if record is None:
-            yield line
-            return
-        self.records.setdefault(rank, record)
-        if before:
-            yield before + b"\n"
+    def _shown(self, source: tuple[int, str], lines: list[bytes]) -> Iterator[bytes]:
+        """Those of a rank's lines that are no part of what it tells of its end."""
+        for line in lines:
+            before, mark, rest = line.partition(_BEGINS if _BEGINS in line else _MARK)
+            record = parse(mark + rest) if mark == _MARK else None
+            if record is not None:
+                self.records.setdefault(source[0], record)
+                held = b"".join(self._held.pop(source, []))
+                self.tracebacks.setdefault(source[0], held.decode(errors="replace"))
+            elif mark == _BEGINS:
+                self._held[source] = self._held.get(source, [])
+            elif source in self._held:
+                self._held[source].append(line)
+                continue
+            else:
+                before = line
+            if before:
+                yield before if before is line else before + b"\n"  # which was begun when the rank failed
 
     def _print(self, rank: int, stream: str, lines: list[bytes]) -> None:
-        if stream == "stderr":
-            lines = [left for line in lines for left in self._without_record(rank, line)]
-        if (rank, stream) in self._files:
-            self._files[rank, stream].write(b"".join(lines))
+        self._show(rank, stream, list(self._shown((rank, stream), lines)))
+
+    def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
         # A bar that begins with a carriage return leaves an empty line in front of it.
         lines = [line for line in lines if line != b"\r"]
         if not lines:

@@ -9,14 +9,18 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hvdkit.environments.failure_record import MARK, Record, is_of_a_library, of_exception, parse
+from hvdkit.environments.failure_record import BEGINS, MARK, Record, is_of_a_library, of_exception, parse
 from hvdkit.launch.failures import LONGEST_LINE, all_tracebacks, first_to_fail, shortened, spans, summary
+from hvdkit.launch.output import Output
 from tests.launch.launching import argv, call, environment
+from tests.launch.test_output import cut
 
 
 def own(text: str = "ValueError: mine") -> Record:
-    return Record(text, '  File "w.py", line 3, in <module>\n    step()\n', f"Traceback ...\n{text}\n")
+    return Record(text, '  File "w.py", line 3, in <module>\n    step()\n')
 
 
 def of(rank: int) -> Record:
@@ -60,7 +64,7 @@ def test_the_others_have_a_line_each_or_less():
     ]
     assert summary({}, 1) == []
     assert summary({0: of(1)}, 1) == ["hvdkitrun: rank 0: PeerLostError: rank 1 has left the job"]
-    assert all_tracebacks({1: own(), 0: of(1)}) == (
+    assert all_tracebacks({1: own(), 0: of(1)}, {1: "Traceback ...\nValueError: mine\n"}) == (
         "rank 0:\nhvdkit.errors.PeerLostError: rank 1 has left the job\nrank 1:\nTraceback ...\nValueError: mine\n"
     )
 
@@ -82,8 +86,6 @@ def test_a_record_holds_the_users_own_lines():
         '  File "w.py", line 4, in <module>\n  File "w.py", line 3, in main\n  ... 3 lines in libraries\n'
     )
     assert record.error == "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
-    assert record.traceback.startswith("Traceback (most recent call last):\n")
-    assert "raw_decode" in record.traceback
     assert parse(record.line().encode()) == record
     assert record.after == 3
     assert parse(f"{MARK}{{}}\n".encode()) is None
@@ -189,6 +191,43 @@ def test_what_a_rank_prints_itself_and_what_its_children_print_stays(controller:
     assert "[1]<stderr>: half a line" in lines
     assert any("Traceback" in line for line in lines), "of the child, which is no rank"
     assert "KeyError: 3" in lines
+
+
+def test_what_reads_a_ranks_stderr_elsewhere_finds_the_traceback(controller: str, tmp_path: Path):
+    path = script(tmp_path, "raise ValueError('here')")
+    command = [
+        *argv([controller, "-np", "3"], "")[:-3],
+        "sh",
+        "-c",
+        f"{sys.executable} {path} 2> {tmp_path}/$HVDKIT_RANK.err",
+    ]
+    if controller == "--mpi":
+        command[-1] = command[-1].replace("HVDKIT_RANK", "OMPI_COMM_WORLD_RANK")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
+    assert result.returncode == 1
+    assert "ValueError: here\n" in (tmp_path / "1.err").read_text()
+    assert (tmp_path / "1.err").read_text().count("Traceback (most recent") == 1
+    assert len(result.stderr.splitlines()) == 1
+
+
+@given(st.lists(st.integers(0, 900)))
+def test_a_traceback_is_kept_back_until_its_record_comes_and_shown_if_it_never_does(places: list[int]):
+    begins, record = BEGINS.encode() + b"\n", own().line().encode()
+    for data, shown, kept in (
+        (b"a\nb" + begins + b"Traceback\n x\n" + record + b"after\n", b"a\nb\nafter\n", "Traceback\n x\n"),
+        (b"a\n" + begins + b"Traceback\n x\n", b"a\nTraceback\n x\n", None),
+        (b"a\n" + MARK.encode() + b"no record\n", b"a\n" + MARK.encode() + b"no record\n", None),
+        (record, b"", ""),
+    ):
+        output = Output(1)
+        written = []
+        output._show = lambda rank, stream, lines, written=written: written.extend(lines)
+        for piece in cut(data, places):
+            output.write(0, "stderr", piece)
+        output.close()
+        assert b"".join(written) == shown
+        assert output.tracebacks.get(0) == kept
+        assert output.records == ({} if kept is None else {0: own()})
 
 
 def test_a_script_that_is_started_without_python_is_told_how():

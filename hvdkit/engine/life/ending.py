@@ -63,11 +63,11 @@ class Ending:
         previous_hook, previous_exit = sys.excepthook, sys.exit
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            if not self._sends_record or not self.check_process() or not issubclass(kind, Exception):
-                previous_hook(kind, error, trace)
-            else:
-                if previous_hook is not sys.__excepthook__:
-                    previous_hook(kind, error, trace)
+            sends_record = self._sends_record and self.check_process() and issubclass(kind, Exception)
+            if sends_record and previous_hook is sys.__excepthook__:  # what another one prints is shown as it is
+                failure_record.send(f"{failure_record.BEGINS}\n")
+            previous_hook(kind, error, trace)
+            if sends_record:
                 self._send(failure_record.of_exception(kind, error, trace, self._blamed(error)))
             self._note(1, raised(kind, error))
 
@@ -108,7 +108,7 @@ class Ending:
 
     def _send(self, record: failure_record.Record) -> None:
         self._sends_record = False
-        failure_record.send(record)
+        failure_record.send(record.line())
 
     def _note(self, code: int, reason: str) -> None:
         self.code, self.reason = code, reason
