@@ -19,6 +19,7 @@ from types import TracebackType
 # By this hvdkitrun asks for records. What a rank starts is not asked: nobody might read it.
 WANTED = "HVDKIT_FAILURE_RECORDS"
 BEGINS = "\x1ehvdkit traceback"
+ANOTHER = -1
 MARK = "\x1ehvdkit failure "
 
 _HVDKIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -34,7 +35,8 @@ class Record:
     """How a rank failed. ``error``: the exception as Python prints it, without the traceback.
 
     ``frames`` are the lines of the traceback in the user's own files, with how many of libraries come between.
-    ``after``: the rank whose loss or leaving this one's failure is due to, None if it is nobody's.
+    ``after``: the rank whose loss or leaving this one's failure is due to, ANOTHER if only that is known, None if it is
+    nobody's.
     """
 
     error: str

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.environments.failure_record import Record
+from hvdkit.environments.failure_record import ANOTHER, Record
 
 SAYS = "hvdkitrun: "
 LONGEST_LINE = 200
@@ -27,7 +27,8 @@ def first_to_fail(records: Mapping[int, Record], ended: int, by_signal: bool) ->
         return own
     if ended not in records:
         return ended
-    return next((one.after for one in records.values() if one.after is not None and one.after not in records), ended)
+    blamed = [one.after for one in records.values() if one.after not in (None, ANOTHER, *records)]
+    return next((rank for rank in blamed if rank is not None), ended)
 
 
 def summary(records: Mapping[int, Record], first: int) -> list[str]:

@@ -167,6 +167,7 @@ def test_the_place_that_another_launcher_gave_is_not_inherited():
         "MY_RANK": "1",
         "PYTHONUNBUFFERED": "1",
         "HVDKIT_JOB": "j",
+        "HVDKIT_FAILURE_RECORDS": "1",
     }
 
 

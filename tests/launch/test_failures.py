@@ -37,6 +37,8 @@ def of(rank: int) -> Record:
         ({0: of(1)}, 1, True, 1),  # which was killed
         ({0: own()}, 1, True, 1),  # and rank 0 was told in other words
         ({0: of(1), 2: of(1)}, 1, False, 1),  # which ended without a word
+        ({0: of(-1)}, 0, False, 0),  # who is to blame is not known
+        ({0: of(-1), 2: of(1)}, 0, False, 1),
         ({}, 2, False, 2),
         ({2: own(), 0: own()}, 0, False, 2),  # both of the same
         ({0: of(2), 2: of(1)}, 0, False, 1),

@@ -11,7 +11,7 @@ from time import sleep
 from typing import Any
 
 from hvdkit.environments import failure_record
-from hvdkit.errors import HorovodInternalError
+from hvdkit.errors import HorovodInternalError, PeerLostError
 
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
@@ -48,6 +48,7 @@ class Ending:
         self._abort: Callable[[int], None] = lambda code: None
         self._first_gone: Callable[[], int | None] = lambda: None
         self._sends_record = False  # hvdkitrun waits for one
+        self._blames_another = False  # this process ends by an exception that another rank is the cause of
 
     def watch(self, shutdown: Callable[[], None], first_gone: Callable[[], int | None]) -> None:
         """Have ``shutdown`` called when the process ends, and see why it does. Once is enough.
@@ -67,8 +68,10 @@ class Ending:
             if sends_record and previous_hook is sys.__excepthook__:  # what another one prints is shown as it is
                 failure_record.send(f"{failure_record.BEGINS}\n")
             previous_hook(kind, error, trace)
+            blamed = self._blamed(error)
+            self._blames_another = blamed is not None
             if sends_record:
-                self._send(failure_record.of_exception(kind, error, trace, self._blamed(error)))
+                self._send(failure_record.of_exception(kind, error, trace, blamed))
             self._note(1, raised(kind, error))
 
         def exit_noting(code: Any = None) -> None:
@@ -103,8 +106,12 @@ class Ending:
         """The rank that this one fails because of, None if it is for reasons of its own."""
         if not isinstance(error, HorovodInternalError):
             return None
-        rank = getattr(error, "rank", None)
-        return self._first_gone() if rank is None else int(rank)
+        rank = error.rank if isinstance(error, PeerLostError) else None
+        if rank is None:
+            rank = self._first_gone()
+        if rank is None and isinstance(error, PeerLostError):
+            rank = failure_record.ANOTHER
+        return rank
 
     def _send(self, record: failure_record.Record) -> None:
         self._sends_record = False
@@ -128,7 +135,7 @@ class Ending:
         except Exception as error:  # raised on, it would be a word on stderr, and the process a success
             self.code = self.code or 1
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if self.code and self.another_left:
+        if self.code and (self.another_left or self._blames_another):
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:
             self._abort(self.first_code or self.code or 1)

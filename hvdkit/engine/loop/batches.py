@@ -51,7 +51,8 @@ class Batches:
             self._groups.repetitions[key.process_set].forget(key.name if automatic_number(key) is None else None)
         if submission is not None:
             self._telemetry.end(key)
-            submission.handle.fail(kind(message.text))
+            error = PeerLostError(message.text, message.left) if message.cause == LEFT else kind(message.text)
+            submission.handle.fail(error)
 
     def _run(self, sender: int, message: Run) -> None:
         """Start a batch that all ranks run under the same sequence number."""

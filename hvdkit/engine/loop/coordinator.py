@@ -120,7 +120,7 @@ class Coordinator:
         self._fail_join()
         for key, entry in list(self._pending.items()):
             if rank in self._missing(key, entry):
-                self._fail([key], self._departed_text(key, rank), LEFT)
+                self._fail([key], self._departed_text(key, rank), LEFT, rank)
 
     def give_up(self, key: Key, message: str) -> None:
         """Fail an operation that has stalled for too long, if it is still pending."""
@@ -181,7 +181,7 @@ class Coordinator:
         if self._departed:
             gone = [member for member in self._missing(key, entry) if member in self._departed]
             if gone:
-                self._fail([key], self._departed_text(key, gone[0]), LEFT)
+                self._fail([key], self._departed_text(key, gone[0]), LEFT, gone[0])
                 return
         if is_new and len(self._pending) > 1:
             for rival in [Key(process_set, other, key.name) for other in tensor_kinds() if other != kind]:
@@ -241,13 +241,13 @@ class Coordinator:
         del self._pending[key]
         self._ready.append((key, entry))
 
-    def _fail(self, keys: list[Key], message: str, cause: str = MISMATCH) -> None:
+    def _fail(self, keys: list[Key], message: str, cause: str = MISMATCH, left: int | None = None) -> None:
         """Tell every rank that asked for one of these, and every member that will still ask, once."""
         self._recurring.forget()  # as they do who hear of it
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
         asked = {rank for key in keys for rank in self._pending[key].requests}
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
-        failure = Failure(message, cause, members - asked - set(self._departed) - joined)
+        failure = Failure(message, cause, members - asked - set(self._departed) - joined, left)
         for key in keys:
             entry = self._pending.pop(key)
             for rank in sorted(entry.requests):
@@ -267,7 +267,7 @@ class Coordinator:
         return True
 
     def _tell_failure(self, rank: int, key: Key, failure: Failure) -> None:
-        self._outgoing.append(([rank], Reject(*key, failure.text, failure.cause)))
+        self._outgoing.append(([rank], Reject(*key, failure.text, failure.cause, failure.left)))
 
     def _forget(self, failure: Failure) -> None:
         """All members have been told."""

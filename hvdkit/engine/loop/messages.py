@@ -76,13 +76,14 @@ class Run(Message):
 
 @dataclass(slots=True)
 class Reject(Message):
-    """An operation fails; ``cause`` is one of the three above."""
+    """An operation fails; ``cause`` is one of the three above, ``left`` the rank that left where that is it."""
 
     process_set: int
     kind: str
     name: str
     text: str
     cause: str
+    left: int | None = None
 
 
 @dataclass(slots=True)

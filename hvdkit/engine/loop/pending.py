@@ -25,12 +25,13 @@ class Entry:
 class Failure:
     """An error of one or more operations, and the members that have not asked for any yet: each is told once.
 
-    ``cause``: MISMATCH, LEFT or STALLED.
+    ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left the job, if one did.
     """
 
     text: str
     cause: str
     untold: set[int]
+    left: int | None = None
 
 
 @dataclass(frozen=True)
