@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
@@ -35,8 +36,15 @@ print('HVDKIT', json.dumps({"version": torch.__version__, "gloo": d.is_available
     "nccl": d.is_available() and d.is_nccl_available(), "gpus": torch.cuda.device_count()}))
 """
 _TENSORFLOW = """
-import json, tensorflow as tf
-print('HVDKIT', json.dumps({"version": tf.__version__, "gpus": len(tf.config.list_physical_devices("GPU"))}))
+import importlib.util, json, tensorflow as tf
+answer = {"version": tf.__version__, "gpus": len(tf.config.list_physical_devices("GPU")), "keras": "not installed"}
+if importlib.util.find_spec("keras") is not None:
+    try:
+        import keras
+        answer["keras"] = {"version": keras.__version__, "backend": keras.backend.backend()}
+    except Exception as error:
+        answer["keras"] = f"is installed, but cannot be imported: {type(error).__name__}: {error}"
+print('HVDKIT', json.dumps(answer))
 """
 _KERAS = """
 import json, keras
@@ -89,11 +97,17 @@ def probe(module: str, program: str) -> dict[str, Any] | str:
 
 
 def look() -> list[Finding]:
-    """All findings. Takes as long as the installed frameworks take to import."""
-    torch, tensorflow = probe("torch", _TORCH), probe("tensorflow", _TENSORFLOW)
+    """All findings. Takes as long as the framework that takes longest to import."""
+    with ThreadPoolExecutor() as pool:
+        probes = [
+            pool.submit(probe, *one) for one in (("torch", _TORCH), ("tensorflow", _TENSORFLOW), ("mpi4py", _MPI))
+        ]
+        torch, tensorflow, mpi = (one.result() for one in probes)
+    # Keras imports TensorFlow, most of the time that this takes, so it is asked in the same process.
+    keras = tensorflow["keras"] if isinstance(tensorflow, dict) else probe("keras", _KERAS)
     return [
-        *_frameworks(torch, tensorflow, probe("keras", _KERAS)),
-        *_transports(torch, tensorflow, probe("mpi4py", _MPI)),
+        *_frameworks(torch, tensorflow, keras),
+        *_transports(torch, tensorflow, mpi),
         _horovod(),
         _mpirun(),
         _launcher(),

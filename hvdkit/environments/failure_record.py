@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
 import sys
 import sysconfig
 import traceback
@@ -19,15 +21,16 @@ from types import TracebackType
 # By this hvdkitrun asks for records. What a rank starts is not asked: nobody might read it.
 WANTED = "HVDKIT_FAILURE_RECORDS"
 BEGINS = "\x1ehvdkit traceback"
-ANOTHER = -1
 MARK = "\x1ehvdkit failure "
 
+ANOTHER = -1  # some rank, and it is not known which
+
+LONGEST_ERROR = 3000  # characters
+MOST_FRAMES = 30  # of the user's own files
+
 _HVDKIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for name, path in sysconfig.get_paths().items()
-    if name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+_PYTHON = tuple(os.path.join(path, "") for name, path in sysconfig.get_paths().items() if name.endswith("stdlib"))
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 @dataclass(frozen=True)
@@ -70,43 +73,50 @@ def of_exception(
     only = "".join(told.format_exception_only()).rstrip("\n")
     earlier = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
     if earlier is not None:
-        only += f"\nIt came of {next(iter(earlier.format_exception_only()), '').rstrip()}"
+        only += f"\nCaused by {next(iter(earlier.format_exception_only()), '').rstrip()}"
+    if len(only) > LONGEST_ERROR:
+        only = f"{only[:LONGEST_ERROR]} ... (cut off here)"
     return Record(only, "".join(_folded(told.stack)), after)
 
 
 def is_of_a_library(file: str) -> bool:
     """Whether a file is hvdkit's, of an installed package or of Python."""
-    return file.startswith((_HVDKIT, "<frozen ", *_LIBRARIES))
+    return file.startswith((_HVDKIT, "<frozen ", *_PYTHON)) or _INSTALLED.search(file) is not None
 
 
 def _folded(stack: traceback.StackSummary) -> Iterator[str]:
-    """The frames of the user's own files, and how many others stand between them; all, where there are no own ones."""
-    own = [not is_of_a_library(frame.filename) for frame in stack]
-    if not any(own):
-        yield from stack.format()
-        return
-    others = 0
-    for frame, is_own in zip(stack, own, strict=True):
-        if not is_own:
-            others += 1
-            continue
-        yield from _others(others)
-        others = 0
-        yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n'
-        if frame.line:
-            yield f"    {frame.line}\n"
-    yield from _others(others)
+    """The frames of the user's own files, and how many others stand between them; all, where there are no own ones.
+
+    Of many, as where a function calls itself without end, the first and the last.
+    """
+    is_own = [not is_of_a_library(frame.filename) for frame in stack]
+    shown = [index for index, own in enumerate(is_own) if own or not any(is_own)]
+    if len(shown) > MOST_FRAMES:
+        shown = shown[: MOST_FRAMES // 2] + shown[-MOST_FRAMES // 2 :]
+    after = -1
+    for index in [*shown, len(stack)]:
+        if skipped := index - after - 1:
+            where = "more" if any(is_own[after + 1 : index]) else "in libraries"
+            yield f"  ... {skipped} line{'s' if skipped > 1 else ''} {where}\n"
+        after = index
+        if index < len(stack):
+            frame = stack[index]
+            yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n'
+            if frame.line:
+                yield f"    {frame.line}\n"
 
 
-def _others(count: int) -> Iterator[str]:
-    if count:
-        yield f"  ... {count} line{'s' if count > 1 else ''} in libraries\n"
-
-
-def send(line: str) -> None:
-    """Write a line where hvdkitrun reads, after what was written to stderr before."""
-    if sys.stderr is not None:
-        sys.stderr.flush()
-    left = memoryview(line.encode(errors="replace"))
-    while left:
-        left = left[os.write(2, left) :]
+def sent(line: str) -> bool:
+    """Write a line where hvdkitrun reads, after what was written to stderr before. Whether that could be done."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        left = memoryview(line.encode(errors="replace"))
+        while left:
+            try:
+                left = left[os.write(2, left) :]
+            except BlockingIOError:  # somebody made it so
+                select.select([], [2], [])
+    except (OSError, ValueError):  # it was closed: there is nobody to tell
+        return False
+    return True

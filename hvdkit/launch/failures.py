@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvdkit.environments.failure_record import ANOTHER, Record
@@ -12,6 +13,62 @@ from hvdkit.environments.failure_record import ANOTHER, Record
 SAYS = "hvdkitrun: "
 LONGEST_LINE = 200
 FILE = "failure.txt"
+
+
+class Failures:
+    """What ranks have told of their ends. ``verbose``: all tracebacks are shown, as they come.
+
+    Else that of the first is, at once and folded, for a rank that fails may take long to end; the others at the end.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.records: dict[int, Record] = {}  # by rank, as they came in
+        self.tracebacks: dict[int, str] = {}
+        self._verbose = verbose
+        self._shown: set[int] = set()
+
+    def take(self, rank: int, record: Record, traceback: str) -> None:
+        """A rank tells of its end; what it tells after that is of a process that it started."""
+        if rank in self.records:
+            return
+        self.records[rank], self.tracebacks[rank] = record, traceback
+        if self._verbose:
+            _print([f"{SAYS}rank {rank} failed:", *(traceback or told(record)).splitlines()])
+        elif not self._shown:
+            self._show(rank)
+
+    def _show(self, rank: int) -> None:
+        self._shown.add(rank)
+        _print([f"{SAYS}rank {rank} failed:", *told(self.records[rank]).splitlines()])
+
+    def show_rest(self, first: int, folder: Path | None) -> None:
+        """At the end: ``first`` failed first. Says where all tracebacks are: in the folder of the output, if any."""
+        if not self.records or self._verbose:
+            return
+        if first in self.records and first not in self._shown:
+            self._show(first)
+        _print(others(self.records, self._shown))
+        text = "".join(f"rank {rank}:\n{self._text(rank)}" for rank in sorted(self.records))
+        try:
+            where = keep(text, folder)
+        except OSError as error:  # a full disk may be why the job failed
+            _print([f"{SAYS}cannot keep all tracebacks in a file: {error}", *text.splitlines()])
+        else:
+            _print([f"{SAYS}all tracebacks are in {where}, or shown with --verbose"])
+
+    def _text(self, rank: int) -> str:
+        return (self.tracebacks[rank] or told(self.records[rank])).rstrip("\n") + "\n"
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line.encode(errors="backslashreplace").decode(), file=sys.stderr)
+    sys.stderr.flush()
+
+
+def told(record: Record) -> str:
+    """The user's own lines, and the error."""
+    return f"{record.frames}{record.error}\n"
 
 
 def first_to_fail(records: Mapping[int, Record], ended: int, by_signal: bool) -> int:
@@ -31,20 +88,14 @@ def first_to_fail(records: Mapping[int, Record], ended: int, by_signal: bool) ->
     return next((rank for rank in blamed if rank is not None), ended)
 
 
-def summary(records: Mapping[int, Record], first: int) -> list[str]:
-    """What is shown: the first one's own lines and error, then the others, those that say the same in one line."""
-    lines = []
-    if first in records:
-        record = records[first]
-        lines += [f"{SAYS}rank {first} failed:", *record.frames.splitlines(), *record.error.splitlines()]
+def others(records: Mapping[int, Record], shown: Iterable[int]) -> list[str]:
+    """What became of those that are not ``shown``: a line for all that say the same."""
+    errors = {records[rank].error for rank in shown}
     alike: dict[str, list[int]] = {}
     for rank, record in sorted(records.items()):
-        if rank != first:
-            same = first in records and record.error == records[first].error
-            alike.setdefault("the same" if same else shortened(record.error), []).append(rank)
-    for text, ranks in alike.items():
-        lines.append(f"{SAYS}rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {text}")
-    return lines
+        if rank not in shown:
+            alike.setdefault("the same" if record.error in errors else shortened(record.error), []).append(rank)
+    return [f"{SAYS}rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {text}" for text, ranks in alike.items()]
 
 
 def shortened(error: str) -> str:
@@ -66,18 +117,13 @@ def spans(ranks: list[int]) -> str:
     return ", ".join("-".join(map(str, span)) for span in found)
 
 
-def all_tracebacks(records: Mapping[int, Record], tracebacks: Mapping[int, str]) -> str:
-    """Every rank's, as Python printed it."""
-    ranks = sorted({*records, *tracebacks})
-    return "".join(f"rank {rank}:\n{tracebacks.get(rank) or records[rank].error}".rstrip("\n") + "\n" for rank in ranks)
-
-
 def keep(text: str, folder: Path | None) -> str:
-    """Write the tracebacks into the folder of the ranks' output, else into a file of its own; returns its path."""
+    """Write the tracebacks into the folder of the ranks' output, else into a file of its own. Returns its path."""
     if folder is not None:
-        (folder / FILE).write_text(text)
-        return str(folder / FILE)
-    descriptor, path = tempfile.mkstemp(prefix="hvdkit-", suffix=f"-{FILE}")
-    with os.fdopen(descriptor, "w") as file:
+        path = str(folder / FILE)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="hvdkit-", suffix=f"-{FILE}")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
     return path

@@ -66,7 +66,7 @@ def run(chosen: Options) -> int:
     environment = job_environment(os.environ, settings, job=secrets.token_hex(8))
     if chosen.as_horovod:
         environment = first_on_python_path(environment, str(as_horovod.FOLDER))
-    output = Output(chosen.size, chosen.output_folder, chosen.timestamps)
+    output = Output(chosen.size, chosen.output_folder, chosen.timestamps, chosen.verbose)
     if chosen.verbose:
         say(f"{chosen.size} ranks on {', '.join(f'{host} ({where(host, remote)})' for host in hosts)}")
         say(f"starting {way.reason}")
@@ -105,9 +105,10 @@ def run_gloo(
                 say(f"rank {slot.rank} on {slot.host}: {shlex.join([*child.remote, *child.command])}")
         outcome = supervise(children)
     output.close()
+    if outcome.signal is not None:
+        return ended_by(outcome.signal)
     if outcome.failed is None:
-        show(output, None, chosen)
-        return 0 if outcome.signal is None else ended_by(outcome.signal)
+        return 0
     slot = slots[outcome.failed]
     # What ends by a signal at the other end of ssh comes back as the shell's 128 + n.
     code = signal_from_status(outcome.code) if slot.host in remote else outcome.code
@@ -149,11 +150,10 @@ def run_mpi(
     failure = find_failure(own_words, status) if outcome.failed is not None else None
     if own_words and (failure is None or chosen.verbose) and outcome.signal is None:
         print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
-    if failure is not None and outcome.signal is None:
-        return failed(failure, slots, output, chosen)
-    show(output, None, chosen)
     if outcome.signal is not None:
         return ended_by(outcome.signal)
+    if failure is not None:
+        return failed(failure, slots, output, chosen)
     if outcome.failed is not None:
         say(f"mpirun ended with code {status}")
     return status
@@ -170,28 +170,14 @@ def signal_from_status(status: int) -> int:
     return 128 - status if status - 128 in set(signal.Signals) else status
 
 
-def show(output: Output, first: int | None, chosen: Options) -> None:
-    """What the ranks told of their ends: the ``first``, and what became of the others; ``--verbose`` shows all."""
-    if not output.records:
-        return
-    text = failures.all_tracebacks(output.records, output.tracebacks)
-    if chosen.verbose or first is None:
-        print(text, end="", file=sys.stderr, flush=True)
-        return
-    print("\n".join(failures.summary(output.records, first)), file=sys.stderr)
-    say(f"all tracebacks are in {failures.keep(text, chosen.output_folder)}, or shown with --verbose")
-
-
 def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options) -> int:
     """Say which rank ended the job, and how; the exit status."""
-    first = failures.first_to_fail(output.records, failure.rank, by_signal=failure.code < 0)
-    show(output, first, chosen)
+    by_signal = failure.code < 0 or failure.code > 128  # which is how a shell tells of one
+    records = output.failures.records
+    first = failures.first_to_fail(records, failure.rank, by_signal)
+    output.failures.show_rest(first, chosen.output_folder)
     if first != failure.rank:
-        how = (
-            "failed, which ended the job"
-            if first in output.records
-            else "left the job before the others, which ended it"
-        )
+        how = "failed, which ended the job" if first in records else "left the job before the others, which ended it"
         say(f"rank {first} on {slots[first].host} {how}")
         return failure.code if failure.code >= 0 else 128 - failure.code
     host = failure.host or slots[failure.rank].host

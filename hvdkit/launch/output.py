@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.environments.failure_record import BEGINS, MARK, Record, parse
+from hvdkit.environments.failure_record import BEGINS, MARK, parse
 from hvdkit.launch.errors import LaunchError
+from hvdkit.launch.failures import Failures
 
 _BEGINS, _MARK = BEGINS.encode(), MARK.encode()
 _MARKS = re.compile(b"(?:%b|%b[^\n]*)\n" % (_BEGINS, _MARK))
@@ -51,22 +52,35 @@ class LineSplitter:
         return [rest.rstrip(b"\r") + b"\n"] if rest else []
 
 
+def without_marks(data: bytes) -> tuple[bytes, bytes]:
+    """What a rank wrote, less the lines in which it tells of its end; and apart, what may be the beginning of one."""
+    data = _MARKS.sub(b"", data)
+    begin = data.rfind(_MARK[:1])
+    rest = data[begin:] if begin >= 0 else b""
+    if rest and any(
+        mark.startswith(rest) or (rest.startswith(mark) and b"\n" not in rest) for mark in (_BEGINS, _MARK)
+    ):
+        return data[:begin], rest
+    return data, b""
+
+
 class Output:
     """Where the ranks' output goes: this process's streams, line by line, and files, byte by byte."""
 
-    def __init__(self, size: int, folder: Path | None = None, timestamps: bool = False) -> None:
+    def __init__(self, size: int, folder: Path | None = None, timestamps: bool = False, verbose: bool = False) -> None:
         self._clock: Callable[[], str] | None = time.ctime if timestamps else None
         self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
         self._files = {} if folder is None else _open_files(size, folder)
-        self.records: dict[int, Record] = {}  # of ranks that failed, as they came in
-        self.tracebacks: dict[int, str] = {}  # theirs
+        self.failures = Failures(verbose)
+        self._rest: dict[tuple[int, str], bytes] = {}  # for a file: what may become a mark
         self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
-    def write(self, rank: int, stream: str, data: bytes) -> None:
+    def write(self, rank: int, stream: str, raw: bytes) -> None:
         """Bytes that a rank wrote; complete lines are printed at once."""
         if (rank, stream) in self._files:
-            self._files[rank, stream].write(_MARKS.sub(b"", data))
-        self._print(rank, stream, self._splitters[rank, stream].feed(data))
+            data, self._rest[rank, stream] = without_marks(self._rest.get((rank, stream), b"") + raw)
+            self._files[rank, stream].write(data)
+        self._print(rank, stream, self._splitters[rank, stream].feed(raw))
 
     def close(self) -> None:
         """Print unfinished lines and close the files."""
@@ -74,7 +88,8 @@ class Output:
             self._print(rank, stream, splitter.flush())
         for (rank, stream), lines in self._held.items():  # who was killed while it told of its end
             self._show(rank, stream, lines)
-        for file in self._files.values():
+        for source, file in self._files.items():
+            file.write(self._rest.get(source, b""))
             file.close()
 
     def _shown(self, source: tuple[int, str], lines: list[bytes]) -> Iterator[bytes]:
@@ -83,9 +98,11 @@ class Output:
             before, mark, rest = line.partition(_BEGINS if _BEGINS in line else _MARK)
             record = parse(mark + rest) if mark == _MARK else None
             if record is not None:
-                self.records.setdefault(source[0], record)
                 held = b"".join(self._held.pop(source, []))
-                self.tracebacks.setdefault(source[0], held.decode(errors="replace"))
+                self.failures.take(source[0], record, held.decode(errors="replace"))
+            elif mark == _MARK:  # not whole
+                yield from self._held.pop(source, [])
+                before = line
             elif mark == _BEGINS:
                 self._held[source] = self._held.get(source, [])
             elif source in self._held:

@@ -65,17 +65,17 @@ def test_every_mismatch_says_what_to_do(field: str, value: object):
     [
         (
             "sync_batch_norm.statistics",
-            "It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
+            " It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
             "HINT: give all ranks as many batches, or use BatchNorm.",
         ),
         (
             "SGD.0.embedding.weight.slices",
-            "It is a sparse gradient, as of Embedding(sparse=True), which all ranks gather.\n"
+            " It is a sparse gradient, as of Embedding(sparse=True), which all ranks gather.\n"
             "HINT: pass sparse_as_dense=True to the optimizer, or give all ranks as many batches.",
         ),
         (
             "x",
-            "HINT: after hvd.join() others may call allreduce and barrier; make all other calls before it, on all "
+            "\nHINT: after hvd.join() others may call allreduce and barrier; make all other calls before it, on all "
             "ranks.",
         ),
     ],
@@ -86,7 +86,7 @@ def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name: str, text
     gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
     coordinator.receive(0, Ask(gather, name, [3]), 0.0)
     assert rejected(coordinator) == [
-        f"allgather '{name}': allgather is not supported with Join at this time; rank [1] has joined. {text}"
+        f"allgather '{name}': allgather is not supported with Join at this time; rank [1] has joined.{text}"
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.environments.failure_record import BEGINS, MARK, Record, is_of_a_library, of_exception, parse
-from hvdkit.launch.failures import LONGEST_LINE, all_tracebacks, first_to_fail, shortened, spans, summary
+from hvdkit.environments.failure_record import BEGINS, MARK, MOST_FRAMES, Record, is_of_a_library, of_exception, parse
+from hvdkit.launch.failures import LONGEST_LINE, Failures, first_to_fail, shortened, spans
 from hvdkit.launch.output import Output
-from tests.launch.launching import argv, call, environment
+from tests.launch.launching import argv, environment
 from tests.launch.test_output import cut
 
 
@@ -48,27 +49,50 @@ def test_who_failed_first(records: dict[int, Record], ended: int, by_signal: boo
     assert first_to_fail(records, ended, by_signal) == first
 
 
-def test_the_others_have_a_line_each_or_less():
-    records = {
-        2: own("a.b.ValueError: mine\nHINT: do it"),
-        0: of(2),
-        1: of(2),
-        3: own("a.b.ValueError: mine\nHINT: do it"),
-    }
-    assert summary(records, 2) == [
-        "hvdkitrun: rank 2 failed:",
-        '  File "w.py", line 3, in <module>',
-        "    step()",
-        "a.b.ValueError: mine",
-        "HINT: do it",
-        "hvdkitrun: ranks 0-1: PeerLostError: rank 2 has left the job",
-        "hvdkitrun: rank 3: the same",
+def shown(capsys: pytest.CaptureFixture[str], records: dict[int, Record], verbose: bool = False) -> list[str]:
+    failures = Failures(verbose)
+    for rank, record in records.items():
+        failures.take(rank, record, f"Traceback of {rank}\n")
+        failures.take(rank, of(7), "of a process that it started")
+    first = first_to_fail(records, next(iter(records)), by_signal=False)
+    failures.show_rest(first, None)
+    lines = capsys.readouterr().err.splitlines()
+    if not verbose:
+        kept = re.fullmatch("hvdkitrun: all tracebacks are in (.*), or shown with --verbose", lines.pop())
+        assert kept is not None
+        text = Path(kept[1]).read_text()
+        Path(kept[1]).unlink()
+        assert text == "".join(f"rank {rank}:\nTraceback of {rank}\n" for rank in sorted(records))
+    return lines
+
+
+def test_the_first_to_tell_is_shown_and_the_others_have_a_line_or_less(capsys: pytest.CaptureFixture[str]):
+    mine = own("a.b.ValueError: mine\nHINT: do it")
+    block = ['  File "w.py", line 3, in <module>', "    step()", "a.b.ValueError: mine", "HINT: do it"]
+    left = "PeerLostError: rank 2 has left the job"
+    assert shown(capsys, {2: mine, 0: of(2), 1: of(2), 3: mine}) == [
+        "hvdkitrun: rank 2 failed:", *block, f"hvdkitrun: ranks 0-1: {left}", "hvdkitrun: rank 3: the same"
+    ]  # fmt: skip
+    assert shown(capsys, {0: of(2), 2: mine, 1: of(2)}) == [
+        "hvdkitrun: rank 0 failed:", f"hvdkit.errors.{left}", "hvdkitrun: rank 2 failed:", *block,
+        "hvdkitrun: rank 1: the same",
+    ]  # fmt: skip
+    assert shown(capsys, {0: of(2)}) == ["hvdkitrun: rank 0 failed:", f"hvdkit.errors.{left}"]
+    assert shown(capsys, {1: mine, 0: of(2)}, verbose=True) == [
+        "hvdkitrun: rank 1 failed:", "Traceback of 1", "hvdkitrun: rank 0 failed:", "Traceback of 0"
+    ]  # fmt: skip
+
+
+def test_tracebacks_that_cannot_be_kept_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    failures = Failures()
+    failures.take(1, own("ValueError: \udc80"), "Traceback of 1\n")
+    failures.show_rest(1, tmp_path / "not there")
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "hvdkitrun: cannot keep all tracebacks in a file: [Errno 2] No such file or directory: "
+        f"'{tmp_path}/not there/failure.txt'",
+        "rank 1:",
+        "Traceback of 1",
     ]
-    assert summary({}, 1) == []
-    assert summary({0: of(1)}, 1) == ["hvdkitrun: rank 0: PeerLostError: rank 1 has left the job"]
-    assert all_tracebacks({1: own(), 0: of(1)}, {1: "Traceback ...\nValueError: mine\n"}) == (
-        "rank 0:\nhvdkit.errors.PeerLostError: rank 1 has left the job\nrank 1:\nTraceback ...\nValueError: mine\n"
-    )
 
 
 def test_ranks_and_long_lines_are_shortened_and_say_so():
@@ -93,7 +117,23 @@ def test_a_record_holds_the_users_own_lines():
     assert parse(f"{MARK}{{}}\n".encode()) is None
     assert parse(f"{MARK}not whole".encode()) is None
     assert is_of_a_library(subprocess.__file__)
+    assert is_of_a_library("/home/me/.local/lib/python3.11/site-packages/torch/nn.py")
     assert not is_of_a_library("/home/me/train.py")
+
+
+def test_what_is_long_is_cut_and_says_so():
+    def again(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("x" * 10_000)
+        again(depth - 1)
+
+    try:
+        again(100)
+    except ValueError as error:
+        record = of_exception(type(error), error, error.__traceback__)
+    assert record.error.endswith("x ... (cut off here)")
+    assert record.frames.count("\n") == 2 * MOST_FRAMES + 1
+    assert "  ... 72 lines more\n" in record.frames
 
 
 def test_what_an_exception_came_of_is_told():
@@ -104,7 +144,7 @@ def test_what_an_exception_came_of_is_told():
             raise ValueError("no x") from error
     except ValueError as error:
         record = of_exception(type(error), error, error.__traceback__)
-    assert record.error == "ValueError: no x\nIt came of KeyError: 'x'"
+    assert record.error == "ValueError: no x\nCaused by KeyError: 'x'"
 
 
 FAILS = """
@@ -164,9 +204,8 @@ def test_a_job_that_raises_is_told_in_ten_lines(controller: str, tmp_path: Path)
 def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller: str, tmp_path: Path):
     status, lines = run(controller, script(tmp_path, "sys.exit(0)"), "--output-filename", str(tmp_path / "out"))
     assert status == 1
-    assert re.fullmatch(
-        "hvdkitrun: ranks? .*0.*: PeerLostError: allreduce 'x' .*rank 1, which has left the job.*", lines[0]
-    )
+    assert re.fullmatch("hvdkitrun: rank [02] failed:", lines[0])
+    assert any(line.startswith("hvdkit.errors.PeerLostError: allreduce 'x' ") for line in lines)
     assert lines[-2] == f"hvdkitrun: all tracebacks are in {tmp_path}/out/failure.txt, or shown with --verbose"
     assert re.fullmatch("hvdkitrun: rank 1 on .* left the job before the others, which ended it", lines[-1])
     assert "PeerLostError" in (tmp_path / "out" / "failure.txt").read_text()
@@ -177,8 +216,7 @@ def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: P
     status, lines = run(controller, script(tmp_path, "sys.exit(3)"), "--verbose")
     assert status == 3
     text = "\n".join(lines)
-    assert "rank 1:\nit called sys.exit(3)\n" in text
-    assert "Traceback (most recent call last)" in text
+    assert "hvdkitrun: rank 1 failed:\nit called sys.exit(3)\n" in text
     assert "all tracebacks are in" not in text
     assert "rank 1 on " in lines[-1]
 
@@ -215,26 +253,30 @@ def test_what_reads_a_ranks_stderr_elsewhere_finds_the_traceback(controller: str
 @given(st.lists(st.integers(0, 900)))
 def test_a_traceback_is_kept_back_until_its_record_comes_and_shown_if_it_never_does(places: list[int]):
     begins, record = BEGINS.encode() + b"\n", own().line().encode()
-    for data, shown, kept in (
-        (b"a\nb" + begins + b"Traceback\n x\n" + record + b"after\n", b"a\nb\nafter\n", "Traceback\n x\n"),
-        (b"a\n" + begins + b"Traceback\n x\n", b"a\nTraceback\n x\n", None),
-        (b"a\n" + MARK.encode() + b"no record\n", b"a\n" + MARK.encode() + b"no record\n", None),
-        (record, b"", ""),
-    ):
-        output = Output(1)
-        written = []
-        output._show = lambda rank, stream, lines, written=written: written.extend(lines)
-        for piece in cut(data, places):
-            output.write(0, "stderr", piece)
-        output.close()
+    no_record = b"a\n" + MARK.encode() + b"no record\n"
+    for data, shown, kept, whole in (
+        (
+            b"a\nb" + begins + b"Traceback\n x\n" + record + b"after\n",
+            b"a\nb\nafter\n", "Traceback\n x\n", b"a\nbTraceback\n x\nafter\n",
+        ),
+        (b"a\n" + begins + b"Traceback\n x\n", b"a\nTraceback\n x\n", None, b"a\nTraceback\n x\n"),
+        (begins + b"Traceback\n" + no_record, b"Traceback\n" + no_record, None, b"Traceback\na\n"),
+        (record, b"", "", b""),
+    ):  # fmt: skip
+        written: list[bytes] = []
+        with tempfile.TemporaryDirectory() as folder:
+            output = Output(1, Path(folder))
+            output._show = lambda rank, stream, lines, written=written: written.extend(lines)
+            for piece in cut(data, places):
+                output.write(0, "stderr", piece)
+            output.close()
+            assert (Path(folder) / "rank.0" / "stderr").read_bytes() == whole
         assert b"".join(written) == shown
-        assert output.tracebacks.get(0) == kept
-        assert output.records == ({} if kept is None else {0: own()})
+        assert output.failures.tracebacks.get(0) == kept
+        assert output.failures.records == ({} if kept is None else {0: own()})
 
 
 def test_a_script_that_is_started_without_python_is_told_how():
-    result = call(["-np", "2"], "")
-    assert result.status == 0
     command = [sys.executable, "-m", "hvdkit.launch", "-np", "2", "w.py", "--fast"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
     assert told.returncode == 127

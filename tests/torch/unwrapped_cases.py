@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hvdkit.api.gradients.guard import is_settled
 from tests.ranks import Skip
 from tests.torch.optimizer_support import batch, expect, loss_of, make_net, no_warnings, train_step
 
@@ -22,7 +23,8 @@ ALONE = (
     "{size} ranks train different models.\n"
     "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()), and "
     "call step() of what that returns. A loop of your own may reduce gradients by hvd.allreduce, or the model may be "
-    "in a DistributedDataParallel. Where ranks train apart on purpose, say so: hvd.unsynchronized(optimizer)."
+    "in a DistributedDataParallel. Where ranks train apart on purpose, or another library reduces gradients, say so: "
+    "hvd.unsynchronized(optimizer)."
 )
 BYPASSED = (
     "The optimizer SGD updated 8 parameters (first: of shape (3, 1, 3, 3)) on rank {rank} while a DistributedOptimizer "
@@ -185,8 +187,11 @@ def case_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
     net = make_net()
     optimizer = sgd(net)
     assert hvd.unsynchronized(optimizer) is optimizer
+    outer = Lookahead(sgd(net))
+    hvd.unsynchronized(outer)
     with no_warnings():
         train_step(optimizer, net, batch(hvd.rank()))
+        train_step(outer, net, batch(hvd.rank()))
     for wrong in (net, None, torch.optim.SGD):
         with expect(TypeError, "unsynchronized: optimizer must be one of PyTorch or Keras, got"):
             hvd.unsynchronized(wrong)
@@ -231,6 +236,7 @@ def case_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
             with no_warnings():
                 for step in range(2):
                     train_step(optimizer, model, batch(hvd.rank(), step))
+            assert is_settled(optimizer), "every object is looked at once, not in each step"
         with warned(hvd, ALONE):
             third = make_net()
             optimizer = sgd(third)

@@ -24,10 +24,17 @@ def unsynchronized(optimizer: Optimizer) -> Optimizer:
     ``optimizer = hvd.unsynchronized(torch.optim.SGD(head.parameters(), lr=0.1))``. Raises TypeError for what is no
     optimizer.
     """
-    if isinstance(optimizer, type) or not (hasattr(optimizer, "step") or hasattr(optimizer, "apply_gradients")):
+    if not _is_optimizer(optimizer):
         raise TypeError(f"unsynchronized: optimizer must be one of PyTorch or Keras, got {optimizer!r}")
     settle(optimizer)
+    for one in list(vars(optimizer).values()):  # of which it may be made
+        if _is_optimizer(one):
+            settle(one)
     return optimizer
+
+
+def _is_optimizer(one: Any) -> bool:
+    return not isinstance(one, type) and (hasattr(one, "param_groups") or hasattr(one, "apply_gradients"))
 
 
 def settle(optimizer: Any) -> None:
@@ -36,7 +43,7 @@ def settle(optimizer: Any) -> None:
 
 
 def is_settled(optimizer: Any) -> bool:
-    """Whether nothing is to be said of an optimizer's step; nothing is in a job of one rank, nor in a forked child."""
+    """Whether there is nothing to say of an optimizer's step, as in a job of one rank and in a forked child."""
     if vars(optimizer).get(_SETTLED) or not runtime.is_initialized() or runtime.is_forked():
         return True
     return bool(runtime.topology().size == 1)

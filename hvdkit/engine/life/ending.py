@@ -48,6 +48,8 @@ class Ending:
         self._abort: Callable[[int], None] = lambda code: None
         self._first_gone: Callable[[], int | None] = lambda: None
         self._sends_record = False  # hvdkitrun waits for one
+        self._exit: failure_record.Record | None = None  # of the sys.exit() that ends this process
+        self.renumbered = False  # ranks are not those of the launcher
         self._blames_another = False  # this process ends by an exception that another rank is the cause of
 
     def watch(self, shutdown: Callable[[], None], first_gone: Callable[[], int | None]) -> None:
@@ -64,21 +66,23 @@ class Ending:
         previous_hook, previous_exit = sys.excepthook, sys.exit
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            blamed = self._blamed(error)
+            self._note(1, raised(kind, error))
+            self._blames_another = blamed is not None
             sends_record = self._sends_record and self.check_process() and issubclass(kind, Exception)
             if sends_record and previous_hook is sys.__excepthook__:  # what another one prints is shown as it is
-                failure_record.send(f"{failure_record.BEGINS}\n")
+                sends_record = failure_record.sent(f"{failure_record.BEGINS}\n")
             previous_hook(kind, error, trace)
-            blamed = self._blamed(error)
-            self._blames_another = blamed is not None
             if sends_record:
-                self._send(failure_record.of_exception(kind, error, trace, blamed))
-            self._note(1, raised(kind, error))
+                self._sends_record = False
+                failure_record.sent(failure_record.of_exception(kind, error, trace, blamed).line())
 
         def exit_noting(code: Any = None) -> None:
             number = exit_status(code)
             self.forget()  # what it was called with before, and somebody caught
             if number:
                 self._note(number, f"it called sys.exit({code!r})")
+                self._exit = failure_record.Record(self.reason, after=self._blamed(sys.exc_info()[1]))
             previous_exit(code)
 
         sys.excepthook = excepthook
@@ -96,26 +100,24 @@ class Ending:
     def forget(self) -> None:
         """The process goes on after all."""
         if self.code:
-            self.code, self.reason = 0, ""
+            self.code, self.reason, self._exit = 0, "", None
 
     def check_process(self) -> bool:
         """Whether this is the process that called ``watch``, not a fork of it, whose connections it must not use."""
         return self._process == os.getpid()
 
-    def _blamed(self, error: BaseException) -> int | None:
-        """The rank that this one fails because of, None if it is for reasons of its own."""
-        if not isinstance(error, HorovodInternalError):
+    def _blamed(self, error: BaseException | None) -> int | None:
+        """The rank that this one fails because of, ANOTHER if only that is known, None if it is for its own reasons."""
+        while error is not None and not isinstance(error, HorovodInternalError):
+            error = error.__cause__ or error.__context__
+        if error is None:
             return None
         rank = error.rank if isinstance(error, PeerLostError) else None
         if rank is None:
             rank = self._first_gone()
-        if rank is None and isinstance(error, PeerLostError):
-            rank = failure_record.ANOTHER
-        return rank
-
-    def _send(self, record: failure_record.Record) -> None:
-        self._sends_record = False
-        failure_record.send(record.line())
+        if rank is None:
+            return failure_record.ANOTHER if isinstance(error, PeerLostError) else None
+        return failure_record.ANOTHER if self.renumbered else rank
 
     def _note(self, code: int, reason: str) -> None:
         self.code, self.reason = code, reason
@@ -128,8 +130,8 @@ class Ending:
             if stream is not None:
                 stream.flush()
         code_before = self.code
-        if self.code and self._sends_record:
-            self._send(failure_record.Record(self.reason, after=self._first_gone()))
+        if self.code and self._sends_record and self._exit is not None:
+            failure_record.sent(self._exit.line())
         try:
             self._watched()
         except Exception as error:  # raised on, it would be a word on stderr, and the process a success

@@ -152,6 +152,7 @@ def first_gone() -> int | None:
 
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Who this process is, and which ranks of that world take part, if not all do."""
+    ENDING.renumbered = _is_communicator(comm) or bool(comm)
     if _is_communicator(comm):
         ENDING.watch(shutdown, first_gone)
         ENDING.abort_with(abort_mpi)

@@ -232,7 +232,7 @@ class Coordinator:
         problem = KINDS[key.kind].mismatch(key, entry.requests)
         if problem is None and absent and KINDS[key.kind].joined is None:
             problem = (
-                f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined. "
+                f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
                 f"{for_joined(key.name)}"
             )
         if problem is not None:

@@ -30,7 +30,7 @@ _BY_FIELD = {
     "dtype": "HINT: give tensors of the same type on every rank, as by tensor.to(torch.float32).",
     "op": "HINT: pass the same op on every rank.",
     "root": "HINT: pass the same root_rank on every rank.",
-    "prescale": "HINT: pass the same prescale_factor on every rank, with Average a process set of the same size.",
+    "prescale": "HINT: pass the same prescale_factor on every rank.",
     "postscale": "HINT: pass the same postscale_factor on every rank.",
     "device": "HINT: have the tensor on the same kind of device on every rank.",
     "direct": "HINT: have NCCL on every rank, or on none.",
@@ -64,15 +64,17 @@ def for_joined(name: str) -> str:
     """Where an operation of this name cannot go on without a rank that has joined: who asked for it, and what to do."""
     if name.endswith((STATISTICS, GRADIENT_SUMS)):
         return (
-            "It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
+            " It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
             "HINT: give all ranks as many batches, or use BatchNorm."
         )
     if name.endswith(SPARSE):
         return (
-            "It is a sparse gradient, as of Embedding(sparse=True), which all ranks gather.\n"
+            " It is a sparse gradient, as of Embedding(sparse=True), which all ranks gather.\n"
             "HINT: pass sparse_as_dense=True to the optimizer, or give all ranks as many batches."
         )
-    return "HINT: after hvd.join() others may call allreduce and barrier; make all other calls before it, on all ranks."
+    return (
+        "\nHINT: after hvd.join() others may call allreduce and barrier; make all other calls before it, on all ranks."
+    )
 
 
 def for_dead_lock(waits: Sequence[str]) -> str:

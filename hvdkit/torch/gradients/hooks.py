@@ -125,8 +125,8 @@ class GradientHooks(ParameterHooks):
         return True
 
     def _computed(self, parameter: torch.Tensor) -> None:
-        if runtime.is_forked():
-            return  # the child's gradients are its own, and no rank's
+        if runtime.is_forked() or not runtime.is_initialized():
+            return  # a child's gradients are its own, and no rank's; after shutdown() all are
         left = self._left.get(id(parameter), self.passes) - 1
         if left < 0:
             raise AssertionError(TOO_MANY_PASSES.format(passes=self.passes, name=self._name(parameter)))

@@ -30,7 +30,8 @@ ALONE = (
     "models.\n"
     "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()), and "
     "call step() of what that returns. A loop of your own may reduce gradients by hvd.allreduce, or the model may be "
-    "in a DistributedDataParallel. Where ranks train apart on purpose, say so: hvd.unsynchronized(optimizer)."
+    "in a DistributedDataParallel. Where ranks train apart on purpose, or another library reduces gradients, say so: "
+    "hvd.unsynchronized(optimizer)."
 )
 BYPASSED = (
     "The optimizer {kind} updated {what} on rank {rank} while a DistributedOptimizer was still reducing their "
@@ -44,12 +45,31 @@ _REDUCING = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
 }
-# Steps in a row in which enough was reduced: what a program reduces before its first step may be something else.
+# Steps in which enough was reduced: what a program reduces before the first one may be something else.
 _LOOKS = 2
 
 _HANDLES: list[RemovableHandle] = []  # of the hook, once it is there
-# By optimizer: how many elements had been reduced at its last step, and in how many steps enough was.
-_SEEN: Any = WeakIdKeyDictionary()
+
+
+class _Seen:
+    """How many elements the program had reduced when an optimizer made its last step, and how many steps were seen."""
+
+    def __init__(self) -> None:
+        self.latest = 0  # at the last step of any
+        self._by_optimizer: Any = WeakIdKeyDictionary()
+
+    def enough(self, optimizer: torch.optim.Optimizer, before: int, now: int, elements: int) -> bool:
+        """Whether about as much as the gradients was reduced since its last step; ``before``, if it made none."""
+        before, looks = self._by_optimizer.get(optimizer, (before, 0))
+        if 2 * (now - before) < elements:
+            return False
+        self._by_optimizer[optimizer] = now, looks + 1
+        if looks + 1 >= _LOOKS:
+            settle(optimizer)
+        return True
+
+
+_SEEN = _Seen()
 
 
 def install() -> None:
@@ -66,22 +86,22 @@ def others_hooks() -> bool:
 
 @_disable_dynamo  # PyTorch has a graph end at each step anyway
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    before, now = _SEEN.latest, OPERATIONS.reduced_elements
+    _SEEN.latest = now
     if hasattr(optimizer, "_synchronizer") or WATCH.inside or is_settled(optimizer):
         return
-    parameters = [one for one in parameters_of(optimizer.param_groups) if _is_plain(one) and one.grad is not None]
-    if not parameters:
-        return
-    states = set(map(in_flight, parameters))
-    text = BYPASSED if True in states else ALONE
-    # One that has reduced them may be made of other optimizers.
-    is_reduced = False in states or _reduced_by_operations(optimizer, parameters) or _reduced_by_modules(parameters)
-    if text is ALONE and is_reduced:
-        return
+    computed = [one for one in parameters_of(optimizer.param_groups) if one.grad is not None]
+    is_in_flight = in_flight(computed[0]) if computed else False
+    if is_in_flight is False:
+        return  # nothing was computed, or a DistributedOptimizer that is made of this one has reduced it
+    parameters = list(filter(_is_plain, computed))
+    if not is_in_flight:
+        if _SEEN.enough(optimizer, before, now, sum(parameter.numel() for parameter in parameters)):
+            return
+        parameters = _not_in_modules(parameters)
     settle(optimizer)
-    topology = runtime.topology()
-    what = _described(optimizer, parameters)
-    filled = text.format(kind=type(optimizer).__name__, what=what, rank=topology.rank, size=topology.size)
-    warnings.warn(filled, stacklevel=_users_level())
+    if parameters:
+        _warn(optimizer, BYPASSED if is_in_flight else ALONE, parameters)
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
@@ -89,30 +109,25 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     return type(parameter.detach()) is torch.Tensor
 
 
-def _reduced_by_operations(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the user's program reduced about as much as these gradients since the optimizer's step before."""
-    before, looks = _SEEN.get(optimizer, (0, 0))
-    now = OPERATIONS.reduced_elements
-    if 2 * (now - before) < sum(parameter.numel() for parameter in parameters):
-        return False
-    _SEEN[optimizer] = now, looks + 1
-    if looks + 1 >= _LOOKS:
-        settle(optimizer)
-    return True
-
-
-def _reduced_by_modules(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether these are parameters of models that are wrapped in one of PyTorch's own. Looks at every object."""
+def _not_in_modules(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that are in no model that one of PyTorch's own modules reduces. Looks at every object, once."""
     kinds = tuple(
         getattr(sys.modules[module], name)
         for module, name in _REDUCING.items()
         if hasattr(sys.modules.get(module), name)
     )
-    left = {id(parameter) for parameter in parameters}
-    for one in gc.get_objects():
+    covered: set[int] = set()
+    for one in gc.get_objects() if kinds else ():
         if issubclass(type(one), kinds):
-            left.difference_update(map(id, one.parameters()))
-    return len(left) < len(parameters)
+            covered.update(map(id, one.parameters()))
+    return [parameter for parameter in parameters if id(parameter) not in covered]
+
+
+def _warn(optimizer: torch.optim.Optimizer, text: str, parameters: Sequence[torch.Tensor]) -> None:
+    topology = runtime.topology()
+    what = _described(optimizer, parameters)
+    filled = text.format(kind=type(optimizer).__name__, what=what, rank=topology.rank, size=topology.size)
+    warnings.warn(filled, stacklevel=_users_level())
 
 
 def _users_level() -> int:
@@ -125,6 +140,10 @@ def _users_level() -> int:
 
 def _described(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> str:
     count = f"{len(parameters)} parameter{'s' if len(parameters) > 1 else ''}"
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-    first = f"'{names[0]}', " if names else ""
+    names = {
+        id(parameter): f"'{name}', "
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+    first = names.get(id(parameters[0]), "")
     return f"{count} (first: {first}of shape {tuple(parameters[0].shape)})"
