@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit.api.gradients.compression import Compressions as Compression
+from hvdkit.compression import CASTS
 from hvdkit.config import Settings
 from hvdkit.engine.life.watch import Watch
 from hvdkit.engine.loop.messages import Ask, decode, encode
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ranks.topology import topology_of
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
+from hvdkit.engine.steps.registration import idle_codecs
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
 from hvdkit.errors import PeerLostError
 
@@ -244,3 +248,20 @@ def test_control_messages_survive_the_wire_and_nothing_else_is_taken():
     ):
         with pytest.raises(ValueError, match=r"control message|Expecting|codec|delimiter"):
             decode(garbage)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "members", "layout", "idle"),
+    [
+        ([[0, 1]], [0, 1], "memory", ["int8", "topk"]),
+        ([[0, 1], [2]], [0, 1, 2], "memory", []),
+        ([[0, 1], [2]], [0, 1], "memory", ["int8", "topk"]),  # a process set on one of two nodes
+        ([[0, 1]], [0, 1], None, []),  # no memory that they share: what goes between ranks is encoded
+        ([[0]], [0], "memory", []),
+    ],
+)
+def test_codecs_that_encode_nothing_are_told(nodes, members, layout, idle):
+    group: Any = SimpleNamespace(members=members, size=len(members), layout=layout)
+    codecs = [*CASTS.values(), Compression.int8(), Compression.topk(0.1)]
+    codecs += [Compression.onebit(compress="everywhere"), Compression.dgc(0.1)]
+    assert idle_codecs(codecs, nodes, group) == idle

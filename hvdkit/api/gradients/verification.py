@@ -17,10 +17,10 @@ from hvdkit.errors import ParametersDifferError
 MOST_NAMES = 8
 
 DIFFER = "The parameters of '{title}' are not the same on all ranks after step {step}: {names}. {groups}."
-NEVER_BROADCAST = "HINT: have all ranks start from the same values: {broadcast}. Or "
+NEVER_BROADCAST = "HINT: they most likely never were; have all ranks start from the same values: {broadcast}. Else "
 LATER = "HINT: {broadcast} brings them together; find out why they differ: "
 CAUSES = (
-    "gradients were changed on one rank unseen (through .data) between backward() and step(); ranks stepped "
+    "gradients were changed on one rank unseen (in PyTorch through .data) between backward() and step(); ranks stepped "
     "differently (learning rates, random numbers in the update, a step that one rank left out, hvd.join() with nothing "
     "broadcast after it), or one loaded or changed values alone. HVDKIT_VERIFY=1 "
     "finds the first step after which they differ; 0 switches this off."

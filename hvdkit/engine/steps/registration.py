@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdkit.collectives.group import Group
 from hvdkit.compression import Codec
 from hvdkit.config import Settings
 from hvdkit.engine.ops.named import NamedOperations
@@ -26,6 +27,11 @@ logger = logging.getLogger("hvdkit")
 
 # In memory of the host, wherever gradients are.
 HOST = "host"
+IDLE = (
+    "%s: compression %s encodes nothing here: all ranks are on one node, in whose memory gradients are summed, and "
+    "nothing travels between nodes.\n"
+    'HINT: compress="everywhere" encodes here too, to try it; on several nodes leave it as it is.'
+)
 
 
 def lane_device(groups: Groups, topology: Topology, device: str, codecs: Sequence[Codec], process_set_id: int) -> str:
@@ -33,6 +39,16 @@ def lane_device(groups: Groups, topology: Topology, device: str, codecs: Sequenc
     members = groups.group(process_set_id).members
     encodes = device.partition(":")[0] not in groups.transport.host_types
     return device if stays_on_device(codecs, topology.nodes, members, encodes) else HOST
+
+
+def idle_codecs(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], group: Group) -> list[str]:
+    """The names of codecs that were asked for and encode nothing, since these ranks sum in the memory of one node.
+
+    Of those with a momentum of their own, which is missing then, adapters tell.
+    """
+    ours = [node for node in nodes if not set(node).isdisjoint(group.members)]
+    idle = {codec.name for codec in codecs if codec.encodes and not codec.everywhere and not codec.has_momentum}
+    return sorted(idle) if group.layout is not None and len(ours) == 1 and group.size > 1 else []
 
 
 def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane:
@@ -62,6 +78,9 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         # Sums take turns with a computation that has every core, unless the user's bucket size says otherwise.
         in_turns = topology.is_full and settings.fusion_threshold is None
         reducer = _host_reducer(named, topology, in_turns, plan, lane_id)
+    if group.rank == 0:
+        for name in idle_codecs(reduction.codecs, topology.nodes, group):
+            logger.warning(IDLE, plan.name, name)
     return Lane(lanes, lane_id, plan, group, reducer, settings.verify)
 
 

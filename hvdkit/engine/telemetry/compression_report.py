@@ -29,6 +29,11 @@ class CodecStatistics:
         return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
 
     def __str__(self) -> str:
+        if not self.bytes_after:
+            return (
+                f"{self.codec}: nothing was encoded: nothing travelled between nodes, or was large enough; "
+                'compress="everywhere" encodes on one node too'
+            )
         return (
             f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB "
             f"({self.ratio:.1f} x less), encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s, "
