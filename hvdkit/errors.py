@@ -3,6 +3,11 @@
 import multiprocessing
 
 
+def in_words(error: BaseException) -> str:
+    """An exception as Python prints it, without the module of its class: its HINT stays on a line of its own."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 class HorovodInternalError(RuntimeError):
     """A collective operation failed on every rank that took part; the message names the tensor and the ranks."""
 

@@ -64,6 +64,13 @@ class Codec(ABC):
         fields = [f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values]
         return f"{self.name}({', '.join(fields)})"
 
+    def parameters_not_in_summary(self) -> list[str]:
+        """What an object keeps that is no field of its dataclass: ranks could not tell whether theirs is the same."""
+        known: set[str] = set()
+        if dataclasses.is_dataclass(self):
+            known.update(field.name for field in dataclasses.fields(self))
+        return sorted(name for name in vars(self) if name not in known and not hasattr(type(self), name))
+
     def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
         """The bytes of an element of ``dtype`` on the wire, where numbers travel."""
         return dtype.itemsize

@@ -72,7 +72,7 @@ def of_exception(
     told = traceback.TracebackException(kind, error, trace)
     only = "".join(told.format_exception_only()).rstrip("\n")
     earlier = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
-    if earlier is not None:
+    if earlier is not None and str(earlier) not in only:
         only += f"\nCaused by {next(iter(earlier.format_exception_only()), '').rstrip()}"
     if len(only) > LONGEST_ERROR:
         only = f"{only[:LONGEST_ERROR]} ... (cut off here)"

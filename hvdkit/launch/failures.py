@@ -18,14 +18,16 @@ FILE = "failure.txt"
 class Failures:
     """What ranks have told of their ends. ``verbose``: all tracebacks are shown, as they come.
 
-    Else that of the first is, at once and folded, for a rank that fails may take long to end; the others at the end.
+    Else the first is, at once, for a rank that fails may take long to end: folded, or in a line if it is another one's
+    fault, which may come yet. The others are at the end.
     """
 
     def __init__(self, verbose: bool = False) -> None:
         self.records: dict[int, Record] = {}  # by rank, as they came in
         self.tracebacks: dict[int, str] = {}
         self._verbose = verbose
-        self._shown: set[int] = set()
+        self._shown: set[int] = set()  # all of it, or its line
+        self._folded: set[int] = set()
 
     def take(self, rank: int, record: Record, traceback: str) -> None:
         """A rank tells of its end; what it tells after that is of a process that it started."""
@@ -35,18 +37,23 @@ class Failures:
         if self._verbose:
             _print([f"{SAYS}rank {rank} failed:", *(traceback or told(record)).splitlines()])
         elif not self._shown:
-            self._show(rank)
+            if record.after is None:
+                self._show(rank)
+            else:
+                self._shown.add(rank)
+                _print([f"{SAYS}rank {rank}: {shortened(record.error)}"])
 
     def _show(self, rank: int) -> None:
         self._shown.add(rank)
+        self._folded.add(rank)
         _print([f"{SAYS}rank {rank} failed:", *told(self.records[rank]).splitlines()])
 
     def show_rest(self, first: int, folder: Path | None) -> None:
         """At the end: ``first`` failed first. Says where all tracebacks are: in the folder of the output, if any."""
         if not self.records or self._verbose:
             return
-        if first in self.records and first not in self._shown:
-            self._show(first)
+        if not self._folded:  # of a rank that left without a word, the first that missed it is shown
+            self._show(first if first in self.records else next(iter(self.records)))
         _print(others(self.records, self._shown))
         text = "".join(f"rank {rank}:\n{self._text(rank)}" for rank in sorted(self.records))
         try:

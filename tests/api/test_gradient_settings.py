@@ -1,12 +1,18 @@
-"""What was asked of an optimizer travels in its pickle, or is an error."""
+"""What was asked of an optimizer: it travels in its pickle, or is an error, and codecs can be told apart."""
 
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
+from hvdkit.api.gradients.compression import check_compression
 from hvdkit.api.gradients.settings import GradientSettings
+from hvdkit.compression import CustomCodec
 from hvdkit.kernels import ReduceOp
 
 
@@ -23,3 +29,46 @@ def test_a_pickle_without_some_of_them_is_an_error(name):
     data = pickle.dumps(settings)
     with pytest.raises(ValueError, match=f"another version of hvdkit, without {name}.\nHINT"):
         pickle.loads(data)  # noqa: S301 (our own)
+
+
+class WithInit(CustomCodec):
+    """Two of these with other shares would look the same to other ranks."""
+
+    name: ClassVar[str] = "with_init"
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def encode(self, values: Any) -> Any:
+        return values
+
+    def decode(self, payload: Any, elements: int) -> Any:
+        return payload.view(np.float32)
+
+
+@dataclass(frozen=True)
+class WithFields(CustomCodec):
+    """As it should be; what is computed once is no parameter."""
+
+    name: ClassVar[str] = "with_fields"
+    share: float = 0.5
+
+    @cached_property
+    def square(self) -> float:
+        return self.share**2
+
+    encode, decode = WithInit.encode, WithInit.decode
+
+
+def test_codecs_whose_parameters_ranks_cannot_compare_are_refused():
+    with pytest.raises(TypeError) as caught:
+        check_compression("DistributedOptimizer", WithInit(0.5))
+    assert str(caught.value) == (
+        "compression: WithInit keeps share outside of dataclass fields, so that ranks cannot tell whether theirs are "
+        "the same.\n"
+        "HINT: make the class a @dataclass(frozen=True) with a field for each parameter and no __init__ of its own."
+    )
+    codec = WithFields(0.25)
+    assert codec.square == 0.0625
+    assert check_compression("DistributedOptimizer", codec) is codec
+    assert codec.summary == "with_fields(feedback=True, compress='between_nodes', share=0.25)"

@@ -56,10 +56,21 @@ class Compressions(Codecs):
 
 
 def lossy_codec(compression: Any) -> LossyCodec | None:
-    """The codec of a codec or of its class; None for anything else."""
-    if isinstance(compression, type) and issubclass(compression, LossyCodec):
-        return compression()
-    return compression if isinstance(compression, LossyCodec) else None
+    """The codec of a codec or of its class; None for anything else.
+
+    Raises TypeError for one whose parameters ranks could not compare.
+    """
+    is_class = isinstance(compression, type) and issubclass(compression, LossyCodec)
+    codec = compression() if is_class else compression
+    if not isinstance(codec, LossyCodec):
+        return None
+    if hidden := codec.parameters_not_in_summary():
+        raise TypeError(
+            f"compression: {type(codec).__name__} keeps {', '.join(hidden)} outside of dataclass fields, so that ranks "
+            "cannot tell whether theirs are the same.\n"
+            "HINT: make the class a @dataclass(frozen=True) with a field for each parameter and no __init__ of its own."
+        )
+    return codec
 
 
 def codec_of(compression: Any) -> Codec | None:

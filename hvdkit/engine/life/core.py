@@ -40,7 +40,7 @@ from hvdkit.engine.telemetry.compression_report import CompressionStatistics, co
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.engine.telemetry.telemetry import Telemetry
-from hvdkit.errors import ForkedChildError, HorovodInternalError, PeerLostError
+from hvdkit.errors import ForkedChildError, HorovodInternalError, PeerLostError, in_words
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
 
@@ -189,7 +189,7 @@ class Engine(NamedOperations):
         except Exception as error:  # a defect of ours: whoever waits must learn of it, on whatever thread it happens
             if not broken:
                 logger.exception("the engine failed on %s", self.mailbox.me())
-            failure = HorovodInternalError(f"the engine failed on {self.mailbox.me()}: {error!r}")
+            failure = HorovodInternalError(f"the engine failed on {self.mailbox.me()}: {in_words(error)}")
         except BaseException as error:  # Ctrl-C in the middle of a sum: nobody can know how far it is
             self._break(HorovodInternalError(f"{self.mailbox.me()} was interrupted by {type(error).__name__}"), broken)
             raise
@@ -254,7 +254,7 @@ class Engine(NamedOperations):
                 how = f"{who} is lost: {how}"
             raise PeerLostError(f"{operation.what} failed on {self.mailbox.me()}: {how}", error.rank) from error
         except Exception as error:
-            raise HorovodInternalError(f"{operation.what} failed on {self.mailbox.me()}: {error!r}") from error
+            raise HorovodInternalError(f"{operation.what} failed on {self.mailbox.me()}: {in_words(error)}") from error
         if moved and operation in self.operations:
             self.operations.remove(operation)
         return moved is not None
