@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import hvdkit
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="show what is installed here, and what to do about what is missing")
     parser.parse_args(argv)
+    print("hvdkit doctor: importing what is installed, which takes some seconds ...", file=sys.stderr, flush=True)
     findings = doctor.look()
     print(doctor.report(findings))
     return int(any(finding.good is False for finding in findings))

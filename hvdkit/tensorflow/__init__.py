@@ -50,6 +50,10 @@ def __getattr__(name: str) -> Any:
     raise absent.attribute(__name__, name)
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 exceptions.install()
 
 __all__ = [

@@ -42,6 +42,10 @@ def __getattr__(name: str) -> Any:
     raise absent.attribute(__name__, name)
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 __all__ = [
     *_common.__all__,
     "Adasum",

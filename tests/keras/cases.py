@@ -405,6 +405,18 @@ def case_copies_are_distributed_too(hvd: Any) -> None:
     assert not optimizer.built
 
 
+def case_what_a_shell_completes_is_the_api_alone(hvd: Any) -> None:
+    modules = [hvd]
+    if TENSORFLOW:
+        import hvdkit.tensorflow
+        import hvdkit.tensorflow.keras
+
+        modules += [hvdkit.tensorflow, hvdkit.tensorflow.keras]
+    for module in modules:
+        assert dir(module) == sorted(module.__all__)
+        assert all(hasattr(module, name) for name in dir(module)), module
+
+
 def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
     times = int(hvd.size() > 1)
     with warned(NOT_WRAPPED, times):
@@ -420,6 +432,8 @@ def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
         by_hand = keras.optimizers.SGD(0.01)
         for x, y in batches(hvd.rank()):
             by_hand.apply([hvd.allreduce(one) for one in gradients_of(made, x, y)], made.trainable_variables)
+    with warned(NOT_WRAPPED, 0):  # who says that it is on purpose
+        train(compiled(hvd.unsynchronized(keras.optimizers.SGD(0.01))), batches(hvd.rank()))
     if TENSORFLOW:
         import tensorflow as tf
 

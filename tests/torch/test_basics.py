@@ -79,6 +79,11 @@ def test_horovods_modules_can_be_imported(module: str) -> None:
     assert importlib.import_module(f"hvdkit.torch.{module}")
 
 
+def test_what_a_shell_completes_is_the_api_alone() -> None:
+    assert dir(hvd) == sorted(hvd.__all__)
+    assert all(hasattr(hvd, name) for name in dir(hvd))
+
+
 def test_mpi_ops_has_what_scripts_import_from_it() -> None:
     from hvdkit.torch import mpi_ops
 

@@ -28,3 +28,7 @@ __all__ = hvdkit.keras.__all__
 
 def __getattr__(name: str) -> Any:
     raise absent.attribute(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
