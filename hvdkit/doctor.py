@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
@@ -57,6 +56,7 @@ from mpi4py import MPI
 library = MPI.Get_library_version().splitlines()[0].partition(',')[0].strip()
 print('HVDKIT', json.dumps({"version": mpi4py.__version__, "library": library}))
 """
+_PROGRAMS = {"torch": _TORCH, "tensorflow": _TENSORFLOW, "mpi4py": _MPI}  # which are asked at once
 # What a probe prints stands behind this; a framework may print too. The folder it runs in is nobody's package.
 _PROBE = "import sys; sys.path[:] = [folder for folder in sys.path if folder]\n"
 _MARK = "HVDKIT "
@@ -76,18 +76,25 @@ class Finding:
         return f"[{mark}] {self.what + ':':<15} {self.text}" + (f"\n{'':<21}-> {self.hint}" if self.hint else "")
 
 
-def probe(module: str, program: str) -> dict[str, Any] | str:
-    """What a short program tells about an installed module, in a process of its own; or why it does not."""
+def start(module: str, program: str) -> subprocess.Popen[str] | None:
+    """A process that tells about an installed module; None where there is none."""
     if importlib.util.find_spec(module) is None:
-        return NOT_INSTALLED
-    with subprocess.Popen(  # noqa: S603 (our own words)
+        return None
+    return subprocess.Popen(  # noqa: S603 (our own words)
         [sys.executable, "-c", _PROBE + program], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=PROBE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
+    )
+
+
+def finish(module: str, process: subprocess.Popen[str] | None) -> dict[str, Any] | str:
+    """What it tells, or why it does not."""
+    if process is None:
+        return NOT_INSTALLED
+    try:
+        out, err = process.communicate(timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
+    finally:
+        stop(process)
     answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
     if process.returncode != 0 or not answers:
         last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
@@ -96,13 +103,26 @@ def probe(module: str, program: str) -> dict[str, Any] | str:
     return answer
 
 
+def stop(process: subprocess.Popen[str] | None) -> None:
+    """End it, if it has not ended."""
+    if process is not None and process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def probe(module: str, program: str) -> dict[str, Any] | str:
+    """What a short program tells about an installed module, in a process of its own; or why it does not."""
+    return finish(module, start(module, program))
+
+
 def look() -> list[Finding]:
     """All findings. Takes as long as the framework that takes longest to import."""
-    with ThreadPoolExecutor() as pool:
-        probes = [
-            pool.submit(probe, *one) for one in (("torch", _TORCH), ("tensorflow", _TENSORFLOW), ("mpi4py", _MPI))
-        ]
-        torch, tensorflow, mpi = (one.result() for one in probes)
+    started = {module: start(module, program) for module, program in _PROGRAMS.items()}
+    try:
+        torch, tensorflow, mpi = (finish(module, process) for module, process in started.items())
+    finally:  # Ctrl-C does not reach them
+        for process in started.values():
+            stop(process)
     # Keras imports TensorFlow, most of the time that this takes, so it is asked in the same process.
     keras = tensorflow["keras"] if isinstance(tensorflow, dict) else probe("keras", _KERAS)
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -69,7 +70,12 @@ class Codec(ABC):
         known: set[str] = set()
         if dataclasses.is_dataclass(self):
             known.update(field.name for field in dataclasses.fields(self))
-        return sorted(name for name in vars(self) if name not in known and not hasattr(type(self), name))
+
+        def is_parameter(name: str) -> bool:
+            made_once = isinstance(getattr(type(self), name, None), functools.cached_property)
+            return not (name in known or name.startswith("_") or made_once)
+
+        return sorted(filter(is_parameter, vars(self)))
 
     def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
         """The bytes of an element of ``dtype`` on the wire, where numbers travel."""

@@ -84,7 +84,8 @@ class CustomCodec(PayloadCodec):
     """The base class of codecs that are written outside of this package: ``encode`` and ``decode``, and that is all.
 
     Codecs are told apart by the ``name`` of the class and, if it is a dataclass, its fields: they must be the same on
-    all ranks. Error feedback is added around it, unless an object is made with ``feedback=False``.
+    all ranks, and one that keeps parameters elsewhere is refused. Error feedback is added around it, unless an object
+    is made with ``feedback=False``.
     """
 
     fixed: ClassVar[bool] = False

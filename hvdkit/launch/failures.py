@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvdkit.environments.failure_record import ANOTHER, Record
+from hvdkit.launch.writing import write_all
 
 SAYS = "hvdkitrun: "
 LONGEST_LINE = 200
@@ -29,10 +31,10 @@ class Failures:
         self._shown: set[int] = set()  # all of it, or its line
         self._folded: set[int] = set()
 
-    def take(self, rank: int, record: Record, traceback: str) -> None:
-        """A rank tells of its end; what it tells after that is of a process that it started."""
+    def take(self, rank: int, record: Record, traceback: str) -> bool:
+        """A rank tells of its end. Returns whether it had not before: its command may start several processes."""
         if rank in self.records:
-            return
+            return False
         self.records[rank], self.tracebacks[rank] = record, traceback
         if self._verbose:
             _print([f"{SAYS}rank {rank} failed:", *(traceback or told(record)).splitlines()])
@@ -42,14 +44,15 @@ class Failures:
             else:
                 self._shown.add(rank)
                 _print([f"{SAYS}rank {rank}: {shortened(record.error)}"])
+        return True
 
     def _show(self, rank: int) -> None:
         self._shown.add(rank)
         self._folded.add(rank)
         _print([f"{SAYS}rank {rank} failed:", *told(self.records[rank]).splitlines()])
 
-    def show_rest(self, first: int, folder: Path | None) -> None:
-        """At the end: ``first`` failed first. Says where all tracebacks are: in the folder of the output, if any."""
+    def show_rest(self, first: int | None, folder: Path | None) -> None:
+        """At the end: ``first`` failed first, if that is known. All tracebacks go into the output's folder, if any."""
         if not self.records or self._verbose:
             return
         if not self._folded:  # of a rank that left without a word, the first that missed it is shown
@@ -68,9 +71,8 @@ class Failures:
 
 
 def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line.encode(errors="backslashreplace").decode(), file=sys.stderr)
     sys.stderr.flush()
+    write_all(sys.stderr.fileno(), "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
 
 
 def told(record: Record) -> str:
@@ -108,8 +110,8 @@ def others(records: Mapping[int, Record], shown: Iterable[int]) -> list[str]:
 def shortened(error: str) -> str:
     """The first line of an error, without the path of its class."""
     line = next(iter(error.splitlines()), "")
-    kind, colon, text = line.partition(":")
-    line = kind.rpartition(".")[2] + colon + text
+    kind = re.match(r"[\w.]*\.(?=\w+(?::|$))", line)
+    line = line[kind.end() :] if kind else line
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... (cut off here)"
 
 

@@ -105,10 +105,9 @@ def run_gloo(
                 say(f"rank {slot.rank} on {slot.host}: {shlex.join([*child.remote, *child.command])}")
         outcome = supervise(children)
     output.close()
-    if outcome.signal is not None:
-        return ended_by(outcome.signal)
     if outcome.failed is None:
-        return 0
+        output.failures.show_rest(None, chosen.output_folder)
+        return 0 if outcome.signal is None else ended_by(outcome.signal)
     slot = slots[outcome.failed]
     # What ends by a signal at the other end of ssh comes back as the shell's 128 + n.
     code = signal_from_status(outcome.code) if slot.host in remote else outcome.code
@@ -150,10 +149,11 @@ def run_mpi(
     failure = find_failure(own_words, status) if outcome.failed is not None else None
     if own_words and (failure is None or chosen.verbose) and outcome.signal is None:
         print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
+    if failure is not None and outcome.signal is None:
+        return failed(failure, slots, output, chosen)
+    output.failures.show_rest(None, chosen.output_folder)
     if outcome.signal is not None:
         return ended_by(outcome.signal)
-    if failure is not None:
-        return failed(failure, slots, output, chosen)
     if outcome.failed is not None:
         say(f"mpirun ended with code {status}")
     return status

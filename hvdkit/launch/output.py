@@ -5,9 +5,7 @@ What a rank tells of its end (``environments/failure_record``) is taken out.
 
 from __future__ import annotations
 
-import os
 import re
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from typing import BinaryIO
 from hvdkit.environments.failure_record import BEGINS, MARK, parse
 from hvdkit.launch.errors import LaunchError
 from hvdkit.launch.failures import Failures
+from hvdkit.launch.writing import write_all
 
 _BEGINS, _MARK = BEGINS.encode(), MARK.encode()
 _MARKS = re.compile(b"(?:%b|%b[^\n]*)\n" % (_BEGINS, _MARK))
@@ -98,8 +97,9 @@ class Output:
             before, mark, rest = line.partition(_BEGINS if _BEGINS in line else _MARK)
             record = parse(mark + rest) if mark == _MARK else None
             if record is not None:
-                held = b"".join(self._held.pop(source, []))
-                self.failures.take(source[0], record, held.decode(errors="replace"))
+                held = self._held.pop(source, [])
+                if not self.failures.take(source[0], record, b"".join(held).decode(errors="replace")):
+                    yield from held
             elif mark == _MARK:  # not whole
                 yield from self._held.pop(source, [])
                 before = line
@@ -124,20 +124,7 @@ class Output:
         prefix = f"{self._clock() if self._clock else ''}[{rank}]<{stream}>: ".encode()
         target = sys.stdout if stream == "stdout" else sys.stderr
         target.flush()
-        _write_all(target.fileno(), b"".join(prefix + line for line in lines))
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Write to a pipe or terminal, whoever made it non-blocking.
-
-    Python's own buffered writer loses bytes where signals, as here SIGCHLD, interrupt it.
-    """
-    left = memoryview(data)
-    while left:
-        try:
-            left = left[os.write(descriptor, left) :]
-        except BlockingIOError:
-            select.select([], [descriptor], [])
+        write_all(target.fileno(), b"".join(prefix + line for line in lines))
 
 
 def _open_files(size: int, folder: Path) -> dict[tuple[int, str], BinaryIO]:

@@ -36,8 +36,10 @@ class WithInit(CustomCodec):
 
     name: ClassVar[str] = "with_init"
 
+    share = 0.5
+
     def __init__(self, share: float) -> None:
-        self.share = share
+        self.share, self._scratch = share, None
 
     def encode(self, values: Any) -> Any:
         return values
@@ -64,9 +66,10 @@ def test_codecs_whose_parameters_ranks_cannot_compare_are_refused():
     with pytest.raises(TypeError) as caught:
         check_compression("DistributedOptimizer", WithInit(0.5))
     assert str(caught.value) == (
-        "compression: WithInit keeps share outside of dataclass fields, so that ranks cannot tell whether theirs are "
-        "the same.\n"
-        "HINT: make the class a @dataclass(frozen=True) with a field for each parameter and no __init__ of its own."
+        "DistributedOptimizer: compression: WithInit keeps share outside of dataclass fields: ranks cannot tell "
+        "whether theirs are the same.\n"
+        "HINT: make the class a @dataclass(frozen=True) with a field for each parameter, and no __init__ of its own; "
+        "what is no parameter has a name that begins with _."
     )
     codec = WithFields(0.25)
     assert codec.square == 0.0625

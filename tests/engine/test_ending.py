@@ -6,6 +6,8 @@ import pytest
 
 from hvdkit.engine.life import ending
 from hvdkit.engine.life.ending import LONGEST_FACT, Ending, exit_status, raised
+from hvdkit.environments.failure_record import ANOTHER
+from hvdkit.errors import MismatchError, PeerLostError, StallError
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,22 @@ def test_a_job_ends_with_the_code_of_who_failed_first(
     mine.code, mine.first_code, mine.peer_lost, mine.another_left = code, first_code, peer_lost, True
     mine._at_exit()
     assert aborted == ([] if aborts_with is None else [aborts_with])
+
+
+def test_only_who_lost_a_peer_fails_because_of_another_rank() -> None:
+    mine = Ending()
+    mine._first_gone = lambda: 5
+    cause = PeerLostError("gone", 3)
+    try:
+        raise RuntimeError("training failed") from cause
+    except RuntimeError as error:
+        of_three: BaseException = error
+    own = ValueError("mine")
+    own.__cause__ = own
+    hidden = RuntimeError("mine")
+    hidden.__context__, hidden.__suppress_context__ = cause, True
+    others = [None, own, hidden, MismatchError("apart"), StallError("late")]
+    assert [mine._blamed(one) for one in [cause, of_three, PeerLostError("somebody")]] == [3, 3, 5]
+    assert [mine._blamed(one) for one in others] == [None] * len(others)
+    mine.renumbered = True
+    assert mine._blamed(cause) == ANOTHER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.environments.failure_record import BEGINS, MARK, MOST_FRAMES, Record, is_of_a_library, of_exception, parse
@@ -49,14 +50,14 @@ def test_who_failed_first(records: dict[int, Record], ended: int, by_signal: boo
     assert first_to_fail(records, ended, by_signal) == first
 
 
-def shown(capsys: pytest.CaptureFixture[str], records: dict[int, Record], verbose: bool = False) -> list[str]:
+def shown(capfd: pytest.CaptureFixture[str], records: dict[int, Record], verbose: bool = False) -> list[str]:
     failures = Failures(verbose)
     for rank, record in records.items():
-        failures.take(rank, record, f"Traceback of {rank}\n")
-        failures.take(rank, of(7), "of a process that it started")
+        assert failures.take(rank, record, f"Traceback of {rank}\n")
+        assert not failures.take(rank, of(7), "of another process of it")
     first = first_to_fail(records, next(iter(records)), by_signal=False)
     failures.show_rest(first, None)
-    lines = capsys.readouterr().err.splitlines()
+    lines = capfd.readouterr().err.splitlines()
     if not verbose:
         kept = re.fullmatch("hvdkitrun: all tracebacks are in (.*), or shown with --verbose", lines.pop())
         assert kept is not None
@@ -66,29 +67,29 @@ def shown(capsys: pytest.CaptureFixture[str], records: dict[int, Record], verbos
     return lines
 
 
-def test_the_first_to_tell_is_shown_and_the_others_have_a_line_or_less(capsys: pytest.CaptureFixture[str]):
+def test_the_first_to_tell_is_shown_and_the_others_have_a_line_or_less(capfd: pytest.CaptureFixture[str]):
     mine = own("a.b.ValueError: mine\nHINT: do it")
     block = ['  File "w.py", line 3, in <module>', "    step()", "a.b.ValueError: mine", "HINT: do it"]
     left = "PeerLostError: rank 2 has left the job"
-    assert shown(capsys, {2: mine, 0: of(2), 1: of(2), 3: mine}) == [
+    assert shown(capfd, {2: mine, 0: of(2), 1: of(2), 3: mine}) == [
         "hvdkitrun: rank 2 failed:", *block, f"hvdkitrun: ranks 0-1: {left}", "hvdkitrun: rank 3: the same"
     ]  # fmt: skip
-    assert shown(capsys, {0: of(2), 2: mine, 1: of(2)}) == [
+    assert shown(capfd, {0: of(2), 2: mine, 1: of(2)}) == [
         f"hvdkitrun: rank 0: {left}", "hvdkitrun: rank 2 failed:", *block, "hvdkitrun: rank 1: the same"
     ]  # fmt: skip
-    assert shown(capsys, {0: of(2)}) == [
+    assert shown(capfd, {0: of(2)}) == [
         f"hvdkitrun: rank 0: {left}", "hvdkitrun: rank 0 failed:", f"hvdkit.errors.{left}"
     ]  # fmt: skip
-    assert shown(capsys, {1: mine, 0: of(2)}, verbose=True) == [
+    assert shown(capfd, {1: mine, 0: of(2)}, verbose=True) == [
         "hvdkitrun: rank 1 failed:", "Traceback of 1", "hvdkitrun: rank 0 failed:", "Traceback of 0"
     ]  # fmt: skip
 
 
-def test_tracebacks_that_cannot_be_kept_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_tracebacks_that_cannot_be_kept_are_shown(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     failures = Failures()
     failures.take(1, own("ValueError: \udc80"), "Traceback of 1\n")
     failures.show_rest(1, tmp_path / "not there")
-    assert capsys.readouterr().err.splitlines()[-3:] == [
+    assert capfd.readouterr().err.splitlines()[-3:] == [
         "hvdkitrun: cannot keep all tracebacks in a file: [Errno 2] No such file or directory: "
         f"'{tmp_path}/not there/failure.txt'",
         "rank 1:",
@@ -99,6 +100,8 @@ def test_tracebacks_that_cannot_be_kept_are_shown(capsys: pytest.CaptureFixture[
 def test_ranks_and_long_lines_are_shortened_and_say_so():
     assert spans([0, 2, 3, 4, 63]) == "0, 2-4, 63"
     assert shortened("a.b.KeyError: 3\nHINT: x") == "KeyError: 3"
+    assert shortened("it called sys.exit(3)") == "it called sys.exit(3)"
+    assert shortened("a.KeyError") == "KeyError"
     assert shortened("KeyError") == "KeyError"
     assert shortened("E: " + "x" * 2 * LONGEST_LINE).endswith("x ... (cut off here)")
 
@@ -184,22 +187,18 @@ def test_a_job_that_raises_is_told_in_ten_lines(controller: str, tmp_path: Path)
         "ValueError: no data",
         "HINT: get some",
     ]
-    assert lines[7] == (
-        "hvdkitrun: ranks 0, 2: PeerLostError: allreduce 'x' waits for rank 1, which has left the job: it raised "
-        "ValueError: no data."
-    )
-    kept = re.fullmatch("hvdkitrun: all tracebacks are in (.*), or shown with --verbose", lines[8])
+    # A rank that is slow to notice may be ended before it has told of it, or while it does.
+    others = [line for line in lines[7:-2] if not line.startswith("[")]
+    for line in others:
+        assert re.fullmatch("hvdkitrun: ranks? (0|2|0, 2): PeerLostError: .*rank 1.*", line), lines
+    kept = re.fullmatch("hvdkitrun: all tracebacks are in (.*), or shown with --verbose", lines[-2])
     assert kept is not None
     text = Path(kept[1]).read_text()
     Path(kept[1]).unlink()
-    assert [text.count(one) for one in ("rank 0:\n", "rank 1:\n", "rank 2:\n", "Traceback (most recent")] == [
-        1,
-        1,
-        1,
-        3,
-    ]
-    assert re.fullmatch("hvdkitrun: rank 1 on .* (failed|exited) with code 1, which ended the job", lines[9])
-    assert len(lines) == 10
+    assert "rank 1:\nTraceback (most recent call last):\n" in text
+    assert "in allreduce" in text or not others
+    assert re.fullmatch("hvdkitrun: rank 1 on .* (failed|exited) with code 1, which ended the job", lines[-1])
+    assert len(others) <= 1
 
 
 def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller: str, tmp_path: Path):
@@ -223,16 +222,34 @@ def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: P
     assert "rank 1 on " in lines[-1]
 
 
-def test_what_a_rank_prints_itself_and_what_its_children_print_stays(controller: str, tmp_path: Path):
-    child = "import hvdkit.torch as hvd; hvd.init(); 1 // 0"
-    quoted = (
-        f"import subprocess; subprocess.run([sys.executable, '-c', {child!r}], env={{**os.environ, 'HVDKIT_RANK': ''}})"
-    )
-    status, lines = run(controller, script(tmp_path, f"{quoted}; sys.stderr.write('half a line'); raise KeyError(3)"))
+def test_what_a_rank_prints_itself_stays_and_its_children_are_not_asked(controller: str, tmp_path: Path):
+    child = "import os, sys; print('asked', os.environ.get('HVDKIT_FAILURE_RECORDS'), file=sys.stderr)"
+    fails = f"import subprocess; subprocess.run([sys.executable, '-c', {child!r}])"
+    status, lines = run(controller, script(tmp_path, f"{fails}; sys.stderr.write('half a line'); raise KeyError(3)"))
     assert status == 1
+    assert "[1]<stderr>: asked None" in lines
     assert "[1]<stderr>: half a line" in lines
-    assert any("Traceback" in line for line in lines), "of the child, which is no rank"
     assert "KeyError: 3" in lines
+
+
+def test_a_failure_is_shown_at_once_and_all_of_it_kept_where_the_rank_does_not_end(controller: str, tmp_path: Path):
+    stays = "import threading; threading.Thread(target=threading.Event().wait).start(); raise ValueError('here')"
+    command = [*argv([controller, "-np", "3"], "")[:-2], str(script(tmp_path, stays))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as job:
+        assert job.stderr is not None
+        lines = []
+        while not lines or lines[-1] != "ValueError: here\n":
+            lines.append(job.stderr.readline())
+            assert lines[-1], lines
+        job.send_signal(signal.SIGINT)
+        rest = job.stderr.read().splitlines()
+    assert job.returncode == 128 + signal.SIGINT
+    assert "hvdkitrun: rank 1 failed:\n" in lines
+    kept = [line for line in rest if line.startswith("hvdkitrun: all tracebacks are in ")]
+    path = Path(kept[0].removeprefix("hvdkitrun: all tracebacks are in ").partition(",")[0])
+    assert "rank 1:\nTraceback (most recent call last):\n" in path.read_text()
+    path.unlink()
+    assert rest[-1] == "hvdkitrun: ended all ranks after SIGINT"
 
 
 def test_what_reads_a_ranks_stderr_elsewhere_finds_the_traceback(controller: str, tmp_path: Path):
@@ -252,6 +269,7 @@ def test_what_reads_a_ranks_stderr_elsewhere_finds_the_traceback(controller: str
     assert len(result.stderr.splitlines()) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 900)))
 def test_a_traceback_is_kept_back_until_its_record_comes_and_shown_if_it_never_does(places: list[int]):
     begins, record = BEGINS.encode() + b"\n", own().line().encode()
@@ -264,6 +282,7 @@ def test_a_traceback_is_kept_back_until_its_record_comes_and_shown_if_it_never_d
         (b"a\n" + begins + b"Traceback\n x\n", b"a\nTraceback\n x\n", None, b"a\nTraceback\n x\n"),
         (begins + b"Traceback\n" + no_record, b"Traceback\n" + no_record, None, b"Traceback\na\n"),
         (record, b"", "", b""),
+        (record + begins + b"Another\n" + record, b"Another\n", "", b"Another\n"),
     ):  # fmt: skip
         written: list[bytes] = []
         with tempfile.TemporaryDirectory() as folder:

@@ -183,6 +183,20 @@ def case_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
                 optimizer.step()
 
 
+def case_several_optimizers_may_step_on_what_was_reduced_together(hvd: Any) -> None:
+    net = make_net()
+    parts = [net.conv.parameters(), net.hidden.parameters(), net.out.parameters()]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    with no_warnings():
+        for step in range(3):
+            net.zero_grad()
+            loss_of(net, batch(hvd.rank(), step)).backward()
+            in_place(hvd, [one.grad for one in net.parameters() if one.grad is not None])
+            for optimizer in optimizers:
+                optimizer.step()
+    assert all(map(is_settled, optimizers))
+
+
 def case_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
     net = make_net()
     optimizer = sgd(net)

@@ -56,21 +56,10 @@ class Compressions(Codecs):
 
 
 def lossy_codec(compression: Any) -> LossyCodec | None:
-    """The codec of a codec or of its class; None for anything else.
-
-    Raises TypeError for one whose parameters ranks could not compare.
-    """
-    is_class = isinstance(compression, type) and issubclass(compression, LossyCodec)
-    codec = compression() if is_class else compression
-    if not isinstance(codec, LossyCodec):
-        return None
-    if hidden := codec.parameters_not_in_summary():
-        raise TypeError(
-            f"compression: {type(codec).__name__} keeps {', '.join(hidden)} outside of dataclass fields, so that ranks "
-            "cannot tell whether theirs are the same.\n"
-            "HINT: make the class a @dataclass(frozen=True) with a field for each parameter and no __init__ of its own."
-        )
-    return codec
+    """The codec of a codec or of its class; None for anything else."""
+    if isinstance(compression, type) and issubclass(compression, LossyCodec):
+        return compression()
+    return compression if isinstance(compression, LossyCodec) else None
 
 
 def codec_of(compression: Any) -> Codec | None:
@@ -82,16 +71,32 @@ def codec_of(compression: Any) -> Codec | None:
 
 
 def check_compression(function: str, compression: Any) -> Any:
-    """What compresses. Raises TypeError for what is no codec and has no functions ``compress`` and ``decompress``."""
-    if lossy_codec(compression) is None and not all(
-        callable(getattr(compression, method, None)) for method in ("compress", "decompress")
-    ):
+    """What compresses.
+
+    Raises TypeError for what is no codec and has no functions ``compress`` and ``decompress``, and for a codec whose
+    parameters ranks could not compare.
+    """
+    codec = lossy_codec(compression)
+    if codec is not None:
+        check_told_apart(function, codec)
+    elif not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
         raise TypeError(
             f"{function}: compression must be one of hvd.Compression, such as hvd.Compression.fp16 or "
             "hvd.Compression.topk(0.01), a hvdkit.compression.CustomCodec, or a class with static compress(tensor) and "
             f"decompress(tensor, ctx), got {compression!r}"
         )
     return compression
+
+
+def check_told_apart(function: str, codec: Codec) -> None:
+    """Raises TypeError for a codec that keeps parameters by which ranks could not tell it from another one."""
+    if hidden := codec.parameters_not_in_summary():
+        raise TypeError(
+            f"{function}: compression: {type(codec).__name__} keeps {', '.join(hidden)} outside of dataclass fields: "
+            "ranks cannot tell whether theirs are the same.\n"
+            "HINT: make the class a @dataclass(frozen=True) with a field for each parameter, and no __init__ of its "
+            "own; what is no parameter has a name that begins with _."
+        )
 
 
 def check_codec_op(function: str, codec: Codec, op: ReduceOp) -> None:

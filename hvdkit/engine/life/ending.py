@@ -11,7 +11,7 @@ from time import sleep
 from typing import Any
 
 from hvdkit.environments import failure_record
-from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.errors import PeerLostError
 
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
@@ -30,8 +30,12 @@ def exit_status(code: Any) -> int:
 def raised(kind: type[BaseException], error: BaseException) -> str:
     """An exception in a line for other ranks: what it says first, without a full stop, and whether it was cut."""
     fact = next(iter(str(error).splitlines()), "").rstrip(".")
-    rest = " ... (cut off here)" if len(fact) > LONGEST_FACT else ""
-    return f"it raised {kind.__name__}" + (f": {fact[:LONGEST_FACT]}{rest}" if fact else "")
+    return f"it raised {kind.__name__}" + (f": {cut(fact)}" if fact else "")
+
+
+def cut(text: str) -> str:
+    """A text that is not too long for other ranks' messages."""
+    return text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]} ... (cut off here)"
 
 
 class Ending:
@@ -47,7 +51,8 @@ class Ending:
         self._watched: Callable[[], None] | None = None
         self._abort: Callable[[int], None] = lambda code: None
         self._first_gone: Callable[[], int | None] = lambda: None
-        self._sends_record = False  # hvdkitrun waits for one
+        self._is_asked = False  # hvdkitrun waits for a record
+        self._sends_record = False  # and has none yet
         self._exit: failure_record.Record | None = None  # of the sys.exit() that ends this process
         self.renumbered = False  # ranks are not those of the launcher
         self._blames_another = False  # this process ends by an exception that another rank is the cause of
@@ -61,7 +66,7 @@ class Ending:
         if self._watched is not None:
             return
         self._watched, self._first_gone = shutdown, first_gone
-        self._sends_record = failure_record.take_wanted()
+        self._sends_record = self._is_asked
         atexit.register(self._at_exit)
         previous_hook, previous_exit = sys.excepthook, sys.exit
 
@@ -81,7 +86,7 @@ class Ending:
             number = exit_status(code)
             self.forget()  # what it was called with before, and somebody caught
             if number:
-                self._note(number, f"it called sys.exit({code!r})")
+                self._note(number, f"it called sys.exit({cut(repr(code))})")
                 self._exit = failure_record.Record(self.reason, after=self._blamed(sys.exc_info()[1]))
             previous_exit(code)
 
@@ -92,6 +97,10 @@ class Ending:
     def is_watching(self) -> bool:
         """Whether ``watch`` was called, in this process or in one that it was forked from."""
         return self._watched is not None
+
+    def take_wanted(self) -> None:
+        """Learn whether hvdkitrun asks for a record, which what this process starts shall not be asked for."""
+        self._is_asked = failure_record.take_wanted() or self._is_asked
 
     def abort_with(self, abort: Callable[[int], None]) -> None:
         """How the engine below ends the whole job."""
@@ -108,16 +117,14 @@ class Ending:
 
     def _blamed(self, error: BaseException | None) -> int | None:
         """The rank that this one fails because of, ANOTHER if only that is known, None if it is for its own reasons."""
-        while error is not None and not isinstance(error, HorovodInternalError):
-            error = error.__cause__ or error.__context__
-        if error is None:
+        seen: set[int] = set()  # an exception may be its own cause
+        while error is not None and not isinstance(error, PeerLostError) and id(error) not in seen:
+            seen.add(id(error))
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if not isinstance(error, PeerLostError):
             return None
-        rank = error.rank if isinstance(error, PeerLostError) else None
-        if rank is None:
-            rank = self._first_gone()
-        if rank is None:
-            return failure_record.ANOTHER if isinstance(error, PeerLostError) else None
-        return failure_record.ANOTHER if self.renumbered else rank
+        rank = self._first_gone() if error.rank is None else error.rank
+        return failure_record.ANOTHER if rank is None or self.renumbered else rank
 
     def _note(self, code: int, reason: str) -> None:
         self.code, self.reason = code, reason

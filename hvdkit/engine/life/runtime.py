@@ -152,7 +152,8 @@ def first_gone() -> int | None:
 
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Who this process is, and which ranks of that world take part, if not all do."""
-    ENDING.renumbered = _is_communicator(comm) or bool(comm)
+    ENDING.take_wanted()
+    ENDING.renumbered = _is_communicator(comm) or (comm is not None and len(comm) > 0)
     if _is_communicator(comm):
         ENDING.watch(shutdown, first_gone)
         ENDING.abort_with(abort_mpi)

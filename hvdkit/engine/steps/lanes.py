@@ -48,6 +48,7 @@ class Lanes(dict[int, "Lane"]):
         super().__init__()
         self.driver, self.mailbox, self.telemetry, self.drive = driver, mailbox, telemetry, drive
         self.network, self.sizes = network, sizes
+        self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         # What users of lanes have still to do with the results of a step whose end they did not wait for.
         self.unended: dict[Lane, Unended] = {}

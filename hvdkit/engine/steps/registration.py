@@ -28,7 +28,7 @@ logger = logging.getLogger("hvdkit")
 # In memory of the host, wherever gradients are.
 HOST = "host"
 IDLE = (
-    "%s: compression %s encodes nothing here: all ranks are on one node, in whose memory gradients are summed, and "
+    "compression %s encodes nothing here: all ranks are on one node, where gradients are summed as they are, and "
     "nothing travels between nodes.\n"
     'HINT: compress="everywhere" encodes here too, to try it; on several nodes leave it as it is.'
 )
@@ -79,8 +79,9 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         in_turns = topology.is_full and settings.fusion_threshold is None
         reducer = _host_reducer(named, topology, in_turns, plan, lane_id)
     if group.rank == 0:
-        for name in idle_codecs(reduction.codecs, topology.nodes, group):
-            logger.warning(IDLE, plan.name, name)
+        for name in set(idle_codecs(reduction.codecs, topology.nodes, group)) - lanes.told_idle:
+            lanes.told_idle.add(name)
+            logger.warning(IDLE, name)
     return Lane(lanes, lane_id, plan, group, reducer, settings.verify)
 
 

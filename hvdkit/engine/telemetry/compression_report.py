@@ -31,8 +31,8 @@ class CodecStatistics:
     def __str__(self) -> str:
         if not self.bytes_after:
             return (
-                f"{self.codec}: nothing was encoded: nothing travelled between nodes, or was large enough; "
-                'compress="everywhere" encodes on one node too'
+                f"{self.codec}: nothing was encoded: no tensor was large enough, or nothing travelled between nodes "
+                '(compress="everywhere" encodes on one node too)'
             )
         return (
             f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB "

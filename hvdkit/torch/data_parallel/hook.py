@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdkit.api.gradients.compression import codec_of
+from hvdkit.api.gradients.compression import check_told_apart, codec_of
 from hvdkit.compression import Codec
 from hvdkit.engine.life.core import Engine
 from hvdkit.engine.ops.requests import Call
@@ -302,6 +302,7 @@ def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | N
             f"{FUNCTION}: compression must be one of hvd.Compression, such as hvd.Compression.fp16 or "
             f"hvd.Compression.topk(0.01), or a hvdkit.compression.CustomCodec, got {compression!r}"
         )
+    check_told_apart(FUNCTION, codec)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             f"{FUNCTION}: process_group must be one that this rank is in, or None, got {process_group!r}\n"

@@ -52,15 +52,24 @@ _HANDLES: list[RemovableHandle] = []  # of the hook, once it is there
 
 
 class _Seen:
-    """How many elements the program had reduced when an optimizer made its last step, and how many steps were seen."""
+    """How many elements the program had reduced when an optimizer made its last step, and how many steps were seen.
+
+    For one that has made none, what counts is what was reduced between the last steps of others: several may step one
+    after the other on gradients that were reduced together.
+    """
 
     def __init__(self) -> None:
-        self.latest = 0  # at the last step of any
+        self._latest = self._before = 0  # at the last step of any, and at the last one before something was reduced
         self._by_optimizer: Any = WeakIdKeyDictionary()
 
-    def enough(self, optimizer: torch.optim.Optimizer, before: int, now: int, elements: int) -> bool:
-        """Whether about as much as the gradients was reduced since its last step; ``before``, if it made none."""
-        before, looks = self._by_optimizer.get(optimizer, (before, 0))
+    def stepped(self, now: int) -> None:
+        """An optimizer makes a step."""
+        if now != self._latest:
+            self._before, self._latest = self._latest, now
+
+    def enough(self, optimizer: torch.optim.Optimizer, now: int, elements: int) -> bool:
+        """Whether about as much as the gradients was reduced since its last step."""
+        before, looks = self._by_optimizer.get(optimizer, (self._before, 0))
         if 2 * (now - before) < elements:
             return False
         self._by_optimizer[optimizer] = now, looks + 1
@@ -86,8 +95,8 @@ def others_hooks() -> bool:
 
 @_disable_dynamo  # PyTorch has a graph end at each step anyway
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    before, now = _SEEN.latest, OPERATIONS.reduced_elements
-    _SEEN.latest = now
+    now = OPERATIONS.reduced_elements
+    _SEEN.stepped(now)
     if hasattr(optimizer, "_synchronizer") or WATCH.inside or is_settled(optimizer):
         return
     computed = [one for one in parameters_of(optimizer.param_groups) if one.grad is not None]
@@ -96,7 +105,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return  # nothing was computed, or a DistributedOptimizer that is made of this one has reduced it
     parameters = list(filter(_is_plain, computed))
     if not is_in_flight:
-        if _SEEN.enough(optimizer, before, now, sum(parameter.numel() for parameter in parameters)):
+        if _SEEN.enough(optimizer, now, sum(parameter.numel() for parameter in parameters)):
             return
         parameters = _not_in_modules(parameters)
     settle(optimizer)
