@@ -164,12 +164,13 @@ class Cluster:
     def left_behind(self, host: str) -> str:
         """What is on a host that was not there when it started: processes, shared memory, ports, files of sessions.
 
-        What PyTorch, TensorFlow, torchrun and Open MPI 4 leave in /tmp by themselves is not looked at.
+        What PyTorch, TensorFlow, torchrun and Open MPI 4 leave in /tmp by themselves is not looked at, nor the file in
+        which hvdkitrun keeps all tracebacks of a failed job, as it says.
         """
         script = """
         ps -eo pid=,args= | grep -vE '^ *[0-9]+ (sshd: /usr/sbin/sshd|/usr/sbin/sshd|timeout |sh -ec|ps |grep )' || true
         ls -A /dev/shm
-        theirs="tmp[.]|torchinductor_|torchelastic_|__pycache__|__autograph|ompi[.]$(hostname)[.]1000$"
+        theirs="hvdkit-[a-z0-9_]+-failure[.]txt$|tmp[.]|torchinductor_|torchelastic_|__pycache__|__autograph|ompi[.]$(hostname)[.]1000$"
         ls -A /tmp | grep -vE "^($theirs)" || true
         ss -Hltn | grep -v ':2222 ' | grep -v '127[.]0[.]0[.]11:' || true
         """
