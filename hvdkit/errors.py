@@ -8,6 +8,11 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+def cut_off(text: str, longest: int) -> str:
+    """A text of at most ``longest`` characters, which says so where there were more."""
+    return text if len(text) <= longest else f"{text[:longest]} ... (cut off here)"
+
+
 class HorovodInternalError(RuntimeError):
     """A collective operation failed on every rank that took part; the message names the tensor and the ranks."""
 

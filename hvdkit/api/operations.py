@@ -14,7 +14,7 @@ from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops.device_operations import reduces_directly
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.requests import Call, ReduceRequest
-from hvdkit.errors import HorovodInternalError
+from hvdkit.errors import HorovodInternalError, cut_off
 from hvdkit.kernels.reduce_op import ReduceOp
 
 T = TypeVar("T")
@@ -179,8 +179,7 @@ def _refuse(problem: Exception, submit: Callable[[str], Handle]) -> NoReturn:
     They would wait for this rank else. ``submit`` announces the alltoall with words in place of splits.
     """
     try:
-        text = str(problem)
-        submit(text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... (cut off here)").wait()
+        submit(cut_off(str(problem), LONGEST_TEXT)).wait()
     except HorovodInternalError as error:
         raise problem from error
     raise AssertionError(f"an alltoall ran with wrong splits: {problem}")

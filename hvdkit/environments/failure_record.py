@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 
+from hvdkit.errors import cut_off
+
 # By this hvdkitrun asks for records. What a rank starts is not asked: nobody might read it.
 WANTED = "HVDKIT_FAILURE_RECORDS"
 BEGINS = "\x1ehvdkit traceback"
@@ -74,9 +76,7 @@ def of_exception(
     earlier = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
     if earlier is not None and str(earlier) not in only:
         only += f"\nCaused by {next(iter(earlier.format_exception_only()), '').rstrip()}"
-    if len(only) > LONGEST_ERROR:
-        only = f"{only[:LONGEST_ERROR]} ... (cut off here)"
-    return Record(only, "".join(_folded(told.stack)), after)
+    return Record(cut_off(only, LONGEST_ERROR), "".join(_folded(told.stack)), after)
 
 
 def is_of_a_library(file: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvdkit.environments.failure_record import ANOTHER, Record
+from hvdkit.errors import cut_off
 from hvdkit.launch.writing import write_all
 
 SAYS = "hvdkitrun: "
@@ -111,8 +112,7 @@ def shortened(error: str) -> str:
     """The first line of an error, without the path of its class."""
     line = next(iter(error.splitlines()), "")
     kind = re.match(r"[\w.]*\.(?=\w+(?::|$))", line)
-    line = line[kind.end() :] if kind else line
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... (cut off here)"
+    return cut_off(line[kind.end() :] if kind else line, LONGEST_LINE)
 
 
 def spans(ranks: list[int]) -> str:

@@ -16,6 +16,7 @@ from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_o
 from hvdkit.api.operations import Asked
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet
+from hvdkit.engine.ops import hints
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -222,5 +223,5 @@ def _sparse(
         op=settings.op,
         process_set=settings.process_set,
         ignore_name_scope=True,
-        name=f"{settings.title}.{names[0]}.slices",
+        name=f"{settings.title}.{names[0]}{hints.SPARSE}",
     )

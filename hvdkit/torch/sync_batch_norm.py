@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdkit.api.job import Sum, size
+from hvdkit.engine.ops.hints import STATISTICS
 from hvdkit.torch.ops.allgather import allgather
 from hvdkit.torch.ops.allreduce import allreduce
 from hvdkit.torch.ops.framework import apply
@@ -144,7 +145,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         else:
             local_variance = local_mean = torch.zeros(channels, dtype=wide, device=input.device)
         row = torch.cat([local_mean.new_tensor([local_count]).double(), local_mean.double(), local_variance.double()])
-        mean, variance, count = _combine(allgather(row.unsqueeze(0), name="sync_batch_norm.statistics"))
+        mean, variance, count = _combine(allgather(row.unsqueeze(0), name=f"sync_batch_norm{STATISTICS}"))
         if count <= 1:
             raise ValueError(
                 "SyncBatchNorm: Expected more than 1 value per channel when training, got "

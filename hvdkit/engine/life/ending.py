@@ -11,11 +11,11 @@ from time import sleep
 from typing import Any
 
 from hvdkit.environments import failure_record
-from hvdkit.errors import PeerLostError
+from hvdkit.errors import PeerLostError, cut_off, in_words
 
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
-LONGEST_FACT = 400
+LONGEST_FACT = 400  # characters of what other ranks are told
 
 
 def exit_status(code: Any) -> int:
@@ -30,12 +30,7 @@ def exit_status(code: Any) -> int:
 def raised(kind: type[BaseException], error: BaseException) -> str:
     """An exception in a line for other ranks: what it says first, without a full stop, and whether it was cut."""
     fact = next(iter(str(error).splitlines()), "").rstrip(".")
-    return f"it raised {kind.__name__}" + (f": {cut(fact)}" if fact else "")
-
-
-def cut(text: str) -> str:
-    """A text that is not too long for other ranks' messages."""
-    return text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]} ... (cut off here)"
+    return f"it raised {kind.__name__}" + (f": {cut_off(fact, LONGEST_FACT)}" if fact else "")
 
 
 class Ending:
@@ -86,7 +81,7 @@ class Ending:
             number = exit_status(code)
             self.forget()  # what it was called with before, and somebody caught
             if number:
-                self._note(number, f"it called sys.exit({cut(repr(code))})")
+                self._note(number, f"it called sys.exit({cut_off(repr(code), LONGEST_FACT)})")
                 self._exit = failure_record.Record(self.reason, after=self._blamed(sys.exc_info()[1]))
             previous_exit(code)
 
@@ -143,8 +138,9 @@ class Ending:
             self._watched()
         except Exception as error:  # raised on, it would be a word on stderr, and the process a success
             self.code = self.code or 1
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if self.code and (self.another_left or self._blames_another):
+            print(in_words(error), file=sys.stderr)
+        # Who is lost says nothing more.
+        if self.code and (self.another_left or (self._blames_another and not self.peer_lost)):
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:
             self._abort(self.first_code or self.code or 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # What adapters call the operations of these: the end or the beginning of a name.
-SPARSE, STATISTICS, GRADIENT_SUMS = ".slices", ".statistics", ".gradient_sums"
+SPARSE, STATISTICS = ".slices", ".statistics"
 METRIC_AVERAGE, BROADCAST_CALLBACK = "'MetricAverageCallback", "'BroadcastGlobalVariablesCallback"
 
 SAME_MODEL = "HINT: build the same model and freeze the same parameters on every rank."
@@ -62,7 +62,7 @@ def for_mismatch(kind: str, field: str) -> str:
 
 def for_joined(name: str) -> str:
     """Where an operation of this name cannot go on without a rank that has joined: who asked for it, and what to do."""
-    if name.endswith((STATISTICS, GRADIENT_SUMS)):
+    if name.endswith(STATISTICS):
         return (
             " It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
             "HINT: give all ranks as many batches, or use BatchNorm."

@@ -24,7 +24,7 @@ from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.routes import Routes
 from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.verification import OptimizerVerification
-from hvdkit.torch.gradients.watch import Watched, changed_since, raise_if_changed, watch
+from hvdkit.torch.gradients.watch import Watched, changed_of, raise_if_changed, watch
 from hvdkit.torch.optimizers.names import default_names, parameters_of
 
 INTERRUPTED = (
@@ -114,7 +114,7 @@ class GradientSynchronizer:
         process_set = self.settings.process_set
         self._distributed = process_set.included() and process_set.size() > 1
         if self._distributed:
-            self._attach()
+            self._attach(self._trainable())
             self._serve()
         else:
             self.hooks.detach()
@@ -122,13 +122,13 @@ class GradientSynchronizer:
             ARENA.remove_sizes(self._served)
             self._served = []
             if process_set.included():  # what is wrong on several ranks shall be found on one
-                self._attach()
+                self._attach(self._trainable())
         if interrupted:
             self._start_step()
             raise HorovodInternalError(INTERRUPTED)
 
-    def _attach(self) -> None:
-        for parameter in self._trainable().values():
+    def _attach(self, trainable: dict[int, torch.Tensor]) -> None:
+        for parameter in trainable.values():
             self.hooks.attach(parameter)
 
     def _serve(self) -> None:
@@ -240,16 +240,10 @@ class GradientSynchronizer:
 
     def _finish_alone(self) -> None:
         """On one rank nothing is reduced, but what would have been changed in flight is an error as on several."""
-        watched = {
-            id(parameter): one
-            for parameter, _, one in self._early
-            if one is not None and one.gradient.layout is torch.strided and can_be_planned(parameter)
-        }
-        if watched and not self.settings.policy.whole_tensors:
-            parameters = {id(parameter): parameter for parameter, _, _ in self._early}
-            changed = changed_since(watched, {key: parameters[key].grad for key in watched})
-            raise_if_changed([parameters[key] for key in changed], self.name_of)
-        self._attach()
+        if not self.settings.policy.whole_tensors:
+            early = [(parameter, one) for parameter, _, one in self._early if can_be_planned(parameter)]
+            raise_if_changed(changed_of(early), self.name_of)
+        self._attach(self._trainable())
         self._start_step()
 
     def failed(self, error: HorovodInternalError) -> None:
@@ -272,8 +266,7 @@ class GradientSynchronizer:
         self.hooks.reset()
 
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
-        for parameter in trainable.values():
-            self.hooks.attach(parameter)
+        self._attach(trainable)
         self._serve()
         routes = Routes(self._engine, trainable, self.name_of, self.settings)
         self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)

@@ -59,6 +59,13 @@ def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.
     return [key for key in changed if moved[key] or not is_anothers(watched[key].gradient)]
 
 
+def changed_of(pairs: Sequence[tuple[torch.Tensor, Watched | None]]) -> list[torch.Tensor]:
+    """Those of these parameters whose dense gradients were changed since they were as it says beside them."""
+    watched = {id(one): seen for one, seen in pairs if seen is not None and seen.gradient.layout is torch.strided}
+    parameters = {id(one): one for one, _ in pairs}
+    return [parameters[key] for key in changed_since(watched, {key: parameters[key].grad for key in watched})]
+
+
 def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
     """Raise ChangedInFlightError, an AssertionError, for the parameters whose gradients were changed, if any."""
     if parameters:
