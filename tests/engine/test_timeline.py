@@ -51,17 +51,40 @@ def test_rows_have_names_and_a_process_stands_for_the_rank(path):
     assert {event["pid"] for event in events(path, "MBEXi")} == {3}
 
 
-def test_times_are_microseconds_of_perf_counter(path):
-    timeline = Timeline(path, rank=0)
+def test_times_are_microseconds_since_the_recording_began(path):
     before = time.perf_counter()
+    timeline = Timeline(path, rank=0)
     timeline.begin("a", "WAIT")
     timeline.end("a")
     after = time.perf_counter()
-    timeline.span("a", "SEND", 1.5, 2.0, bytes=10)
+    timeline.span("a", "SEND", after, after + 0.5, bytes=10)
     timeline.close()
     begin, end, span = events(path)
-    assert before * 1e6 - 1 <= begin["ts"] <= end["ts"] <= after * 1e6 + 1
-    assert (span["ph"], span["ts"], span["dur"], span["args"]) == ("X", 1.5e6, 0.5e6, {"bytes": 10})
+    assert 0 <= begin["ts"] <= end["ts"] <= span["ts"] <= (after - before) * 1e6
+    assert (span["ph"], span["dur"], span["args"]) == ("X", 0.5e6, {"bytes": 10})
+
+
+def test_what_was_before_the_recording_is_cut_off(path):
+    before = time.perf_counter()
+    timeline = Timeline(path, rank=0)
+    after = time.perf_counter()
+    timeline.span("a", "SEND", before - 1, before - 0.5)
+    timeline.span("a", "SEND", before - 1, after + 2)
+    timeline.close()
+    past, half = events(path)
+    assert (past["ts"], past["dur"]) == (0, 0)
+    assert half["ts"] == 0
+    assert 2e6 <= half["dur"] <= (after - before + 2) * 1e6
+
+
+def test_rows_of_the_training_stand_above_all_others(path):
+    timeline = Timeline(path, rank=0)
+    for row in ("weight", "training: steps", "bias"):
+        timeline.begin(row, "X")
+    timeline.close()
+    names = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
+    places = {names[e["tid"]]: e["args"]["sort_index"] for e in events(path, "M") if e["name"] == "thread_sort_index"}
+    assert sorted(places, key=places.__getitem__) == ["training: steps", "weight", "bias"]
 
 
 def test_any_argument_is_written_as_json(path):

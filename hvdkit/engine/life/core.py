@@ -97,7 +97,12 @@ class Engine(NamedOperations):
         self.mailbox = Mailbox(transport, topology, liveness, self.driver.defer, early)
         self.mailbox.handlers[Lost] = self._lost
         self.negotiation = Negotiation(
-            self.mailbox, transport, sizes.bucket, settings.cache_capacity, static_process_sets
+            self.mailbox,
+            transport,
+            sizes.bucket,
+            settings.cache_capacity,
+            static_process_sets,
+            self.telemetry.came,
         )
         self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive)
         self.joining = Joining(

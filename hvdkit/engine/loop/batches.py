@@ -102,6 +102,8 @@ class Batches:
         if batch.codec.encodes:
             submissions[0].turn, submissions[0].tally = self._turn(submissions[0].key), Tally()
         if telemetry.timeline is not None:
+            for submission in submissions:
+                telemetry.met(submission.key)
             trace(kind.upper(), batch)
         steps = [self._on_device(batch, process_set_id)] if on_device else row.run(batch)
         unfinished = len(steps)

@@ -6,7 +6,7 @@ It has no clock and no connection of its own, so that every decision can be test
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hvdkit.engine.loop.dead_locks import DeadLocks
 from hvdkit.engine.loop.fusing import batch_size
@@ -37,10 +37,12 @@ class Coordinator:
     """Collects requests; ``take_outgoing`` gives (ranks, message) pairs to deliver, in order.
 
     What a repeated operation costs grows with its ranks: requests are counted, and who is missing is looked for only
-    where a rank has joined, left or waits.
+    where a rank has joined, left or waits. ``asked`` is told of each.
     """
 
-    def __init__(self, size: int, fusion_threshold: int) -> None:
+    def __init__(
+        self, size: int, fusion_threshold: int, asked: Callable[[Key, int], None] = lambda key, rank: None
+    ) -> None:
         self._threshold = fusion_threshold
         self.members: dict[int, list[int]] = {0: list(range(size))}
         self._pending: dict[Key, Entry] = {}
@@ -55,6 +57,7 @@ class Coordinator:
         self._lanes = 0
         self._process_sets = 0
         self._recurring = Recurring()
+        self._asked = asked
         self._last_asked: tuple[Ask, Signature, tuple[Key, Request]] | None = None
 
     # -- what comes in ------------------------------------------------------------------------------------------------
@@ -173,6 +176,7 @@ class Coordinator:
         if entry is None:
             entry = self._pending[key] = Entry(now)
         entry.requests[rank] = request
+        self._asked(key, rank)
         process_set, kind, _ = key
         members = self.members.get(process_set)
         if members is None:

@@ -6,7 +6,7 @@ On rank 0 it also holds the coordinator, whom its own messages reach without a d
 from __future__ import annotations
 
 import marshal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 from hvdkit.engine.loop.coordinator import Coordinator
@@ -22,7 +22,8 @@ GOODBYE_ON_ITS_WAY_SECONDS = 0.5
 class Negotiation:
     """Tells the coordinator what this rank wants, and the members what the coordinator decided.
 
-    ``cache_capacity``: how many signatures the coordinator may be asked to remember for this rank.
+    ``cache_capacity``: how many signatures the coordinator may be asked to remember for this rank. ``asked`` is told,
+    on rank 0, what a rank asks for (Key, rank).
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Negotiation:
         fusion_threshold: int,
         cache_capacity: int,
         static_process_sets: Sequence[list[int]],
+        asked: Callable[[object, int], None],
     ) -> None:
         self.mailbox = mailbox
         self._transport = transport
@@ -44,7 +46,7 @@ class Negotiation:
             {Bye: self._bye, Left: self._left, Ping: self._ping, Pong: lambda sender, message: None}
         )
         if self._rank == 0:
-            self.coordinator = Coordinator(transport.size, fusion_threshold)
+            self.coordinator = Coordinator(transport.size, fusion_threshold, asked)
             self.coordinator.add_static_process_sets(static_process_sets)
             mailbox.handlers.update(dict.fromkeys((Ask, NewSignature, Join, Waits), self._coordinate))
 

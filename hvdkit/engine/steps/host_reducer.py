@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, Where
 from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
 from hvdkit.engine.steps.plan import Bucket, Reduction, Slot, small_offsets
-from hvdkit.engine.steps.reducer import Reducer
+from hvdkit.engine.steps.reducer import Met, Reducer
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -135,15 +136,15 @@ class HostReducer(Reducer):
     def mark(self) -> Any:
         return None
 
-    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
         number, self._number = self._number, self._number + 1
         bucket = self._buckets[piece.bucket]
         offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
         op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
         codec, memory = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
-        return self._steps(Work(piece, bucket, op, scale, codec, memory, number, tag), offers, joined)
+        return self._steps(Work(piece, bucket, op, scale, codec, memory, number, tag), offers, joined, met)
 
-    def _steps(self, work: Work, offers: Mapping[int, Offer | None], joined: bool) -> Steps[None]:
+    def _steps(self, work: Work, offers: Mapping[int, Offer | None], joined: bool, met: Met) -> Steps[None]:
         piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
         runs = self._runs_in(piece, bucket)
         is_flat = node is None or work.codec.everywhere
@@ -155,9 +156,11 @@ class HostReducer(Reducer):
         if node is None or work.codec.everywhere:
             for order in self._orders:
                 order.leave(number)
+            met(None)
             yield from self._reduce_flat(work, parts)
             return
         yield list(node.ready(number, joined))
+        met(partial(node.ready_at, number))
         absent = node.absent(number)
         staged = set(node.staged([run.slot for run in runs], absent))
         in_chunks = [part for part in parts if part.slot in staged]

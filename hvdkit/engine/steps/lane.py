@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from time import monotonic
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
 from typing import Any
 
 from hvdkit.collectives.group import Group, Steps
@@ -49,7 +49,7 @@ class Lane:
         self._running: dict[int, Operation] = {}  # by sequence
         self.lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
         self._sizes = reducer.sizes(lanes.sizes)
-        self.records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
+        self.records = LaneRecords(lanes.telemetry, plan, group, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
         self._abandoned = AbandonedSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
@@ -137,7 +137,7 @@ class Lane:
         def are_reduced() -> bool:  # a signal's handler may end the step meanwhile
             return self.error is not None or self.steps > step or not any(self._unreduced[one] for one in buckets)
 
-        self.lanes.drive(self, are_reduced)
+        self._drive(are_reduced)
         if self.error is not None:
             raise self.error
         self._use(step)
@@ -148,11 +148,16 @@ class Lane:
             raise self.error or AssertionError("a lane that failed has no error")
 
     def _end(self) -> None:
-        self.lanes.drive(self, self.idle)
+        self._drive(self.idle)
         if self.error is not None:
             raise self.error
         with self._lock:
             self._end_step()
+
+    def _drive(self, finished: Callable[[], bool]) -> None:
+        started = perf_counter()
+        self.lanes.drive(self, finished)
+        self.records.awaited(started)
 
     def abandon(self) -> None:
         """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used.
@@ -233,8 +238,8 @@ class Lane:
         if index < len(self.arrangement.pieces):
             self._in_flight[sequence] = self._loads[index]
             marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
-            steps = self.reducer.reduce(self.arrangement.pieces[index], joined, marks, sequence, tag)
-            steps = self.records.reduction(index, joined, steps)
+            record = self.records.begin(index, joined)
+            steps = record.recorded(self.reducer.reduce(self.arrangement.pieces[index], joined, marks, tag, record.met))
             what = self.records.summary(index)
         else:
             self._in_flight[sequence] = 0
@@ -323,6 +328,7 @@ class Lane:
         """Ready for the next step; after the first one in the order that rank 0 observed."""
         self.reducer.end_step()
         self.steps += 1
+        self.records.step_ended(self.steps)
         if self.steps == 1:
             self._arrange()
         else:

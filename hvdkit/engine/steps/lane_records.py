@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
+from typing import Any
 
-from hvdkit.collectives.group import Steps
+from hvdkit.collectives.group import Group, Steps
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Plan
-from hvdkit.engine.steps.reducer import Reducer
+from hvdkit.engine.steps.reducer import ReadyAt, Reducer
 from hvdkit.engine.steps.schedule import Piece
+from hvdkit.engine.telemetry.arrivals import FirstData, last_of
 from hvdkit.engine.telemetry.compression_report import timeline_fields
 from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.engine.telemetry.timeline import COMPUTATION, TRAINING
 
 
 class LaneRecords:
     """Of the buckets and pieces of one lane, in their present arrangement."""
 
-    def __init__(self, telemetry: Telemetry, plan: Plan, reducer: Reducer, reason: str) -> None:
+    def __init__(self, telemetry: Telemetry, plan: Plan, group: Group, reducer: Reducer, reason: str) -> None:
         self._telemetry = telemetry
+        self._group = group
         self._reason = reason  # of the sizes of pieces
         self._plan = plan
         self._reducer = reducer
+        self._step_began = perf_counter()
 
     @property
     def _now(self) -> Arrangement:
@@ -43,27 +48,32 @@ class LaneRecords:
         for row, tensors in names.items():
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, ended, tensor=", ".join(tensors))
 
-    def reduction(self, index: int, joined: bool, steps: Steps[None]) -> Steps[None]:
-        """``steps``, which reduce a piece, recorded."""
-        telemetry, now = self._telemetry, self._now
-        piece, row, nbytes = now.pieces[index], self._piece_row(index), now.nbytes[index]
-        started = perf_counter()
+    def begin(self, index: int, joined: bool) -> PieceRecord:
+        """A piece's turn has come."""
+        piece = self._now.pieces[index]
         if piece.part == 0 and not joined:
-            telemetry.end(self._row(piece.bucket))  # its wait for its turn
-        telemetry.begin(
-            row,
-            "ALLREDUCE",
-            bytes=nbytes,
-            codec=self._reducer.residuals.codec(piece.bucket).summary,
-            algorithm=self._reducer.reason,
-            order=f"{index + 1} of {len(now.pieces)}: {now.reasons[index]}",
-            size=self._reason,
-        )
-        yield from steps
-        if self._reducer.residuals.codec(piece.bucket).encodes:
-            self._encoding_ended(piece, row, started)
-        telemetry.end(row)
-        telemetry.statistics.reduced(nbytes, perf_counter() - started)
+            self._telemetry.end(self._row(piece.bucket))  # its wait for its turn
+        fields = {
+            "bytes": self._now.nbytes[index],
+            "codec": self._reducer.residuals.codec(piece.bucket).summary,
+            "algorithm": self._reducer.reason,
+            "order": f"{index + 1} of {len(self._now.pieces)}: {self._now.reasons[index]}",
+            "size": self._reason,
+        }
+        return PieceRecord(self._telemetry, self._group, self._reducer, piece, self._piece_row(index), fields)
+
+    def awaited(self, started: float) -> None:
+        """The training thread has waited since ``started`` (perf_counter) for what is reduced."""
+        timeline = self._telemetry.timeline
+        if timeline is not None:
+            timeline.span(COMPUTATION, "WAIT_FOR_GRADIENTS", started, perf_counter(), of=self._plan.name)
+
+    def step_ended(self, number: int) -> None:
+        """All gradients of a step are reduced."""
+        now, timeline = perf_counter(), self._telemetry.timeline
+        if timeline is not None:
+            timeline.span(f"{TRAINING}steps of {self._plan.name}", f"STEP {number}", self._step_began, now)
+        self._step_began = now
 
     def ended(self, index: int) -> None:
         """A piece will not be reduced to its end."""
@@ -94,9 +104,61 @@ class LaneRecords:
         piece = self._now.pieces[index]
         return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")
 
-    def _encoding_ended(self, piece: Piece, row: str, started: float) -> None:
+
+class PieceRecord:
+    """One reduction of a piece: how long this rank waited for others, and for whom, and then the reduction."""
+
+    def __init__(
+        self, telemetry: Telemetry, group: Group, reducer: Reducer, piece: Piece, row: str, fields: dict[str, Any]
+    ) -> None:
+        self._telemetry, self._group, self._reducer, self._piece = telemetry, group, reducer, piece
+        self._row, self._fields = row, fields
+        self._started = self._begun = perf_counter()
+        self._node: Collection[int] | None = None  # once it has begun, the ranks that were waited for in memory
+
+    def met(self, ready_at: ReadyAt | None) -> None:
+        """The reduction begins; see ``Reducer.reduce``."""
+        timeline = self._telemetry.timeline
+        if timeline is None:
+            return
+        self._begun = perf_counter()
+        self._node = came = {} if ready_at is None else ready_at()
+        if (last := last_of(came)) is not None:
+            timeline.span(self._row, last.activity, self._started, self._begun, **last.fields)
+        timeline.begin(self._row, "ALLREDUCE", **self._fields)
+
+    def recorded(self, steps: Steps[None]) -> Steps[None]:
+        """``steps``, which reduce the piece, with what they take."""
+        yield from steps if self._telemetry.timeline is None else self._with_first_data(steps)
+        if self._reducer.residuals.codec(self._piece.bucket).encodes:
+            self._encoding_ended()
+        self._telemetry.end(self._row)
+        self._telemetry.statistics.reduced(self._fields["bytes"], perf_counter() - self._started)
+
+    def _with_first_data(self, steps: Steps[None]) -> Steps[None]:
+        """Notes when the first data of each rank came over the wire."""
+        first: FirstData | None = None
+        for transfers in steps:
+            known = self._node
+            if known is None or first is not None:
+                yield transfers
+                continue
+            wire = [one for one in transfers if one.peer not in (-1, *known) and not hasattr(one, "awaited")]
+            if not wire:
+                yield transfers
+                continue
+            first, started = FirstData(wire), perf_counter()
+            for one in wire:  # each by itself, so that each is noticed when it is there
+                self._group.transport.watch([one])
+            yield [*transfers, first]
+            timeline, last = self._telemetry.timeline, last_of({self._group.transport.rank: started, **first.came})
+            if timeline is not None and last is not None:
+                timeline.span(self._row, f"FIRST_DATA_OF_RANK_{last.rank}", started, perf_counter(), **last.fields)
+
+    def _encoding_ended(self) -> None:
         """Count what a piece of a bucket of a lossy codec took, and show it."""
-        tally, timeline = self._reducer.residuals.finished(piece), self._telemetry.timeline
-        if timeline is not None and self._reducer.residuals.encodes(piece.bucket):
-            norm = self._reducer.residual_norm(piece)
-            timeline.span(row, "COMPRESSION", started, perf_counter(), **timeline_fields(tally, norm))
+        residuals, timeline = self._reducer.residuals, self._telemetry.timeline
+        tally = residuals.finished(self._piece)
+        if timeline is not None and residuals.encodes(self._piece.bucket):
+            norm = self._reducer.residual_norm(self._piece)
+            timeline.span(self._row, "COMPRESSION", self._begun, perf_counter(), **timeline_fields(tally, norm))

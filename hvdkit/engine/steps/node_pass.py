@@ -1,8 +1,8 @@
 """A lane's gradients on one node: each rank says where its own lie, and reduces its share of everyone's in one pass.
 
-A window of the node's memory has counters ("ready" and "done" for each operation under way), a table in which each rank
-writes where it has each gradient, a region of each rank for its small gradients, and slots for chunks of gradients that
-others cannot reach where they lie.
+A window of the node's memory has counters ("ready" and "done" for each operation under way), when each rank was ready,
+a table in which each rank writes where it has each gradient, a region of each rank for its small gradients, and slots
+for chunks of gradients that others cannot reach where they lie.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from enum import IntEnum
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,14 +93,15 @@ class NodePass:
         count = len(self.members)
         offsets, small_bytes = small_offsets(slots)
         cells_bytes = 2 * count * CELLS * CACHE_LINE
-        self._head_bytes = _pages(cells_bytes + InPlace.table_bytes(count, len(slots)))
+        table_begin = cells_bytes + count * CELLS * np.dtype(np.float64).itemsize
+        self._head_bytes = _pages(table_begin + InPlace.table_bytes(count, len(slots)))
         self._region_bytes = _pages(small_bytes)
         staging_begin = self._head_bytes + count * self._region_bytes
         self.window: Any = transport.memory.window(segment, staging_begin + staging_bytes(count))
         self._cells = Cells(self.window, 0, 2 * count * CELLS)
         self._in_place = InPlace(
             self.window,
-            cells_bytes,
+            table_begin,
             self.me,
             [
                 (_dtype_number(slot), slot.elements, offset)
@@ -111,7 +113,9 @@ class NodePass:
         )  # fmt: skip
         wakeups = transport.wakeups_of(self.members)
         self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, spin_seconds)
-        memory: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)[self._region(self.me) :]
+        window: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)
+        self._ready_at: Array = window[cells_bytes:table_begin].view(np.float64).reshape(count, CELLS)
+        memory = window[self._region(self.me) :]
         self.small: dict[int, Array] = {}
         for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True)):
             if offset is not None:
@@ -139,7 +143,12 @@ class NodePass:
     def ready(self, number: int, absent: bool) -> list[CellWait]:
         """Say that this rank's gradients of an operation are where the table has them, or that it has none."""
         self._under_way.add(number)
+        self._ready_at[self.me, number % CELLS] = perf_counter()  # one clock for the processes of a host
         return self._tell_and_wait(0, number, 2 * (number + 1) + int(absent), 2 * (number + 1))
+
+    def ready_at(self, number: int) -> dict[int, float]:
+        """When each rank of the node (of the transport) was ready for an operation, by perf_counter, once all are."""
+        return dict(zip(self.members, self._ready_at[:, number % CELLS].tolist(), strict=True))
 
     def done(self, number: int) -> list[CellWait]:
         """Say that this rank is through with all ranks' gradients of an operation."""

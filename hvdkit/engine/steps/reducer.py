@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,10 @@ from hvdkit.engine.steps.residuals import Residuals, State
 from hvdkit.engine.steps.schedule import Piece, Sizes, without_overlap
 from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
+
+# When each rank that was waited for was ready, {rank: seconds of perf_counter}, for who wants to know.
+ReadyAt = Callable[[], dict[int, float]]
+Met = Callable[[ReadyAt | None], None]
 
 
 class Reducer(ABC):
@@ -69,12 +73,13 @@ class Reducer(ABC):
         """What the calling thread has done so far; the reduction of what it wrote comes after that."""
 
     @abstractmethod
-    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], sequence: int, tag: int) -> Steps[None]:
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
         """The steps that replace a piece by its reduction over all ranks; a rank that has joined contributes zeros.
 
         They hold the memory they need from this call on.
 
-        ``sequence`` counts the lane's operations, alike on all ranks; ``tag`` up to ``tag + 3`` are this one's.
+        ``tag`` up to ``tag + 3`` are this operation's. ``met`` is called once, when the reduction begins: where
+        ranks share memory, after they have waited for each other, with when each was ready.
         """
 
     def end_step(self) -> None:

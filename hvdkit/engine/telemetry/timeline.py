@@ -1,7 +1,7 @@
 """A Chrome trace of what the engine does: one row per tensor or bucket, valid JSON on the disk after every flush.
 
-Open it in chrome://tracing or Perfetto. The format is "Trace Event Format" (Google, 2016). Times are microseconds of
-``time.perf_counter``, which the processes of one machine share, so that traces of several ranks can be laid together.
+Open it in chrome://tracing or Perfetto. The format is "Trace Event Format" (Google, 2016). Times are microseconds since
+the recording began; docs/timeline.md has what the activities mean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ _log = logging.getLogger(__name__)
 
 FLUSH_EVENTS = 4096
 FLUSH_SECONDS = 0.5
+# Rows that begin so stand above all others, whoever was first.
+TRAINING = "training: "
+COMPUTATION = TRAINING + "forward and backward"
 
+TOP = 1 << 20  # how far above
 _OPENING = b"["
 _CLOSING = b"\n]\n"
 
@@ -51,8 +55,9 @@ class Timeline:
         self._open: dict[str, int] = {}  # activities begun and not ended, by row
         self._process = os.getpid()
         self._file: int | None = None
+        self._began = time.perf_counter()
         self._end = 0  # where the closing bracket is, and the next event goes
-        self._next_flush = time.perf_counter() + FLUSH_SECONDS
+        self._next_flush = self._began + FLUSH_SECONDS
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             self._end = os.pwrite(self._file, _OPENING + _CLOSING, 0) - len(_CLOSING)
@@ -80,8 +85,9 @@ class Timeline:
         self._record("E", row, "", time.perf_counter(), 0.0, None)
 
     def span(self, row: str, activity: str, start_seconds: float, end_seconds: float, **args: Any) -> None:
-        """An activity that is over; times as ``time.perf_counter`` gave them."""
-        self._record("X", row, activity, start_seconds, end_seconds - start_seconds, args)
+        """An activity that is over, by ``time.perf_counter``; what was before the recording is cut off."""
+        start = max(start_seconds, self._began)
+        self._record("X", row, activity, start, max(end_seconds - start, 0.0), args)
 
     def instant(self, name: str, **args: Any) -> None:
         """A mark over all rows, now."""
@@ -134,7 +140,8 @@ class Timeline:
             if event.row is not None and event.row not in self._rows:
                 self._rows[event.row] = row = len(self._rows) + 1
                 lines.append(_metadata("thread_name", self._rank, row, name=event.row))
-                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=row))
+                place = row - TOP if event.row.startswith(TRAINING) else row
+                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=place))
             lines.append(self._line(event))
         try:
             self._write(lines)
@@ -143,7 +150,8 @@ class Timeline:
 
     def _line(self, event: _Event) -> str:
         row = 0 if event.row is None else self._rows[event.row]
-        line = f'{{"ph":"{event.phase}","pid":{self._rank},"tid":{row},"ts":{event.start * 1e6:.3f}'
+        time_us = (event.start - self._began) * 1e6
+        line = f'{{"ph":"{event.phase}","pid":{self._rank},"tid":{row},"ts":{time_us:.3f}'
         if event.phase != "E":
             line += f',"name":{json.dumps(event.name)}'
         if event.phase == "X":

@@ -26,6 +26,7 @@ from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import Watched, changed_of, raise_if_changed, watch
 from hvdkit.torch.optimizers.names import default_names, parameters_of
+from hvdkit.torch.phases import follow
 
 INTERRUPTED = (
     "The gradients of this step were being reduced when hvd.shutdown() ended the job; they may be half summed.\n"
@@ -102,6 +103,7 @@ class GradientSynchronizer:
     def _bind(self) -> None:
         """Meet this process's engine: again after shutdown() and init(), when the number of ranks may be another."""
         engine = runtime.engine()
+        follow(engine.telemetry)
         if engine is self._engine:
             return
         self._engine = engine

@@ -1,0 +1,96 @@
+"""Forward and backward passes in the timeline: hooks on all modules, and on what they return, while one is recorded."""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.engine.telemetry.timeline import COMPUTATION
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class Phases:
+    """Marks the passes of a process, from now until ``end()``.
+
+    A forward pass is that of a module which no other one calls. A backward pass begins when the gradient of what such a
+    module returned is known, and ends when autograd is through.
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.telemetry = telemetry
+        self._of_thread = threading.local()
+        self._backward: dict[int, float] = {}  # when passes began, by autograd's number of each
+        self._handles = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def end(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        depth = getattr(self._of_thread, "depth", 0)
+        if depth == 0:
+            self._of_thread.began = perf_counter()
+            if torch._C._current_graph_task_id() == -1:
+                self._backward.clear()  # of passes that an exception ended
+        self._of_thread.depth = depth + 1
+
+    def _after_forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        depth = getattr(self._of_thread, "depth", 0)
+        if torch.compiler.is_compiling() or depth == 0:  # the recording began within it
+            return
+        self._of_thread.depth = depth - 1
+        timeline = self.telemetry.timeline
+        if depth > 1 or timeline is None:
+            return
+        trains = torch.is_grad_enabled()
+        activity = "FORWARD" if trains else "FORWARD_WITHOUT_GRADIENTS"
+        timeline.span(COMPUTATION, activity, self._of_thread.began, perf_counter(), module=type(module).__name__)
+        if (
+            not trains
+            or torch._C._get_tracing_state() is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+
+    def _in_backward(self, _: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if self.telemetry.timeline is None or task in self._backward:
+            return
+        self._backward[task] = perf_counter()
+
+        def after_backward() -> None:
+            began, timeline = self._backward.pop(task, None), self.telemetry.timeline
+            if began is not None and timeline is not None:
+                timeline.span(COMPUTATION, "BACKWARD", began, perf_counter())
+
+        _engine.queue_callback(after_backward)
+
+
+_phases: Phases | None = None
+
+
+def follow(telemetry: Telemetry) -> None:
+    """Mark passes if a timeline is recorded now, and no more if none is; called in every step."""
+    global _phases
+    records = telemetry.timeline is not None
+    if _phases is not None and not (records and _phases.telemetry is telemetry):
+        _phases.end()
+        _phases = None
+    if records and _phases is None:
+        _phases = Phases(telemetry)

@@ -1,0 +1,228 @@
+"""What a timeline shows of a training step: who came last, what was waited for, and where the passes are."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils.checkpoint import checkpoint
+
+from hvdkit.engine.life import runtime
+from tests.ranks import Skip
+from tests.torch.optimizer_support import batch, loss_of, make_net, train_step
+
+LATE_SECONDS = 0.1
+COMPUTATION = "training: forward and backward"
+
+
+class Shown(NamedTuple):
+    """An activity, in milliseconds."""
+
+    row: str
+    name: str
+    begin: float
+    end: float
+    args: dict[str, Any]
+
+
+def shown_in(path: Path) -> list[Shown]:
+    events = json.loads(path.read_text())
+    rows = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    found, begun = [], dict[int, list[Any]]()
+    for event in events:
+        row = rows.get(event["tid"], "")
+        if event["ph"] == "B":
+            begun.setdefault(event["tid"], []).append(event)
+        elif event["ph"] == "E":
+            start = begun[event["tid"]].pop()
+            found.append(Shown(row, start["name"], start["ts"] / 1e3, event["ts"] / 1e3, start.get("args", {})))
+        elif event["ph"] == "X":
+            end = event["ts"] + event["dur"]
+            found.append(Shown(row, event["name"], event["ts"] / 1e3, end / 1e3, event.get("args", {})))
+    assert not any(begun.values()), begun
+    return sorted(found, key=lambda one: one.begin)
+
+
+@contextmanager
+def recorded(hvd: Any) -> Iterator[list[Shown]]:
+    """Holds what rank 0's timeline shows of the block, once it is over; nothing on other ranks."""
+    shown: list[Shown] = []
+    path = Path(tempfile.gettempdir(), f"hvdkit-shown-{os.getpid()}.json")
+    hvd.start_timeline(str(path))
+    try:
+        yield shown
+    finally:
+        hvd.stop_timeline()
+        if path.exists():
+            shown += shown_in(path)
+            path.unlink()
+
+
+def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> None:
+    """Every rank acts; the last one only when rank 0 waits for it, and some time more has passed."""
+    flag = Path(directory, f"waits-{number}")
+    if hvd.rank() == 0:
+        engine = runtime.engine()
+
+        def tell() -> None:
+            while not engine.operations and not engine.submissions:
+                time.sleep(0.001)
+            flag.touch()
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        action()
+        teller.join()
+    elif hvd.rank() < hvd.size() - 1:
+        action()
+    else:
+        while not flag.exists():
+            time.sleep(0.001)
+        time.sleep(LATE_SECONDS)
+        action()
+
+
+def wrapped(hvd: Any, net: nn.Module) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+
+
+def case_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody is waited for")
+    directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+    net = make_net()
+    optimizer, last = wrapped(hvd, net), hvd.size() - 1
+    train_step(optimizer, net, batch(hvd.rank()))
+    with recorded(hvd) as shown:
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(net, batch(hvd.rank())).backward()
+            late(hvd, optimizer.step, directory, number)
+    if hvd.rank() != 0:
+        assert shown == []
+        return
+    reductions = [one for one in shown if one.name == "ALLREDUCE"]
+    waits = [one for one in shown if one.row == reductions[0].row and one.name == f"WAIT_FOR_RANK_{last}"]
+    by_wire = [one for one in shown if one.name == f"FIRST_DATA_OF_RANK_{last}"]
+    found = waits or by_wire
+    assert len(found) == 2, shown
+    for one in found:
+        assert one.args["last_rank"] == last, one
+        assert one.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, one
+        assert one.args["ms_after_the_first"] >= one.args["ms_after_the_one_before"], one
+        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
+    for one in waits:  # drawn before the reduction, not as a part of it
+        assert not any(one.begin < other.end and other.begin < one.end for other in reductions), shown
+    waited = [one for one in shown if one.name == "WAIT_FOR_GRADIENTS"]
+    assert len(waited) == 2, shown
+    for one in waited:  # of the training thread
+        assert one.row == COMPUTATION, one
+        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
+
+
+def case_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody is waited for")
+    directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+    last = hvd.size() - 1
+    with recorded(hvd) as shown:
+        late(hvd, lambda: hvd.allreduce(torch.ones(3), name="late"), directory, 0)
+    if hvd.rank() == 0:
+        (wait,) = [one for one in shown if one.name.startswith("WAIT_FOR_RANK_")]
+        (asked,) = [one for one in shown if one.name == "NEGOTIATE_ALLREDUCE"]
+        (ran,) = [one for one in shown if one.name == "ALLREDUCE"]
+        assert wait.name == f"WAIT_FOR_RANK_{last}", shown
+        assert wait.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, wait
+        assert wait.row == asked.row == ran.row == "allreduce 'late'", shown
+        assert asked.begin <= wait.begin <= wait.end <= asked.end <= ran.begin, shown
+
+
+def case_steps_and_passes_are_marked(hvd: Any) -> None:
+    net = make_net()
+    optimizer = wrapped(hvd, net)
+    with recorded(hvd) as shown:
+        for step in range(3):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+        with torch.no_grad():
+            net(batch(hvd.rank())[0])
+    if hvd.rank() != 0:
+        return
+    assert all(one.begin >= 0 for one in shown), "times begin with the recording"
+    passes = [one for one in shown if one.row == COMPUTATION and one.name != "WAIT_FOR_GRADIENTS"]
+    # What recorded() began after the optimizer was made is followed from the first step's end on.
+    names = [one.name for one in passes]
+    assert names == ["FORWARD", "BACKWARD"] * 2 + ["FORWARD_WITHOUT_GRADIENTS"], names
+    assert all(one.args["module"] == "Net" for one in passes if one.name != "BACKWARD"), passes
+    assert all(one.end <= other.begin for one, other in pairwise(passes)), passes
+    if hvd.size() > 1:
+        steps = [one for one in shown if one.name.startswith("STEP ")]
+        assert [one.name for one in steps] == ["STEP 1", "STEP 2", "STEP 3"], steps
+        assert all(abs(one.end - other.begin) < 1e-3 for one, other in pairwise(steps)), steps
+        assert steps[0].row.startswith("training: steps of SGD"), steps
+
+
+def case_no_hook_stays_when_the_recording_is_over(hvd: Any) -> None:
+    def hooks() -> int:
+        return len(modules._global_forward_pre_hooks) + len(modules._global_forward_hooks)
+
+    net = make_net()
+    wrapped(hvd, make_net())  # those of an earlier recording go when it is noticed that it is over
+    before = hooks()
+    with recorded(hvd):
+        optimizer = wrapped(hvd, net)
+        assert hooks() == before + (2 if hvd.rank() == 0 else 0)
+        train_step(optimizer, net, batch(hvd.rank()))
+    train_step(optimizer, net, batch(hvd.rank()))
+    assert hooks() == before
+
+
+class Unusual(nn.Module):
+    """Its passes lie within each other: the forward pass is computed once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.last(checkpoint(self.inner, rows, use_reentrant=True)).mean()}
+
+
+def case_passes_are_marked_whatever_a_model_does(hvd: Any) -> None:
+    torch.manual_seed(0)
+    net = Unusual()
+    rows = torch.ones(2, 4, requires_grad=True)
+
+    def fails(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    with recorded(hvd) as shown:
+        optimizer = wrapped(hvd, net)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = net(rows)["loss"]
+            if step == 0:  # a backward pass that an exception ends before it has computed a gradient
+                loss.register_hook(fails)
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
+                loss = net(rows)["loss"]
+            loss.backward()
+            optimizer.step()
+    if hvd.rank() == 0:
+        passes = [one for one in shown if one.name in ("FORWARD", "BACKWARD")]
+        within = [one for one in passes if any(other.begin < one.begin and one.end < other.end for other in passes)]
+        assert [one.name for one in passes if one not in within] == ["FORWARD"] + ["FORWARD", "BACKWARD"] * 2, shown
+        assert [one.name for one in within] == ["FORWARD", "BACKWARD"] * 2, shown
+        assert {one.args["module"] for one in within if one.name == "FORWARD"} == {"Sequential"}, shown
