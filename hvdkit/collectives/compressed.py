@@ -21,7 +21,7 @@ from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.chunks import scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
+from hvdkit.compression import CASTS, Cast, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
 from hvdkit.compression.lossy import as_float32
 from hvdkit.compression.memory import TURN
 from hvdkit.errors import PayloadError
@@ -39,9 +39,22 @@ def allreduce_encoded(
     is encoded. Raises PayloadError where a payload does not arrive as it was sent.
     """
     if not codec.encodes:
-        return allreduce(group, flat, op, scale, codec, tag)  # type: ignore[arg-type]
+        return _allreduce_cast(group, flat, op, scale, cast("Cast", codec), tag, memory)
     assert op == ReduceOp.SUM, op
     return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, memory)
+
+
+def _allreduce_cast(
+    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, memory: Memory | None
+) -> Steps[None]:
+    if memory is None or not codec.room_bytes(flat) or group.size == 1:
+        yield from allreduce(group, flat, op, scale, codec, tag)
+        return
+    wire = Group(group.transport, group.members, group.choice)
+    yield from allreduce(wire, flat, op, scale, codec, tag)
+    memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
+    memory.tally.bytes_after += wire.bytes_sent
+    group.bytes_sent += wire.bytes_sent
 
 
 def _allreduce_lossy(

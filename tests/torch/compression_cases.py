@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -401,6 +402,30 @@ def case_operations_with_codecs(hvd: Any) -> None:
         wanting = values.clone().requires_grad_()
         hvd.allreduce(wanting, compression=codec, name="gradient").sum().backward()
         assert_close(wanting.grad, torch.ones(3000), tolerance)
+
+
+def case_what_casts_did_is_told(hvd: Any) -> None:
+    for name, cast in (("fp16", hvd.Compression.fp16), ("bf16", hvd.Compression.bf16)):
+        net = Constant(hvd.rank())
+        names = [(f"told.{name}.{inner}", parameter) for inner, parameter in net.named_parameters()]
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(sgd, names, compression=cast)
+        take_steps(net, optimizer, 2)
+        stats = hvd.compression_stats()
+        told, line = stats.by_codec[name], next(one for one in str(stats).split("\n") if one.startswith(f"{name}: "))
+        assert all(stats.by_parameter[inner].codec == name for inner, _ in names)
+        one_memory = hvd.local_size() == hvd.size() and os.environ.get("HVDKIT_NODE_MEMORY") != "0"
+        sent = hvd.allreduce(torch.tensor(told.bytes_after), op=hvd.Sum).item()
+        assert (sent == 0) == one_memory, sent
+        if told.bytes_after == 0:  # nor does each rank of a node send something to others
+            assert told.bytes_before == told.bytes_after == 0, told
+            assert "nothing was encoded" in line, line
+            continue
+        ours = [stats.by_parameter[inner] for inner, _ in names]
+        # Few ranks send short tensors to all at once, which takes more messages and fewer turns than two phases.
+        assert all(1 / hvd.size() <= one.ratio <= 2 for one in ours), ours
+        assert max(one.ratio for one in ours) > 1, ours
+        assert "MB sent as" in line, line
 
 
 def case_what_it_did_is_told(hvd: Any) -> None:

@@ -165,7 +165,7 @@ class DeviceReducer(Reducer):
             self._pulled.discard(number)
         if encodes:
             return self._encoded_steps(number, buffer, parts, debtors, memory, marks)
-        return self._steps(number, tensors, debtors, marks)
+        return self._steps(number, tensors, debtors, memory, marks)
 
     def _encoded_steps(
         self, bucket: int, buffer: Any, parts: Parts, debtors: Parts, memory: Memory, marks: Sequence[Any]
@@ -197,15 +197,22 @@ class DeviceReducer(Reducer):
         yield [transfer]
         self._forget_paid(bucket)
 
-    def _steps(self, bucket: int, tensors: Sequence[Any], debtors: Parts, marks: Sequence[Any]) -> Steps[None]:
+    def _steps(
+        self, bucket: int, tensors: Sequence[Any], debtors: Parts, memory: Memory, marks: Sequence[Any]
+    ) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         op, scale = effective(reduction.op, reduction.postscale, size)
         codec = self.residuals.codec(bucket)
         cast_name = "none" if codec.encodes else codec.name
         kept = self._kept[bucket]
         transfer = self._collectives.allreduce(tensors, op, reduction.prescale, scale, cast_name, marks, kept, debtors)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._group.bytes_sent += 2 * nbytes * (size - 1) // size  # as a ring sends, whatever the library does
+        nbytes, dtype = sum(tensor.nbytes for tensor in tensors), self._buckets[bucket].dtype
+        sent = two_phase_bytes(nbytes, size)  # as a ring sends, whatever the library does
+        if not codec.encodes and codec.wire_itemsize(dtype) < dtype.itemsize:
+            memory.tally.bytes_before += sent
+            sent = sent * codec.wire_itemsize(dtype) // dtype.itemsize
+            memory.tally.bytes_after += sent
+        self._group.bytes_sent += sent
         yield [transfer]
         self._forget_paid(bucket)
 

@@ -130,7 +130,7 @@ class PieceRecord:
     def recorded(self, steps: Steps[None]) -> Steps[None]:
         """``steps``, which reduce the piece, with what they take."""
         yield from steps if self._telemetry.timeline is None else self._with_first_data(steps)
-        if self._reducer.residuals.codec(self._piece.bucket).encodes:
+        if self._reducer.residuals.codec(self._piece.bucket).lossy:
             self._encoding_ended()
         self._telemetry.end(self._row)
         self._telemetry.statistics.reduced(self._fields["bytes"], perf_counter() - self._started)

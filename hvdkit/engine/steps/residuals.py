@@ -138,7 +138,7 @@ class Residuals:
         found = []
         for slot, total in enumerate(self._totals):
             codec = self._codecs[self._slots[slot].codec]
-            if codec.encodes:
+            if codec.lossy:
                 found.append((self._slots[slot].name, codec.summary, total, _norm(self.of_slot(slot).get(RESIDUAL))))
         return found
 

@@ -32,7 +32,7 @@ class CodecStatistics:
         if not self.bytes_after:
             return (
                 f"{self.codec}: nothing was encoded: no tensor was large enough, or nothing travelled between nodes "
-                '(compress="everywhere" encodes on one node too)'
+                '(codecs with compress="everywhere" encode on one node too)'
             )
         return (
             f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB "
