@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -20,11 +21,13 @@ from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 from hvdkit.engine.life import runtime
-from tests.ranks import Skip
+from tests.ranks import ROOT, Skip
 from tests.torch.optimizer_support import batch, loss_of, make_net, train_step
 
 LATE_SECONDS = 0.1
 COMPUTATION = "training: forward and backward"
+DOCUMENTED = set(re.findall(r"`([A-Z_]+(?: n)?|[A-Z_]+_n)`", Path(ROOT, "docs", "timeline.md").read_text()))
+DOCUMENTED |= {f"NEGOTIATE_{name}" for name in DOCUMENTED}
 
 
 class Shown(NamedTuple):
@@ -68,6 +71,8 @@ def recorded(hvd: Any) -> Iterator[list[Shown]]:
         if path.exists():
             shown += shown_in(path)
             path.unlink()
+            names = {re.sub(r"(?<=[_ ])\d+$", "n", one.name) for one in shown}
+            assert names <= DOCUMENTED, f"docs/timeline.md does not know {names - DOCUMENTED}"
 
 
 def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> None:
