@@ -102,7 +102,7 @@ class Engine(NamedOperations):
             sizes.bucket,
             settings.cache_capacity,
             static_process_sets,
-            self.telemetry.came,
+            self.telemetry,
         )
         self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive)
         self.joining = Joining(

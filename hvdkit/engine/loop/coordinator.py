@@ -6,7 +6,7 @@ It has no clock and no connection of its own, so that every decision can be test
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from hvdkit.engine.loop.dead_locks import DeadLocks
 from hvdkit.engine.loop.fusing import batch_size
@@ -31,18 +31,17 @@ from hvdkit.engine.loop.recurring import Recurring
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.hints import LEFT_EARLY, SAME_CALLS, for_joined
 from hvdkit.engine.ops.requests import Key, Request, Signature
+from hvdkit.engine.telemetry.telemetry import Telemetry
 
 
 class Coordinator:
     """Collects requests; ``take_outgoing`` gives (ranks, message) pairs to deliver, in order.
 
     What a repeated operation costs grows with its ranks: requests are counted, and who is missing is looked for only
-    where a rank has joined, left or waits. ``asked`` is told of each.
+    where a rank has joined, left or waits. ``telemetry`` is told of each while it records.
     """
 
-    def __init__(
-        self, size: int, fusion_threshold: int, asked: Callable[[Key, int], None] = lambda key, rank: None
-    ) -> None:
+    def __init__(self, size: int, fusion_threshold: int, telemetry: Telemetry | None = None) -> None:
         self._threshold = fusion_threshold
         self.members: dict[int, list[int]] = {0: list(range(size))}
         self._pending: dict[Key, Entry] = {}
@@ -57,7 +56,7 @@ class Coordinator:
         self._lanes = 0
         self._process_sets = 0
         self._recurring = Recurring()
-        self._asked = asked
+        self._telemetry = telemetry or Telemetry(0)
         self._last_asked: tuple[Ask, Signature, tuple[Key, Request]] | None = None
 
     # -- what comes in ------------------------------------------------------------------------------------------------
@@ -176,7 +175,8 @@ class Coordinator:
         if entry is None:
             entry = self._pending[key] = Entry(now)
         entry.requests[rank] = request
-        self._asked(key, rank)
+        if self._telemetry.timeline is not None:
+            self._telemetry.came(key, rank)
         process_set, kind, _ = key
         members = self.members.get(process_set)
         if members is None:

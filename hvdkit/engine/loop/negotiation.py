@@ -6,13 +6,14 @@ On rank 0 it also holds the coordinator, whom its own messages reach without a d
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import Ask, Bye, Join, Left, Message, NewSignature, Ping, Pong, Waits
 from hvdkit.engine.ops import KINDS, Submission
+from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import PeerLostError
 from hvdkit.transports.base import Transport
 
@@ -22,8 +23,7 @@ GOODBYE_ON_ITS_WAY_SECONDS = 0.5
 class Negotiation:
     """Tells the coordinator what this rank wants, and the members what the coordinator decided.
 
-    ``cache_capacity``: how many signatures the coordinator may be asked to remember for this rank. ``asked`` is told,
-    on rank 0, what a rank asks for (Key, rank).
+    ``cache_capacity``: how many signatures the coordinator may be asked to remember for this rank.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Negotiation:
         fusion_threshold: int,
         cache_capacity: int,
         static_process_sets: Sequence[list[int]],
-        asked: Callable[[object, int], None],
+        telemetry: Telemetry,
     ) -> None:
         self.mailbox = mailbox
         self._transport = transport
@@ -46,7 +46,7 @@ class Negotiation:
             {Bye: self._bye, Left: self._left, Ping: self._ping, Pong: lambda sender, message: None}
         )
         if self._rank == 0:
-            self.coordinator = Coordinator(transport.size, fusion_threshold, asked)
+            self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry)
             self.coordinator.add_static_process_sets(static_process_sets)
             mailbox.handlers.update(dict.fromkeys((Ask, NewSignature, Join, Waits), self._coordinate))
 

@@ -46,9 +46,8 @@ class Telemetry:
             timeline.end(str(row))
 
     def came(self, row: object, rank: int) -> None:
-        """A rank asks for an operation."""
-        if self.timeline is not None:
-            self._came.setdefault(row, {})[rank] = perf_counter()
+        """A rank asks for an operation, while a timeline is recorded."""
+        self._came.setdefault(row, {})[rank] = perf_counter()
 
     def met(self, row: object) -> None:
         """All ranks have asked for an operation: shows for whom this one waited."""
