@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CSRC := $(wildcard hvdkit/kernels/csrc/* hvdkit/transports/csrc/* hvdkit/arena/csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all test-defects coverage cluster-test lint format clean
+.PHONY: help train test test-all test-defects coverage cluster-test lint docs format clean
 
 help: ## list what make can do
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -41,6 +41,9 @@ lint: $(VENV)/.ready-test ## ruff, mypy, import-linter and clang-format, changin
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
+docs: $(VENV)/.ready-docs ## build the documentation into build/site; warnings and broken links are errors
+	$(BIN)/mkdocs build --strict -d build/site
+
 format: $(VENV)/.ready-test ## let ruff and clang-format rewrite the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -53,13 +56,15 @@ clean: ## remove what was built, and the caches; .venv stays
 
 # One stamp per set of extras: what either target needs is added to the same .venv, and a second make does nothing.
 $(VENV)/.ready-train: EXTRAS := torch,mpi,examples
-$(VENV)/.ready-test: EXTRAS := torch,tensorflow,mpi,test
+$(VENV)/.ready-test: EXTRAS := torch,tensorflow-cpu,mpi,test
 # It asks for tensorflow, which tensorflow-cpu is without pip's knowing.
 $(VENV)/.ready-test: ALONE := tf-keras
+# Docstrings are read from the sources, so no framework is needed.
+$(VENV)/.ready-docs: EXTRAS := docs
 
 # The pinned build tools come first, so that the build is as reproducible as the rest. Of pip's progress the big
 # downloads are shown and errors in full; the rest is in the log, where setup.py also says if nothing could be compiled.
-$(VENV)/.ready-train $(VENV)/.ready-test: pyproject.toml constraints.txt setup.py $(CSRC)
+$(VENV)/.ready-train $(VENV)/.ready-test $(VENV)/.ready-docs: pyproject.toml constraints.txt setup.py $(CSRC)
 	@test -x $(BIN)/python || { echo "hvdkit: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "hvdkit: installing [$(EXTRAS)] into $(VENV); the first time, downloads take a while"
 	@rm -f $(VENV)/pip.log

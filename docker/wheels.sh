@@ -15,7 +15,7 @@ debian=(--python-version 3.11 --only-binary=:all: --platform manylinux_2_28_x86_
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64
     --platform manylinux2010_x86_64 --platform manylinux_2_5_x86_64 --platform manylinux1_x86_64 --platform linux_x86_64)
 
-"$PYTHON" docker/requirements.py pyproject.toml torch tensorflow mpi examples > docker/wheels/requirements.txt
+"$PYTHON" docker/requirements.py pyproject.toml torch tensorflow-cpu mpi examples > docker/wheels/requirements.txt
 "${fetch[@]}" "${debian[@]}" --requirement docker/wheels/requirements.txt setuptools wheel pybind11
 # For the cluster's tests: pytest, and Horovod's source, what builds it, and what it runs with.
 # shellcheck disable=SC2086 (one word a package)
