@@ -301,7 +301,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def markdown_table() -> str:
-    """The settings as the table that README shows."""
+    """The settings as the table that docs/settings.md shows."""
     lines = ["| variable | default | unit | what it does |", "|---|---|---|---|"]
     for setting in fields(Settings):
         assert setting.default is not MISSING
@@ -312,15 +312,15 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
-def write_into(path: Path) -> None:
-    """Put the table between a file's settings marks."""
-    before, rest = path.read_text().split("<!-- settings -->")
-    after = rest.split("<!-- /settings -->")[1]
-    path.write_text(f"{before}<!-- settings -->\n{markdown_table()}\n<!-- /settings -->{after}")
+def write_into(path: Path, mark: str, text: str) -> None:
+    """Put a generated text between a file's two marks ``<!-- mark -->`` and ``<!-- /mark -->``."""
+    before, rest = path.read_text().split(f"<!-- {mark} -->")
+    after = rest.split(f"<!-- /{mark} -->")[1]
+    path.write_text(f"{before}<!-- {mark} -->\n{text}\n<!-- /{mark} -->{after}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--write"]:
-        write_into(Path(sys.argv[2]))
+        write_into(Path(sys.argv[2]), "settings", markdown_table())
     else:
         print(markdown_table())

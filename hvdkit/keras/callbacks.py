@@ -21,3 +21,11 @@ class LearningRateScheduleCallback(parts.LearningRateSchedule, keras.callbacks.C
 
 class LearningRateWarmupCallback(parts.LearningRateWarmup, keras.callbacks.Callback):  # type: ignore[misc]
     """See parts.LearningRateWarmup."""
+
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]

@@ -58,7 +58,7 @@ _REFUSED = {
     "--jsrun": ("hvdkit does not start jobs by jsrun", "start with --mpi or --gloo, and name the hosts with -H"),
     "--config-file": (
         "hvdkitrun reads no configuration file",
-        "give its entries as flags, or as the environment variables that README lists",
+        "give its entries as flags, or as the environment variables that docs/settings.md lists",
     ),
     **dict.fromkeys(
         (
@@ -108,6 +108,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "All other flags of horovodrun are known too: those for tuning what hvdkit need not tune are accepted with "
         "a note that they have no effect; elastic jobs, --jsrun and --config-file are not supported."
     )
+
+
+def reasons() -> dict[str, str]:
+    """Each of these flags, and what becomes of it."""
+    without_effect = {flag: f"no effect: {reason}" for flag, reason in (_SWITCHES | _VALUES).items()}
+    granted = dict.fromkeys(_GRANTED, "is so already")
+    refused = {flag: f"refused: {fact}; {instead}" for flag, (fact, instead) in _REFUSED.items()}
+    return without_effect | granted | refused
 
 
 def _add(

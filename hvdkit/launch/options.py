@@ -74,11 +74,11 @@ def _above_zero(text: str) -> float:
 _above_zero.__name__ = "number"
 
 
-def _add_switch(group: argparse._ArgumentGroup, on: str, off: str, name: str) -> None:
+def _add_switch(group: argparse._ArgumentGroup, on: str, off: str, name: str, variable: str, inverse: bool) -> None:
     """Two flags of which one may be given; None where neither is, which leaves the caller's environment alone."""
     which = group.add_mutually_exclusive_group()
-    which.add_argument(on, action="store_true", dest=name, default=None)
-    which.add_argument(off, action="store_false", dest=name, default=None)
+    which.add_argument(on, action="store_true", dest=name, default=None, help=f"{variable}={int(not inverse)}")
+    which.add_argument(off, action="store_false", dest=name, default=None, help=f"{variable}={int(inverse)}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -91,22 +91,41 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
     parser.add_argument("--verbose", action="store_true", help="print hosts and command lines")
     parser.add_argument(
-        "--start-timeout", type=_above_zero, help="seconds to reach all hosts, and for all processes to meet (30)"
+        "--start-timeout",
+        type=_above_zero,
+        metavar="S",
+        help="seconds to reach all hosts, and for all processes to meet (30)",
     )
     parser.add_argument("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
-    parser.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", dest="timestamps")
     parser.add_argument(
-        "--network-interfaces", "--network-interface", action="append", dest="interfaces", metavar="I1,I2", default=[]
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        dest="timestamps",
+        help="begin each line of output with the time",
+    )
+    parser.add_argument(
+        "--network-interfaces",
+        "--network-interface",
+        action="append",
+        dest="interfaces",
+        metavar="I1,I2",
+        default=[],
+        help="the networks that the job uses, as eth1",
     )
     parser.add_argument("--as-horovod", action="store_true", help="scripts that import horovod get hvdkit, as they are")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what every process runs")
 
     group = parser.add_argument_group("hosts")
     which = group.add_mutually_exclusive_group()
-    which.add_argument("-H", "--hosts", help="host1:2,host2:4: names and how many processes fit (localhost:NP)")
-    which.add_argument("-hostfile", "--hostfile", help="a file with a line 'host1 slots=2' for each host")
-    group.add_argument("-p", "--ssh-port", type=_at_least(1, int))
-    group.add_argument("-i", "--ssh-identity-file")
+    which.add_argument(
+        "-H", "--hosts", metavar="HOSTS", help="host1:2,host2:4: names and how many processes fit (localhost:NP)"
+    )
+    which.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="a file with a line 'host1 slots=2' for each host"
+    )
+    group.add_argument("-p", "--ssh-port", type=_at_least(1, int), metavar="PORT", help="where hosts listen for ssh")
+    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the key for ssh")
 
     group = parser.add_argument_group(
         "what carries the bytes", "without either flag HVDKIT_TRANSPORT decides, else whether there is an mpirun"
@@ -114,18 +133,31 @@ def build_parser() -> argparse.ArgumentParser:
     which = group.add_mutually_exclusive_group()
     which.add_argument("--mpi", action="store_const", const="mpi", dest="controller", help="start with mpirun")
     which.add_argument("--gloo", action="store_const", const="gloo", dest="controller", help="no MPI; uses Gloo")
-    group.add_argument("--mpi-args", default="", help="more arguments for mpirun, as one word")
+    group.add_argument("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, as one word")
 
     group = parser.add_argument_group("settings, handed to every process")
-    group.add_argument("--fusion-threshold-mb", type=_at_least(0, int))
-    group.add_argument("--cycle-time-ms", type=_at_least(0, float))
-    group.add_argument("--cache-capacity", type=_at_least(0, int))
-    group.add_argument("--timeline-filename")
-    _add_switch(group, "--timeline-mark-cycles", "--no-timeline-mark-cycles", "mark_cycles")
-    _add_switch(group, "--stall-check", "--no-stall-check", "stall_check")
-    group.add_argument("--stall-check-warning-time-seconds", type=_at_least(0, int))
-    group.add_argument("--stall-check-shutdown-time-seconds", type=_at_least(0, int))
-    group.add_argument("--log-level", choices=_LOG_LEVELS)
+    group.add_argument(
+        "--fusion-threshold-mb", type=_at_least(0, int), metavar="MIB", help="HOROVOD_FUSION_THRESHOLD, in MiB"
+    )
+    group.add_argument("--cycle-time-ms", type=_at_least(0, float), metavar="MS", help="HOROVOD_CYCLE_TIME")
+    group.add_argument("--cache-capacity", type=_at_least(0, int), metavar="N", help="HOROVOD_CACHE_CAPACITY")
+    group.add_argument("--timeline-filename", metavar="FILE", help="HOROVOD_TIMELINE")
+    mark, check = "HOROVOD_TIMELINE_MARK_CYCLES", "HOROVOD_STALL_CHECK_DISABLE"
+    _add_switch(group, "--timeline-mark-cycles", "--no-timeline-mark-cycles", "mark_cycles", mark, inverse=False)
+    _add_switch(group, "--stall-check", "--no-stall-check", "stall_check", check, inverse=True)
+    group.add_argument(
+        "--stall-check-warning-time-seconds",
+        type=_at_least(0, int),
+        metavar="S",
+        help="HOROVOD_STALL_CHECK_TIME_SECONDS",
+    )
+    group.add_argument(
+        "--stall-check-shutdown-time-seconds",
+        type=_at_least(0, int),
+        metavar="S",
+        help="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    )
+    group.add_argument("--log-level", choices=_LOG_LEVELS, help="HOROVOD_LOG_LEVEL")
     horovod_flags.add_to(parser)
     return parser
 

@@ -21,3 +21,11 @@ class LearningRateScheduleCallback(parts.LearningRateSchedule, tf.keras.callback
 
 class LearningRateWarmupCallback(parts.LearningRateWarmup, tf.keras.callbacks.Callback):  # type: ignore[misc]
     """See parts.LearningRateWarmup."""
+
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]

@@ -1,0 +1,140 @@
+"""The documentation says what is there: generated tables, every public name on its page, every name of Horovod's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit import config
+from hvdkit.api import absent
+from hvdkit.as_horovod import MODULES
+from hvdkit.launch import flags_table, horovod_flags
+from hvdkit.launch.options import build_parser
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = {"hvdkit.torch": "torch", "hvdkit.tensorflow": "tensorflow", "hvdkit.keras": "keras"}
+CALLBACKS = "hvdkit.keras.callbacks"
+PRESENT, OTHERWISE, ABSENT = "present", "otherwise", "absent"
+# In a process of its own: several frameworks beside each other are nothing for others' ranks to be forked from.
+LOOK = """
+import importlib, json, sys
+answers = {}
+for module, names in json.load(sys.stdin).items():
+    found = importlib.import_module(module)
+    missing = {}
+    for name in names:
+        try:
+            getattr(found, name)
+        except AttributeError as error:
+            missing[name] = str(error)
+    answers[module] = {"all": list(getattr(found, "__all__", [])), "missing": missing}
+print("LOOK", json.dumps(answers))
+"""
+
+
+def section(page: str, title: str) -> str:
+    """What stands under a heading of the third level."""
+    return re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##)", (DOCS / page).read_text(), re.M | re.S)[1]
+
+
+def rows(title: str) -> dict[str, str]:
+    """The names in the first column of a table of the migration guide, and what the second says of them."""
+    lines = re.findall(r"^\| (`.*?) \| (\w+) \| .*\|$", section("migration.md", title), re.M)
+    said = [(name, status) for names, status in lines for name in re.findall(r"`([\w-]+)`", names)]
+    assert len(said) == len(dict(said)), "a name is there twice"
+    assert {status for _, status in said} <= {PRESENT, OTHERWISE, ABSENT}
+    return dict(said)
+
+
+HOROVODS = {title: rows(title) for title in MODULES if f"### {title}\n" in (DOCS / "migration.md").read_text()}
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, dict]:
+    """Of each module its ``__all__``, and which of the names that the migration guide has it lacks."""
+    asked = {MODULES[title]: list(names) for title, names in HOROVODS.items()}
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("TF_USE_LEGACY_KERAS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK], input=json.dumps(asked), env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.split("LOOK ")[1])
+
+
+def documented(page: str) -> list[str]:
+    """The names on a page of the API: a heading if one is given, else the last part of what is documented."""
+    entries = re.findall(r"^::: (\S+)\n((?:    .*\n)*)", (DOCS / "api" / f"{page}.md").read_text() + "\n", re.M)
+    headings = [(re.search(r"^ +heading: (\S+)", options, re.M), path) for path, options in entries]
+    return [heading[1] if heading else path.rpartition(".")[2] for heading, path in headings]
+
+
+def test_the_settings_table_is_the_one_that_config_generates():
+    table = (DOCS / "settings.md").read_text().split("<!-- settings -->")[1].split("<!-- /settings -->")[0].strip()
+    assert table == config.markdown_table(), "run: python -m hvdkit.config --write docs/settings.md"
+
+
+def test_the_flags_are_those_of_hvdkitrun():
+    text = (DOCS / "api" / "hvdkitrun.md").read_text().split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
+    command = "python -m hvdkit.launch.flags_table --write docs/api/hvdkitrun.md"
+    assert text == flags_table.markdown_tables(), f"run: {command}"
+
+
+def test_every_flag_says_what_it_does():
+    assert [action.dest for action in build_parser()._actions if not action.help] == []
+
+
+@pytest.mark.parametrize("module", PAGES)
+def test_a_page_of_the_api_has_all_names_of_its_module_and_no_others(modules, module):
+    names = documented(PAGES[module])
+    assert len(names) == len(set(names))
+    expected = set(modules[module]["all"])
+    if module == "hvdkit.keras":
+        expected = expected - {"callbacks"} | set(modules[CALLBACKS]["all"])
+    assert set(names) == expected
+
+
+def test_the_callbacks_have_the_same_names_for_keras_and_for_tf_keras(modules):
+    assert modules["hvdkit.tensorflow.keras.callbacks"]["all"] == modules[CALLBACKS]["all"] != []
+
+
+def test_the_migration_guide_has_every_module_that_has_horovods_name():
+    assert HOROVODS.keys() == MODULES.keys()
+    assert len(HOROVODS["horovod.torch"]) > 60
+
+
+@pytest.mark.parametrize("title", HOROVODS)
+def test_what_the_migration_guide_calls_absent_is_missing_and_all_else_is_there(modules, title):
+    missing = modules[MODULES[title]]["missing"]
+    assert set(missing) == {name for name, status in HOROVODS[title].items() if status == ABSENT}
+
+
+@pytest.mark.parametrize("title", ["horovod.torch", "horovod.tensorflow", "horovod.keras", "horovod.tensorflow.keras"])
+def test_who_asks_an_adapter_for_what_is_absent_is_told_what_there_is_instead(modules, title):
+    for name, message in modules[MODULES[title]]["missing"].items():
+        assert message == str(absent.attribute(MODULES[title], name))
+    assert "checkpoints" in modules[MODULES[title]]["missing"]["elastic"]
+
+
+def test_flags_are_accepted_or_refused_as_the_migration_guide_says():
+    said, reasons = rows("Flags of horovodrun"), horovod_flags.reasons()
+    flags = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert said.keys() <= flags
+    assert flags - said.keys() == {"-h", "--help", "--as-horovod"}
+    expected = {"no effect": OTHERWISE, "refused": ABSENT, "is so already": PRESENT}
+    for flag, status in said.items():
+        assert status == (expected[reasons[flag].partition(":")[0]] if flag in reasons else PRESENT), flag
+
+
+def test_variables_set_what_the_migration_guide_says():
+    said = rows("Environment variables")
+    names = {name for setting in config.Settings.__dataclass_fields__ for name in config.names_of(setting)}
+    assert {name for name, status in said.items() if status == PRESENT} == {
+        name for name in names if name.startswith("HOROVOD_")
+    }
