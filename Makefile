@@ -42,7 +42,7 @@ lint: $(VENV)/.ready-test ## ruff, mypy, import-linter and clang-format, changin
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 docs: $(VENV)/.ready-docs ## build the documentation into build/site; warnings and broken links are errors
-	$(BIN)/mkdocs build --strict -d build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
 
 format: $(VENV)/.ready-test ## let ruff and clang-format rewrite the code
 	$(BIN)/ruff check --fix

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hvdkit
 from hvdkit import config
 from hvdkit.api import absent
 from hvdkit.as_horovod import MODULES
@@ -84,6 +85,10 @@ def test_the_flags_are_those_of_hvdkitrun():
     text = (DOCS / "api" / "hvdkitrun.md").read_text().split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
     command = "python -m hvdkit.launch.flags_table --write docs/api/hvdkitrun.md"
     assert text == flags_table.markdown_tables(), f"run: {command}"
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {hvdkit.__version__}\n" in (DOCS.parent / "CITATION.cff").read_text()
 
 
 def test_every_flag_says_what_it_does():
