@@ -6,7 +6,17 @@ __version__ = "0.1.0"
 def install_as_horovod() -> None:
     """From now on ``import horovod.torch``, ``horovod.tensorflow`` and so on give hvdkit's modules in this process.
 
-    Whether or not Horovod is installed. Raises RuntimeError where Horovod itself was imported before.
+    Whether or not Horovod is installed. A second call does nothing.
+
+    Raises:
+        RuntimeError: where Horovod itself was imported before.
+
+    Examples:
+        >>> import hvdkit
+        >>> hvdkit.install_as_horovod()
+        >>> import horovod.torch
+        >>> horovod.torch.size()
+        2
     """
     from hvdkit.as_horovod import install
 

@@ -14,23 +14,41 @@ def cut_off(text: str, longest: int) -> str:
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective operation failed on every rank that took part; the message names the tensor and the ranks."""
+    """A collective operation failed on every rank that took part; the message names the tensor and the ranks.
+
+    Raised by whatever waits for it: an operation, ``synchronize()``, an optimizer's ``step()``. The classes below say
+    more. What to do: where ranks asked for what does not go together, as tensors of other shapes, mend the program;
+    the job itself can go on, since no optimizer steps on half a sum. Where ranks may have trained apart, broadcast the
+    state of one, or load a checkpoint. Where a rank is lost, end the job and start it again.
+    """
 
     ag_pass_through = True  # TensorFlow's autograph would raise an exception of its own in place of this one
 
 
 class MismatchError(HorovodInternalError):
-    """Ranks asked for operations, or for steps of an optimizer, that do not go together."""
+    """Ranks asked for operations, or for steps of an optimizer, that do not go together.
+
+    Raised on every rank; the message says what each asked for. What to do: make the ranks' programs ask for the same,
+    with the same shapes and dtypes; the job can go on.
+    """
 
 
 class DuplicateNameError(HorovodInternalError, ValueError):
-    """A name was submitted again while its first operation is still in flight."""
+    """A name was submitted again while its first operation is still in flight.
+
+    Raised where it was. What to do: synchronise the first one before, or give operations other names.
+    """
 
 
 class PeerLostError(HorovodInternalError):
     """A rank that others wait for has died, was cut off, or gave no sign of life before the deadline.
 
-    ``rank`` is the lost rank where it is known.
+    Raised on every rank that waits for it: soon after its end, or once it has given no sign of life for
+    ``HVDKIT_TIMEOUT_SECONDS``. What to do: look at the output of the lost rank, and start the job again from its last
+    checkpoint, since this job has no such rank any more.
+
+    Attributes:
+        rank: the lost rank where it is known, or None.
     """
 
     rank: int | None = None
@@ -41,11 +59,23 @@ class PeerLostError(HorovodInternalError):
 
 
 class StallError(HorovodInternalError):
-    """Some ranks did not submit a tensor within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
+    """Some ranks did not submit a tensor within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
+
+    Raised on the ranks that wait for it; the message names the tensor and the late ranks, which are alive. What to do:
+    have all ranks call the same operations equally often, or ``hvd.join()`` where one has less data; raise the limit
+    for ranks that may be so late.
+    """
 
 
 class PayloadError(HorovodInternalError):
-    """A compressed payload that ``rank`` sent did not arrive as it was sent."""
+    """A compressed payload that ``rank`` sent did not arrive as it was sent.
+
+    Raised on all ranks; it ends the job. What to do: run the same version of hvdkit on all ranks; if you do, suspect
+    memory or network of that rank.
+
+    Attributes:
+        rank: who sent it.
+    """
 
     def __init__(self, rank: int, problem: str) -> None:
         super().__init__(
@@ -58,13 +88,17 @@ class PayloadError(HorovodInternalError):
 class ParametersDifferError(HorovodInternalError):
     """Ranks that train one model hold different parameters; the message names these, the ranks and the step.
 
-    All ranks of the process set raise it at the same place, so that they can go back to a common state and train on,
-    as scripts do that catch HorovodInternalError: a broadcast, or a checkpoint, brings them together.
+    Raised by all ranks of the process set at the same place, so that they can go back to a common state and train on,
+    as scripts do that catch HorovodInternalError. What to do: a broadcast, or a checkpoint, brings them together.
     """
 
 
 class ForkedChildError(HorovodInternalError):
-    """A process that was forked from a rank made a collective call, which only that rank can make."""
+    """A process that was forked from a rank made a collective call, which only that rank can make.
+
+    Raised in that process alone. What to do: let children, as a DataLoader's workers, return data to the rank, which
+    calls.
+    """
 
     def __init__(self, rank: str, process: int) -> None:
         super().__init__(
@@ -76,7 +110,11 @@ class ForkedChildError(HorovodInternalError):
 
 
 class NotInitializedError(ValueError):
-    """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``."""
+    """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``.
+
+    Raised where it was called. What to do: call ``hvd.init()`` once in every process before any other function of
+    ``hvd``.
+    """
 
     ag_pass_through = True  # see HorovodInternalError
 
@@ -93,14 +131,18 @@ class NotInitializedError(ValueError):
 class UnsupportedReductionError(ValueError, NotImplementedError):
     """A function was given a reduction that is not one of its own.
 
-    A ValueError; and a NotImplementedError, so a RuntimeError too, which is what Horovod raised from its engine.
+    A ValueError; and a NotImplementedError, so a RuntimeError too, which is what Horovod raised from its engine. Raised
+    before anything is sent. What to do: take one of those that the message lists.
     """
 
     ag_pass_through = True  # see HorovodInternalError
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic Horovod scripts catch)
-    """The set of hosts changed while an elastic job runs; ``skip_sync`` tells whether state must be synchronised."""
+    """The set of hosts changed while an elastic job runs; ``skip_sync`` tells whether state must be synchronised.
+
+    Never raised by hvdkit, whose jobs are not elastic: scripts that catch it can import it. What to do: nothing.
+    """
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts changed")
@@ -108,12 +150,23 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic 
 
 
 class EnvironmentConflictError(ValueError):
-    """The environment describes a launcher only by half, or two launchers that contradict each other."""
+    """The environment describes a launcher only by half, or two launchers that contradict each other.
+
+    Raised by ``hvd.init()``. What to do: unset the variables that the message names, or start the job by one launcher.
+    """
 
 
 class TransportUnavailableError(RuntimeError):
-    """The chosen transport cannot run here; the message says what is missing and how to get it."""
+    """The chosen transport cannot run here; the message says what is missing and how to get it.
+
+    Raised by ``hvd.init()``. What to do: install what is missing, or set ``HVDKIT_TRANSPORT`` to another one;
+    ``hvdkit doctor`` looks for more.
+    """
 
 
 class AuthenticationError(TransportUnavailableError):
-    """Somebody who does not know the job's secret is where a rank should be; nothing that it sent was looked at."""
+    """Somebody who does not know the job's secret is where a rank should be; nothing that it sent was looked at.
+
+    Raised by ``hvd.init()``. What to do: give all ranks the same ``HVDKIT_SECRET_FILE``, as ``hvdkitrun`` does; see
+    SECURITY.md.
+    """

@@ -127,12 +127,38 @@ def reduce_request(function: str, op: Any, average: Any, prescale_factor: Any, p
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction that ``op`` and the deprecated ``average`` ask for. Raises ValueError where both are given."""
+    """The reduction that ``op`` and the deprecated ``average`` ask for.
+
+    Args:
+        op: hvd.Average, Sum, Min, Max, Product or Adasum, or None.
+        average: True, False or None.
+
+    Returns:
+        The reduction; hvd.Average without either.
+
+    Raises:
+        ValueError: where both are given, and for what is no reduction.
+
+    Examples:
+        >>> hvd.handle_average_backwards_compatibility(op=hvd.Sum, average=None) == hvd.Sum
+        True
+    """
     return op_or_average("handle_average_backwards_compatibility", op, average)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum can work among this many ranks."""
+    """Whether Adasum can work among this many ranks.
+
+    Args:
+        num_rank: how many.
+
+    Returns:
+        True for a power of 2. Raises TypeError for what is no integer.
+
+    Examples:
+        >>> hvd.check_num_rank_power_of_2(hvd.size())
+        True
+    """
     return num_rank != 0 and num_rank & (num_rank - 1) == 0
 
 

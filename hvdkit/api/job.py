@@ -62,54 +62,119 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """How many ranks the job has. Raises NotInitializedError, a ValueError, as do all functions below."""
+    """How many ranks the job has.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     return int(runtime.topology().size)
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0."""
+    """This process's number among all ranks, from 0.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     return int(runtime.topology().rank)
 
 
 def local_size() -> int:
-    """How many ranks run on this node."""
+    """How many ranks run on this node.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     return int(runtime.topology().local_size)
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of this node, from 0: usually the index of its GPU."""
+    """This process's number among the ranks of this node, from 0: usually the index of its GPU.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     return int(runtime.topology().local_rank)
 
 
 def cross_size() -> int:
-    """How many nodes have a rank of this local rank."""
+    """How many nodes have a rank of this local rank.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     return int(runtime.topology().cross_size)
 
 
 def cross_rank() -> int:
-    """The number of this node among the nodes that have a rank of this local rank."""
+    """The number of this node among the nodes that have a rank of this local rank.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     return int(runtime.topology().cross_rank)
 
 
 def is_homogeneous() -> bool:
-    """True if every node runs the same number of ranks."""
+    """True if every node runs the same number of ranks.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     return bool(runtime.topology().is_homogeneous)
 
 
 def compression_stats() -> CompressionStatistics:
-    """What compression did on this rank: bytes before and after, seconds, residuals, by codec and by parameter."""
+    """What compression did on this rank, of which ``str`` has a line for each codec.
+
+    Returns:
+        An object whose dicts ``by_codec`` and ``by_parameter`` have ``bytes_before``, ``bytes_after``, ``ratio``,
+        ``encode_seconds``, ``decode_seconds`` and ``residual_norm``, the norm of what is kept and not sent.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+
+    Examples:
+        >>> print(hvd.compression_stats())
+        nothing was compressed
+    """
     return runtime.engine().compression_statistics()
 
 
 def communication_stats() -> CommunicationStatistics:
-    """What communication cost this rank since init(): bytes sent, reductions, seconds that threads waited for it."""
+    """What communication cost this rank since init().
+
+    Returns:
+        An object with ``bytes_sent``, ``reductions`` (fused ones), ``reduced_bytes``, ``seconds`` that training threads
+        waited for communication, and ``busy_seconds`` that reductions took, which overlap.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+
+    Examples:
+        >>> before = hvd.communication_stats()
+        >>> hvd.barrier()
+        >>> hvd.communication_stats().seconds >= before.seconds
+        True
+    """
     return runtime.engine().communication_statistics()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record operations into ``file_path``, in the format of chrome://tracing.
+    """Begin to record operations into a file, in the format of chrome://tracing.
 
-    Raises TypeError unless ``file_path`` is a string or a path.
+    Args:
+        file_path: where; each rank that records has a file of its own.
+        mark_cycles: whether to mark the engine's cycles too.
+
+    Raises:
+        TypeError: unless ``file_path`` is a string or a path.
+        NotInitializedError: before init() or after shutdown().
+
+    Examples:
+        >>> hvd.start_timeline(f"timeline.{hvd.rank()}.json")
+        >>> hvd.barrier()
+        >>> hvd.stop_timeline()
     """
     if not isinstance(file_path, str | os.PathLike):
         raise TypeError(f"start_timeline: file_path must be a string or a path, got {file_path!r}")
@@ -117,14 +182,20 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the recording and close its file."""
+    """End the recording and close its file.
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
     runtime.engine().telemetry.stop()
 
 
 def mpi_threads_supported() -> bool:
     """Whether MPI lets several threads call it at once, so that other MPI code may run beside this.
 
-    Raises ValueError where MPI does not carry this job.
+    Raises:
+        ValueError: where MPI does not carry this job.
+        NotInitializedError: before init() or after shutdown().
     """
     runtime.topology()
     if not mpi_enabled():

@@ -44,10 +44,25 @@ def _allgather(array: Array, name: str, process_set_id: int) -> Array:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Give all ranks of ``process_set`` the object of ``root_rank``; what the others pass is ignored.
+    """Give all ranks of ``process_set`` the object of ``root_rank``.
 
-    ``name`` tells concurrent calls of several threads apart. Returns ``obj`` itself on the root, a copy elsewhere.
-    Raises on the root what pickling raised, and then HorovodInternalError on the others.
+    Args:
+        obj: on the root, what cloudpickle can pickle; what the others pass is ignored.
+        root_rank: counts among all ranks.
+        name: tells concurrent calls of several threads apart.
+        process_set: the ranks that take part.
+
+    Returns:
+        ``obj`` itself on the root, a copy elsewhere.
+
+    Raises:
+        Exception: on the root, what pickling raised.
+        HorovodInternalError: on the others where pickling failed, and on all if a rank is lost.
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
+        {'epoch': 3}
     """
     function = "broadcast_object"
     engine = runtime.engine()
@@ -70,10 +85,24 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks of ``process_set``, in rank order.
+    """Collect the objects of all ranks of ``process_set``.
 
-    ``name`` tells concurrent calls of several threads apart. Raises what pickling raised where it did, and then
-    HorovodInternalError on the others.
+    Args:
+        obj: what cloudpickle can pickle; of any kind and size on each rank.
+        name: tells concurrent calls of several threads apart.
+        process_set: the ranks that take part.
+
+    Returns:
+        A list with the objects, in rank order.
+
+    Raises:
+        Exception: what pickling raised, where it did.
+        HorovodInternalError: on the others where pickling failed, and on all if a rank is lost.
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> hvd.allgather_object({"rank": hvd.rank()})
+        [{'rank': 0}, {'rank': 1}]
     """
     function = "allgather_object"
     runtime.engine()

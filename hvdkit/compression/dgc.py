@@ -26,9 +26,18 @@ class DGC(TopK):
 
     Momentum correction: the velocity u = momentum * u + gradient is accumulated, not the gradient; momentum factor
     masking: what is sent leaves the velocity too. So the optimizer itself must have no momentum, and small tensors are
-    encoded as well. Local clipping: with ``clip``, what a rank encodes at a time (its piece of a bucket, between nodes
-    its share of the node's sum) is scaled down to a norm of ``clip / sqrt(ranks)``, where that is smaller. Warm-up: as
-    of top-k.
+    encoded as well. ``seed``, ``warmup_epochs``, ``steps_per_epoch``, ``feedback`` (which must be True), ``compress``
+    and errors are those of Compression.topk, as is the warm-up.
+
+    Args:
+        ratio: the part of the values that is sent, above 0 and at most 1.
+        momentum: of the velocity, at least 0 and less than 1.
+        clip: local clipping. What a rank encodes at a time (its piece of a bucket, between nodes its share of the
+            node's sum) is scaled down to a norm of ``clip / sqrt(ranks)``, where that is smaller; not, if None.
+
+    Examples:
+        >>> codec = hvd.Compression.dgc(ratio=0.001, momentum=0.9)
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=codec)
     """
 
     ratio: float = 0.001

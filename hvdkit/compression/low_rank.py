@@ -27,7 +27,15 @@ class PowerSGD(LinearCodec):
 
     A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel together: first what each
     matrix is on the vectors of the step before (warm start), then, those made orthonormal, what it is on these. Both
-    are plain sums. Tensors that this does not make smaller travel as they are, with the first.
+    are plain sums. Tensors that this does not make smaller travel as they are, with the first. The arguments
+    ``feedback`` and ``compress`` are those of Compression, as are errors.
+
+    Args:
+        rank: how many vectors stand for a matrix, from 1 to 1024.
+        seed: of the vectors to begin with, from 0 to 2**32 - 1.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.powersgd(rank=4))
     """
 
     rank: int = 4

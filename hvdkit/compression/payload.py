@@ -85,7 +85,17 @@ class CustomCodec(PayloadCodec):
 
     Codecs are told apart by the ``name`` of the class and, if it is a dataclass, its fields: they must be the same on
     all ranks, and one that keeps parameters elsewhere is refused. Error feedback is added around it, unless an object
-    is made with ``feedback=False``.
+    is made with ``feedback=False``. ``feedback`` and ``compress`` are those of Compression, as are errors.
+    ``largest_ratio`` of the class is the most that a payload may have of the gradient's bytes.
+
+    Examples:
+        >>> class Halves(hvd.CustomCodec):
+        ...     name = "halves"
+        ...     def encode(self, values):
+        ...         return values.astype(np.float16)
+        ...     def decode(self, payload, elements):
+        ...         return payload.view(np.float16).astype(np.float32)
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=Halves())
     """
 
     fixed: ClassVar[bool] = False
@@ -93,13 +103,33 @@ class CustomCodec(PayloadCodec):
 
     @abstractmethod
     def encode(self, values: Array) -> Array:
-        """A payload for ``values`` (flat float32, not to be changed): a flat array of any dtype."""
+        """Encode values; you write it, and the example is that of CustomCodec.
+
+        Args:
+            values: of shape (elements,), float32, not to be changed.
+
+        Returns:
+            A payload, a flat array of any dtype.
+
+        Raises:
+            Exception: any; all ranks then get a HorovodInternalError that tells it, and the job cannot go on.
+        """
 
     @abstractmethod
     def decode(self, payload: Bytes, elements: int) -> Array:
-        """The ``elements`` float32 values that stand for what was encoded into ``payload``, a flat array of uint8.
+        """Decode what some rank's ``encode`` returned; you write it, and the example is that of CustomCodec.
 
-        The payload is one that some rank's ``encode`` returned.
+        A value that is not finite decodes to one that is not.
+
+        Args:
+            payload: the bytes, a flat array of uint8.
+            elements: how many values they stand for.
+
+        Returns:
+            The values, of shape (elements,), float32.
+
+        Raises:
+            Exception: as in ``encode``.
         """
 
     def most_bytes(self, elements: int) -> int:

@@ -77,7 +77,22 @@ class _Quantised(_Blocks):
 
 @dataclass(frozen=True)
 class Int8(_Quantised):
-    """A quarter of float32's bytes: 8 bits for each value, L = 127."""
+    """A quarter of float32's bytes: 8 bits for each value, L = 127.
+
+    Values are multiples of a step, which is their block's largest magnitude / L; they are rounded to nearest even. The
+    arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+
+    Args:
+        block: how many values have a scale in common, a multiple of 16.
+        stochastic: whether values are rounded up or down at random, so that the mean is right (Alistarh et al., 2017,
+            "QSGD: communication-efficient SGD via gradient quantization and encoding"). Each rank and each phase draws
+            its own numbers, and the same run draws the same.
+        seed: of the random numbers, from 0 to 2**32 - 1.
+
+    Examples:
+        >>> codec = hvd.Compression.int8(block=512, stochastic=True)
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=codec)
+    """
 
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
@@ -86,7 +101,11 @@ class Int8(_Quantised):
 
 @dataclass(frozen=True)
 class Int4(_Quantised):
-    """An eighth of float32's bytes: 4 bits for each value, L = 7."""
+    """An eighth of float32's bytes: 4 bits for each value, L = 7. Arguments and errors are those of Compression.int8.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.int4)
+    """
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
@@ -97,7 +116,14 @@ class Int4(_Quantised):
 class OneBit(_Blocks):
     """A thirty-second of float32's bytes: each value's sign, times the mean magnitude of its block.
 
-    Seide et al., 2014; with the scale of Karimireddy et al., 2019 (see PayloadCodec).
+    Seide et al., 2014; with the scale of Karimireddy et al., 2019 (see PayloadCodec). The arguments ``feedback`` and
+    ``compress`` are those of Compression, as are errors.
+
+    Args:
+        block: how many values have a scale in common, a multiple of 512.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.onebit(block=2048))
     """
 
     block: int = 1024

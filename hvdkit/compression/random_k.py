@@ -19,7 +19,14 @@ class RandomK(PayloadCodec):
 
     Stich et al., 2018, "Sparsified SGD with memory", with an index in each stratum. Values are sent as they are,
     not multiplied by 1 / ``ratio``. What a value gathered in that many steps is sent at once, so that small ratios want
-    small learning rates.
+    small learning rates. The arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+
+    Args:
+        ratio: the part of the values that is sent, above 0 and at most 1.
+        seed: of the indices, from 0 to 2**32 - 1; the same on all ranks.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.randomk(0.1))
     """
 
     ratio: float = 0.1

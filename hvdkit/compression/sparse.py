@@ -152,7 +152,18 @@ class TopK(_Sparse):
     They are those above a threshold (Aji and Heafield, 2017, "Sparse communication for distributed gradient descent"),
     which is carried over from step to step, and taken from a sample of the values when it selects too few or too many.
     Warm-up (Lin et al., 2018): in the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the
-    first epoch, then a constant factor less in each until ``ratio``.
+    first epoch, then a constant factor less in each until ``ratio``. The arguments ``feedback`` and ``compress`` are
+    those of Compression, as are errors.
+
+    Args:
+        ratio: the part of the values that is sent, above 0 and at most 1.
+        seed: of the samples, from 0 to 2**32 - 1.
+        warmup_epochs: for how many epochs more is sent.
+        steps_per_epoch: how many steps of the optimizer an epoch has.
+
+    Examples:
+        >>> codec = hvd.Compression.topk(ratio=0.01, warmup_epochs=4, steps_per_epoch=100)
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=codec)
     """
 
     ratio: float = 0.01
@@ -232,7 +243,16 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True)
 class Threshold(_Sparse):
-    """The values whose magnitude is above ``threshold``; all, where that is more than half of them."""
+    """The values whose magnitude is above ``threshold``; all, where that is more than half of them.
+
+    The arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+
+    Args:
+        threshold: in the unit of the gradients, 0 or more.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.threshold(1e-4))
+    """
 
     threshold: float = 1e-3
 

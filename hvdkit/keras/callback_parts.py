@@ -17,11 +17,7 @@ _SEED_STATE = "seed_generator_state"
 
 
 class BroadcastGlobalVariables:
-    """Gives all ranks the variables that ``root_rank`` begins with: of the model and of its optimizer.
-
-    Before the first batch where they exist by then, else after it; but for the state of random numbers. ``device`` is
-    taken for compatibility; ``local_variables`` stay each rank's own.
-    """
+    """What callbacks.BroadcastGlobalVariablesCallback does and takes."""
 
     model: Any
 
@@ -35,7 +31,15 @@ class BroadcastGlobalVariables:
         self._local = {id(variable): variable for variable in local_variables or ()}
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable to each rank."""
+        """Leave a variable to each rank.
+
+        Args:
+            var: a variable of the model or its optimizer, of any shape. Raises nothing for one that is not theirs.
+
+        Examples:
+            >>> callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            >>> callback.register_local_var(model.layers[0].bias)
+        """
         self._local[id(var)] = var
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -64,7 +68,7 @@ class BroadcastGlobalVariables:
 
 
 class MetricAverage:
-    """Averages metrics over all ranks at the end of each epoch, in place, for the callbacks that come after it."""
+    """What callbacks.MetricAverageCallback does and takes."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -86,13 +90,7 @@ class MetricAverage:
 
 
 class LearningRateSchedule:
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` to before ``end_epoch``.
-
-    ``multiplier``: a function of the epoch, or a number, whose power by the epochs since ``start_epoch`` is taken.
-    ``staircase``: once an epoch, else with each batch, where the epoch is a fraction, for which ``steps_per_epoch`` is
-    needed if Keras does not know it. ``momentum_correction``: a velocity that was added up under the old rate is
-    scaled to the new one, as P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), remark 2, advise.
-    """
+    """What callbacks.LearningRateScheduleCallback does and takes."""
 
     model: Any
     params: dict[str, Any]
@@ -173,11 +171,7 @@ class LearningRateSchedule:
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    """Raises the learning rate, batch by batch, from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``.
-
-    ``initial_lr`` is the rate for all ranks together, as a rule the rate for one multiplied by ``hvd.size()``.
-    ``verbose``: say on rank 0 when it is there.
-    """
+    """What callbacks.LearningRateWarmupCallback does and takes."""
 
     def __init__(
         self,

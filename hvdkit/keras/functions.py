@@ -28,8 +28,27 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor, or what becomes one, over all ranks; the average unless ``op`` says otherwise.
 
-    ``value`` has the same shape and type on all ranks. Returns a tensor of the backend. Errors are those of the
-    backend's allreduce().
+    Args:
+        value: a tensor of the backend, an array, a variable or a number, of the same shape and dtype on all ranks.
+            Dtypes are integers, float16, bfloat16, float32 and float64, as far as the backend's allreduce() knows them.
+        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
+        average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
+        prescale_factor: each element is multiplied by it before the reduction.
+        postscale_factor: each element is multiplied by it after the reduction.
+        op: hvd.Average, Sum, Min, Max, Product or Adasum.
+        compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``.
+
+    Returns:
+        A tensor of the backend, of the same shape and dtype.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        NotImplementedError: for Adasum on a number of ranks that is no power of two.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> keras.ops.convert_to_numpy(hvd.allreduce(x[0])).tolist()
+        [1.5, 1.5]
     """
     result = adapter().allreduce(
         backend().tensor(value),
@@ -44,32 +63,94 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """The ranks' tensors one after the other along the first dimension, the only one in which they may differ."""
+    """The ranks' tensors one after the other along the first dimension. ``name`` and errors are those of allreduce().
+
+    Args:
+        value: of the same dtype on all ranks, and the same shape but for the first dimension, of which there is one.
+
+    Returns:
+        A tensor of the backend.
+
+    Examples:
+        >>> keras.ops.convert_to_numpy(hvd.allgather([hvd.rank()])).tolist()
+        [0, 1]
+    """
     return adapter().allgather(backend().tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The tensor of ``root_rank``, on all ranks."""
+    """The tensor of ``root_rank``, on all ranks. ``name`` and errors are those of allreduce().
+
+    Args:
+        value: of the same shape and dtype on all ranks.
+        root_rank: whose tensor all get.
+
+    Returns:
+        A tensor of the backend.
+
+    Examples:
+        >>> keras.ops.convert_to_numpy(hvd.broadcast([hvd.rank()], root_rank=1)).tolist()
+        [1]
+    """
     return adapter().broadcast(backend().tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Any:
-    """This rank's share, along the first dimension, of the reduced tensor."""
+    """This rank's share, along the first dimension, of the reduced tensor.
+
+    ``name`` and errors are those of allreduce().
+
+    Args:
+        value: of the same shape and dtype on all ranks, with at least one dimension.
+        op: hvd.Average or hvd.Sum.
+
+    Returns:
+        A tensor of the backend, with rows / ranks rows, one more on each of the first (rows % ranks) ranks.
+
+    Examples:
+        >>> keras.ops.convert_to_numpy(hvd.reducescatter([1.0, 2.0, 3.0], op=hvd.Sum)).tolist()  # on rank 1: [6.0]
+        [2.0, 4.0]
+    """
     return adapter().reducescatter(backend().tensor(value), name=name, op=op)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Write the values of ``root_rank`` into the variables (of a model, an optimizer) on all ranks.
 
-    Raises ValueError for variables without values yet, HorovodInternalError on every rank where ranks disagree.
+    Args:
+        variables: of Keras or of the backend, in the same order, each of the same shape and dtype on all ranks.
+        root_rank: whose values all get.
+
+    Raises:
+        ValueError: for variables without values yet.
+        TypeError: for what is no variable.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> _ = model.layers[0].bias.assign([float(hvd.rank())])
+        >>> hvd.broadcast_variables(model.variables, root_rank=1)
+        >>> keras.ops.convert_to_numpy(model.layers[0].bias).tolist()
+        [1.0]
     """
     backend().broadcast_variables(variables, root_rank)
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
-    """Give all ranks the values of ``root_rank`` of all variables of ``model`` and of its optimizer.
+    """Give all ranks the values of ``root_rank`` of all variables of a model and of its optimizer.
 
-    Keras 3 keeps no list of all variables: without a model it raises RuntimeError, as Horovod does in eager execution.
+    Args:
+        root_rank: whose values all get.
+        model: a model of Keras.
+
+    Raises:
+        RuntimeError: without a model, as Horovod does in eager execution, since Keras 3 keeps no list of all variables.
+        ValueError, HorovodInternalError: as broadcast_variables().
+
+    Examples:
+        >>> _ = model.layers[0].bias.assign([float(hvd.rank())])
+        >>> hvd.broadcast_global_variables(1, model)
+        >>> keras.ops.convert_to_numpy(model.layers[0].bias).tolist()
+        [1.0]
     """
     if model is None:
         raise RuntimeError(

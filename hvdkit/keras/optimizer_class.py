@@ -57,7 +57,16 @@ class Distributed:
         super().set_weights(weights)  # type: ignore[misc]
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of a variable to each rank."""
+        """Leave the gradient of a variable to each rank.
+
+        Args:
+            var: a variable of the model, of any shape; it may differ between ranks. Raises nothing for one of
+                another model.
+
+        Examples:
+            >>> optimizer = hvd.DistributedOptimizer(optimizer)
+            >>> optimizer.register_local_var(model.layers[0].bias)
+        """
         step_of(self).register_local(var)
 
     def __reduce__(self) -> tuple[Any, ...]:

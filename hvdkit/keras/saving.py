@@ -23,16 +23,33 @@ def load_model(
 ) -> Any:
     """A saved model, whose optimizer goes on where it was and is a DistributedOptimizer.
 
-    Arguments:
+    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all.
+
+    Args:
         filepath: what ``model.save`` wrote.
         custom_optimizers: classes of optimizers of one's own.
         custom_objects: other classes and functions of one's own, by name.
-        compression: of the DistributedOptimizer, as are ``options``; settings are not saved with a model.
+        compression: of the DistributedOptimizer; settings are not saved with a model.
         legacy_opts: taken for compatibility, not used.
         safe_mode: whether to refuse functions that are part of the file, which could do anything.
+        options: other arguments of the DistributedOptimizer, by name.
 
-    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all. Errors
-    are those of keras.models.load_model.
+    Returns:
+        The model, of Keras.
+
+    Raises:
+        Exception: what ``keras.models.load_model`` raises, as ValueError for a file that there is not.
+        TypeError, ValueError: as DistributedOptimizer().
+
+    Examples:
+        >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
+        >>> history = model.fit(x, y, verbose=0)
+        >>> if hvd.rank() == 0:
+        ...     model.save("model.keras")
+        >>> hvd.barrier()
+        >>> model = hvd.load_model("model.keras", compression=hvd.Compression.fp16)
+        >>> int(model.optimizer.iterations)
+        1
     """
     import keras
 

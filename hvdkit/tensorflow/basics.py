@@ -11,12 +11,21 @@ from hvdkit.api import job
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job that a launcher started; without a launcher, a job of one rank.
+    """Join the job that a launcher started; without a launcher, a job of one rank. A second call does nothing.
 
-    ``comm``: None for all ranks, a list of ranks, or an mpi4py communicator. ``process_sets``: a list of ProcessSet to
-    register now, or "dynamic" to register them later with add_process_set(). A second call does nothing.
-    Raises ValueError or TypeError for arguments or an environment that make no sense, NotImplementedError for process
-    sets made from a communicator beside a list of ranks, TransportUnavailableError.
+    Args:
+        comm: None for all ranks, a list of ranks, or an mpi4py communicator.
+        process_sets: a list of ProcessSet to register now, or "dynamic" to register them later with add_process_set().
+
+    Raises:
+        TypeError, ValueError: for arguments or an environment that make no sense.
+        NotImplementedError: for process sets made from a communicator beside a list of ranks.
+        TransportUnavailableError: where MPI, or PyTorch's Gloo, cannot connect the ranks; it says what is missing.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.size()
+        2
     """
     job.init(comm, process_sets)
 
@@ -46,5 +55,18 @@ def rocm_built() -> bool:
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Whether TensorFlow sees a GPU. The arguments are Horovod's and not used."""
+    """Whether TensorFlow sees a GPU.
+
+    Args:
+        ext_base_name: Horovod's, and not used.
+        verbose: Horovod's, and not used.
+
+    Returns:
+        True if there is one. Raises nothing, also before init().
+
+    Examples:
+        >>> device = "GPU:0" if hvd.gpu_available() else "CPU:0"
+        >>> device
+        'CPU:0'
+    """
     return bool(tf.config.list_physical_devices("GPU"))

@@ -34,9 +34,13 @@ def DistributedGradientTape(
 ) -> Any:
     """A tape with what ``gradtape`` has recorded, whose ``gradient()`` reduces over all ranks of ``process_set``.
 
-    Arguments:
+    ``gradient()`` is collective: all ranks ask for gradients with respect to the same variables in the same order.
+    ``register_local_source(variable)`` of the result leaves the gradient of a variable to each rank.
+
+    Args:
         gradtape: the tf.GradientTape; it may be recording still.
-        device_dense, device_sparse: where results are put, as in ``tf.device``.
+        device_dense: where dense results are put, as in ``tf.device``.
+        device_sparse: where results that are tf.IndexedSlices are put.
         compression: one of hvd.Compression, for each variable by patterns or a function, or a class of one's own with
             ``compress`` and ``decompress``: as for a DistributedOptimizer.
         sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else values and indices are gathered.
@@ -47,9 +51,22 @@ def DistributedGradientTape(
         process_set: the ranks that take part; on other ranks the tape is an ordinary one.
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
 
-    ``gradient()`` is collective: all ranks ask for gradients with respect to the same variables in the same order. It
-    raises HorovodInternalError on every rank where they do not, or if a rank is lost. Raises TypeError or ValueError
-    for arguments that make no sense.
+    Returns:
+        The tape to ask for gradients, which have the shapes and dtypes of what they are of.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: by ``gradient()``, on every rank where ranks ask for other gradients, or if a rank is
+            lost.
+
+    Examples:
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_mean(model(x))
+        >>> tape = hvd.DistributedGradientTape(tape)
+        >>> weight, bias = tape.gradient(loss, model.trainable_variables)
+        >>> weight.numpy().tolist()  # the average of 1 on rank 0 and 2 on rank 1
+        [[1.5], [1.5]]
+        >>> optimizer.apply([weight, bias], model.trainable_variables)
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"{_FUNCTION}: gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
@@ -91,10 +108,25 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A DistributedGradientTape that leaves the gradients of ``local_layers`` (a Keras layer, or several) to each rank.
+    """A DistributedGradientTape that leaves the gradients of some layers to each rank.
 
-    The other arguments are those of DistributedGradientTape. Raises ValueError for what is no layer, or has no
-    variables yet.
+    The other arguments and errors are those of DistributedGradientTape().
+
+    Args:
+        local_layers: a Keras layer, or several, which have their variables already.
+
+    Returns:
+        The tape to ask for gradients.
+
+    Raises:
+        ValueError: for what is no layer, or has no variables yet.
+
+    Examples:
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_mean(model(x))
+        >>> tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0], scale_local_gradients=False)
+        >>> tape.gradient(loss, model.trainable_variables)[0].numpy().tolist()  # on rank 1: [[2.0], [2.0]]
+        [[1.0], [1.0]]
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -126,7 +158,18 @@ def _tape_class(base: Any) -> Any:
         _hvdkit_local: dict[int, Any]
 
         def register_local_source(self, source: Any) -> None:
-            """Leave the gradient of a variable to each rank."""
+            """Leave the gradient of a variable to each rank.
+
+            Args:
+                source: a variable, of any shape; it may differ between ranks. Raises nothing for one that is not asked
+                    for.
+
+            Examples:
+                >>> with tf.GradientTape() as tape:
+                ...     loss = tf.reduce_mean(model(x))
+                >>> tape = hvd.DistributedGradientTape(tape)
+                >>> tape.register_local_source(model.layers[0].kernel)
+            """
             self._hvdkit_local[id(source)] = source
 
         @as_written
@@ -138,7 +181,25 @@ def _tape_class(base: Any) -> Any:
             use_generic_names: Any = False,
             **options: Any,
         ) -> Any:
-            """As tf.GradientTape.gradient(), reduced over all ranks; names are by place if ``use_generic_names``."""
+            """As tf.GradientTape.gradient(), reduced over all ranks. Errors are those of DistributedGradientTape().
+
+            Args:
+                target: what is differentiated, tensors of any shape.
+                sources: variables, or a structure of them.
+                output_gradients: of the targets, in their shapes; ones, if None.
+                use_generic_names: whether operations are named by place, not after the variables.
+                options: TensorFlow's, as ``unconnected_gradients``.
+
+            Returns:
+                Gradients in the structure of ``sources``.
+
+            Examples:
+                >>> weight = tf.Variable(1.0)
+                >>> with tf.GradientTape() as tape:
+                ...     loss = weight * (1.0 + hvd.rank())
+                >>> hvd.DistributedGradientTape(tape).gradient(loss, weight).numpy().item()
+                1.5
+            """
             if isinstance(use_generic_names, tf.UnconnectedGradients):  # what stands there in tf.GradientTape
                 options["unconnected_gradients"], use_generic_names = use_generic_names, False
             gradients = super().gradient(target, sources, output_gradients, **options)
@@ -153,7 +214,22 @@ def _tape_class(base: Any) -> Any:
         def get_local_and_global_gradients(
             self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
         ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-            """Pairs of source and gradient: of local sources, and of the others."""
+            """Gradients, those of local sources apart.
+
+            Arguments and errors are those of DistributedGradientTape.gradient().
+
+            Returns:
+                Two lists of pairs of source and gradient, of local sources, and of the others.
+
+            Examples:
+                >>> with tf.GradientTape() as tape:
+                ...     loss = tf.reduce_mean(model(x))
+                >>> tape = hvd.DistributedGradientTape(tape)
+                >>> tape.register_local_source(model.layers[0].bias)
+                >>> local, reduced = tape.get_local_and_global_gradients(loss, model.trainable_variables)
+                >>> [variable.name for variable, gradient in reduced]
+                ['kernel']
+            """
             gradients = self.gradient(target, sources, output_gradients, use_generic_names)
             pairs = list(zip(sources, gradients, strict=True))
             local = [pair for pair in pairs if id(pair[0]) in self._hvdkit_local]

@@ -28,9 +28,24 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Optimizer:
-    """An optimizer of Keras that trains on all ranks: see hvdkit.keras.DistributedOptimizer for arguments and errors.
+    """An optimizer of Keras that trains on all ranks.
 
-    ``use_locking`` is of TensorFlow 1 and not used; its optimizers (tf.compat.v1.train) raise TypeError.
+    The other arguments and errors are those of hvdkit.keras.DistributedOptimizer().
+
+    Args:
+        optimizer: one of Keras; those of TensorFlow 1 (tf.compat.v1.train) raise TypeError.
+        use_locking: of TensorFlow 1, and not used.
+
+    Returns:
+        The optimizer to use in the place of ``optimizer``.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_mean(model(x))
+        >>> optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        >>> print(model.get_weights()[0].round(2).ravel())
+        [0.85 0.85]
     """
     from hvdkit.tensorflow import keras as hvd_keras
 

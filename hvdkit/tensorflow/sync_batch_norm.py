@@ -31,16 +31,29 @@ def _check_options(options: Mapping[str, Any]) -> None:
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
     """Batch normalisation with the statistics of the batches of all ranks of ``process_set`` while training.
 
-    Arguments are those of ``keras.layers.BatchNormalization``, of Keras 3 or of tf_keras, whichever ``tf.keras`` is.
     Batches and masks may differ between ranks, and be empty on some; each value counts once. Every rank of the set
     calls the layer equally often while training, and the layer has the same name on all of them. On a rank that is not
     in the set, and on one that is alone in it, this is the layer of Keras. Gradients of gamma and beta are those of
     this rank's batch, and are reduced like all others. A process set is not saved: a layer made from a configuration
-    has the one of all ranks.
+    has the one of all ranks. Inputs have any shape and a floating dtype.
 
-    Raises ValueError for ``fused``, ``renorm``, ``virtual_batch_size`` and ``synchronized``. In training, raises
-    ValueError for a set that is not registered, NotInitializedError before init(), and HorovodInternalError on every
-    rank where ranks disagree on the shape of the statistics.
+    Args:
+        axis: which dimension has the channels, or several.
+        process_set: the ranks that take part.
+        fused: False; taken for compatibility.
+        options: those of ``keras.layers.BatchNormalization``, of Keras 3 or of tf_keras, whichever ``tf.keras`` is.
+
+    Raises:
+        ValueError: for ``fused``, ``renorm``, ``virtual_batch_size`` and ``synchronized``; in training, for a set that
+            is not registered.
+        NotInitializedError: in training, before init().
+        HorovodInternalError: in training, on every rank where ranks disagree on the shape of the statistics.
+
+    Examples:
+        >>> norm = hvd.SyncBatchNormalization(name="norm")
+        >>> output = norm(tf.fill([3, 1], 2.0 * hvd.rank()), training=True)  # all ranks' mean is 1; on rank 1: 1
+        >>> output.numpy().round().tolist()
+        [[-1.0], [-1.0], [-1.0]]
     """
 
     def __init__(

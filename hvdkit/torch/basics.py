@@ -12,12 +12,21 @@ from hvdkit.transports.gpu.nccl import nccl_available, nccl_version
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job that a launcher started; without a launcher, a job of one rank.
+    """Join the job that a launcher started; without a launcher, a job of one rank. A second call does nothing.
 
-    ``comm``: None for all ranks, a list of ranks, or an mpi4py communicator. ``process_sets``: a list of ProcessSet to
-    register now, or "dynamic" to register them later with add_process_set(). A second call does nothing.
-    Raises ValueError or TypeError for arguments or an environment that make no sense, NotImplementedError for process
-    sets made from a communicator beside a list of ranks, TransportUnavailableError.
+    Args:
+        comm: None for all ranks, a list of ranks, or an mpi4py communicator.
+        process_sets: a list of ProcessSet to register now, or "dynamic" to register them later with add_process_set().
+
+    Raises:
+        TypeError, ValueError: for arguments or an environment that make no sense.
+        NotImplementedError: for process sets made from a communicator beside a list of ranks.
+        TransportUnavailableError: where MPI, or PyTorch's Gloo, cannot connect the ranks; it says what is missing.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.size()
+        2
     """
     job.init(comm, process_sets, cuda=nccl_available(), for_torch=True)
     unwrapped.install()

@@ -34,21 +34,17 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """An optimizer that steps with gradients reduced over all ranks.
 
-    The result is of the class of ``optimizer`` and shares its state, its hooks and its parameter groups. Gradients
-    are reduced while ``loss.backward()`` still computes others; ``step()`` waits for all. To change gradients before
-    they are used, wait for them first::
+    The result is of the class of ``optimizer`` and shares its state, its hooks and its parameter groups. Gradients are
+    reduced while ``loss.backward()`` still computes others; ``step()`` waits for all. Every rank calls ``step()`` (or
+    ``synchronize()``) equally often; a rank or a parameter without a gradient contributes zeros. ``step(closure)``
+    reduces the gradients, and the loss, after each call of the closure. Parameters may be frozen, unfrozen or added
+    between steps, on all ranks alike.
 
-        loss.backward()
-        optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+    Beside the methods of its class the result has ``synchronize()``, which waits for all gradients, so that they can be
+    changed before they are used; ``skip_synchronize()``, a context in which ``step()`` does not do so again;
+    ``set_backward_passes_per_step(passes)``; and ``reset_compression()``, which forgets what codecs keep.
 
-    Every rank calls ``step()`` (or ``synchronize()``) equally often; a rank or a parameter without a gradient
-    contributes zeros. ``step(closure)`` reduces the gradients, and the loss, after each call of the closure.
-    Parameters may be frozen, unfrozen or added between steps, on all ranks alike.
-
-    Arguments:
+    Args:
         optimizer: computes the updates.
         named_parameters: pairs (name, parameter), usually ``model.named_parameters()``, for errors and the timeline.
         compression: one of hvd.Compression: ``none``, ``fp16`` or ``bf16`` (gradients travel in 16 bits and are summed
@@ -71,8 +67,30 @@ def DistributedOptimizer(
             need all gradients, with a closure, with hooks on steps, where parameters are compared (HVDKIT_VERIFY) and
             in the first step. For parameters in host memory and PyTorch's own optimizers.
 
-    Raises ValueError or TypeError for arguments that make no sense; ``step`` and ``synchronize`` raise
-    HorovodInternalError on every rank where the ranks' parameters differ, or if a rank is lost.
+    Returns:
+        The optimizer to use in the place of ``optimizer``. Gradients and parameters keep their shapes and dtypes.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: by ``step`` and ``synchronize``, on every rank where the ranks' parameters differ, or if a
+            rank is lost.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        >>> optimizer.zero_grad()
+        >>> model(x).mean().backward()  # the gradient of each weight is 1 on rank 0, 2 on rank 1
+        >>> optimizer.step()  # at a learning rate of 0.1
+        >>> model.weight.data
+        tensor([[0.8500, 0.8500]])
+
+        To change gradients before they are used, wait for them first:
+
+        >>> optimizer.zero_grad()
+        >>> model(x).mean().backward()
+        >>> optimizer.synchronize()
+        >>> norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        >>> with optimizer.skip_synchronize():
+        ...     optimizer.step()
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(

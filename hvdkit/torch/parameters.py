@@ -19,10 +19,22 @@ _EXTRA_STATE = "_extra_state"
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Give all ranks the root's values of ``params``, in place.
 
-    ``params`` is ``model.state_dict()`` or another dict of tensors, ``model.named_parameters()`` or another iterable of
-    (name, tensor), or an iterable of tensors, of equal names, shapes and types on all ranks. Tensors may be frozen,
-    not contiguous, expanded, and of any dense type. A module's ``_extra_state`` that is no tensor, and None, are left
-    out. Raises ValueError or TypeError for anything else, HorovodInternalError on every rank where ranks disagree.
+    Args:
+        params: ``model.state_dict()`` or another dict of tensors, ``model.named_parameters()`` or another iterable of
+            (name, tensor), or an iterable of tensors, of equal names, shapes and dtypes on all ranks. Tensors may be
+            frozen, not contiguous, expanded, and of any dense dtype. A module's ``_extra_state`` that is no tensor, and
+            None, are left out.
+        root_rank: whose values all get.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> _ = torch.nn.init.constant_(model.weight, hvd.rank())
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        >>> model.weight.data
+        tensor([[1., 1.]])
     """
     broadcast_tensors(_named_tensors(params), root_rank)
 

@@ -19,13 +19,28 @@ from hvdkit.torch.ops.framework import apply
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of inputs of shape (N, C, ...) with statistics of all ranks' batches, on CPU and GPU.
 
-    Arguments are those of ``torch.nn.BatchNorm2d``. Batches may differ in size between ranks and be empty on some.
-    Statistics are synchronised whenever batch statistics are used: while training, and without running statistics also
-    in evaluation. Every rank must then call the module equally often. The gradients of weight and bias are those of
-    this rank's batch; DistributedOptimizer reduces them like all others.
+    Batches may differ in size between ranks and be empty on some. Statistics are synchronised whenever batch statistics
+    are used: while training, and without running statistics also in evaluation. Every rank must then call the module
+    equally often. The gradients of weight and bias are those of this rank's batch; DistributedOptimizer reduces them
+    like all others. Arguments are those of ``torch.nn.BatchNorm2d``:
 
-    Raises ValueError for inputs of fewer than two dimensions, of another number of channels, and for a single value
-    per channel over all ranks while training.
+    Args:
+        num_features: the number of channels, C.
+        eps: added to the variance.
+        momentum: of the running statistics; None for their plain average.
+        affine: whether there are a weight and a bias for each channel.
+        track_running_stats: whether statistics are kept for evaluation.
+        device: where parameters and buffers are.
+        dtype: of parameters and buffers.
+
+    Raises:
+        ValueError: by a call, for inputs of fewer than two dimensions, of another number of channels, and for a single
+            value per channel over all ranks while training.
+
+    Examples:
+        >>> norm = hvd.SyncBatchNorm(1)
+        >>> norm(torch.full((3, 1), 2.0 * hvd.rank())).mean().round()  # all ranks' mean is 1; on rank 1: 1
+        tensor(-1., grad_fn=<RoundBackward0>)
     """
 
     def __init__(
@@ -78,8 +93,20 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
         """``module`` with every batch normalisation in it replaced; parameters and buffers are shared, not copied.
 
-        Returns the module itself, or its replacement if it is a batch normalisation. Raises ValueError for a lazy one
-        that has not seen an input yet, TypeError for what is no module.
+        Args:
+            module: a torch.nn.Module, which is changed.
+
+        Returns:
+            The module itself, or its replacement if it is a batch normalisation.
+
+        Raises:
+            ValueError: for a lazy one that has not seen an input yet.
+            TypeError: for what is no module.
+
+        Examples:
+            >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+            >>> type(hvd.SyncBatchNorm.convert_sync_batchnorm(model)[1]).__name__
+            'SyncBatchNorm'
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"convert_sync_batchnorm: module must be a torch.nn.Module, got {module!r}")

@@ -19,10 +19,21 @@ _SETTLED = "_hvdkit_settled"
 def unsynchronized(optimizer: Optimizer) -> Optimizer:
     """Say that an optimizer steps on the gradients of its rank alone on purpose, so that no warning tells of it.
 
-    For models that each rank trains for itself, as in a search for hyperparameters or an ensemble. ``optimizer`` is one
-    of PyTorch or Keras; nothing but the warning changes. Returns the optimizer, as in
-    ``optimizer = hvd.unsynchronized(torch.optim.SGD(head.parameters(), lr=0.1))``. Raises TypeError for what is no
-    optimizer.
+    For models that each rank trains for itself, as in a search for hyperparameters or an ensemble. Nothing but the
+    warning changes.
+
+    Args:
+        optimizer: one of PyTorch or Keras.
+
+    Returns:
+        The optimizer itself.
+
+    Raises:
+        TypeError: for what is no optimizer.
+
+    Examples:
+        >>> hvd.unsynchronized(optimizer) is optimizer
+        True
     """
     if not _is_optimizer(optimizer):
         raise TypeError(f"unsynchronized: optimizer must be one of PyTorch or Keras, got {optimizer!r}")

@@ -12,8 +12,20 @@ from hvdkit.errors import NotInitializedError
 class ProcessSet:
     """Ranks that run collective operations together.
 
-    Made from a list of ranks, or from an mpi4py communicator under MPI. It is of use once passed to ``hvd.init()`` or
-    ``hvd.add_process_set()``, which give it its ``process_set_id``.
+    It is of use once passed to ``hvd.init()`` or ``hvd.add_process_set()``, which give it its ``process_set_id``.
+
+    Args:
+        ranks_or_comm: a list of ranks of the job, or an mpi4py communicator under MPI.
+
+    Raises:
+        ValueError: for anything else, and for a rank that is named twice.
+
+    Examples:
+        >>> evaluators = hvd.add_process_set(hvd.ProcessSet([1]))
+        >>> evaluators.ranks, evaluators.size(), evaluators.included()
+        ([1], 1, False)
+        >>> hvd.remove_process_set(evaluators)
+        True
     """
 
     process_set_id: int | None = None
@@ -46,7 +58,11 @@ class ProcessSet:
         return len(_ranks_of(self))
 
     def rank(self) -> int | None:
-        """This process's place in the set, or None before the set is initialized. Raises ValueError if not in it."""
+        """This process's place in the set, or None before the set is initialized.
+
+        Raises:
+            ValueError: on a rank that is not in it, and for a set that was removed.
+        """
         if self.process_set_id is None:
             return None
         ranks, rank = _ranks_of(self), runtime.topology().rank
@@ -126,8 +142,26 @@ def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Add a set after ``hvd.init()``; every rank of the job calls this with the same ranks.
 
-    Needs ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` or ``hvd.init(process_sets="dynamic")``. Raises ValueError where a set of
-    these ranks exists.
+    Needs ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` or ``hvd.init(process_sets="dynamic")``.
+
+    Args:
+        process_set: a ProcessSet of a list of ranks, or the list.
+
+    Returns:
+        The ProcessSet, which has its ``process_set_id`` now.
+
+    Raises:
+        ValueError: where a set of these ranks exists, for ranks that the job does not have, and where sets are not
+            dynamic.
+        NotImplementedError: for a set made from an MPI communicator.
+        NotInitializedError: before init() or after shutdown().
+
+    Examples:
+        >>> evaluators = hvd.add_process_set([1])
+        >>> if evaluators.included():
+        ...     hvd.barrier(process_set=evaluators)
+        >>> hvd.remove_process_set(evaluators)
+        True
     """
     engine = runtime.engine()
     if not isinstance(process_set, ProcessSet):
@@ -146,9 +180,22 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set; every rank of the job calls this. Returns whether there was such a set; the global one stays.
+    """Remove a set; every rank of the job calls this.
 
-    Raises TypeError for what is no ProcessSet.
+    Args:
+        process_set: what add_process_set() returned, or a set of ``hvd.init()``.
+
+    Returns:
+        Whether there was such a set; the global one stays.
+
+    Raises:
+        TypeError: for what is no ProcessSet.
+        ValueError: where sets are not dynamic, as for add_process_set().
+        NotInitializedError: before init() or after shutdown().
+
+    Examples:
+        >>> hvd.remove_process_set(hvd.global_process_set)
+        False
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"remove_process_set: process_set must be a hvd.ProcessSet, got {process_set!r}")

@@ -8,19 +8,19 @@ from hvdkit.keras import callback_parts as parts
 
 
 class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """See parts.BroadcastGlobalVariables."""
+    """See hvdkit.keras.callbacks.BroadcastGlobalVariablesCallback."""
 
 
 class MetricAverageCallback(parts.MetricAverage, tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """See parts.MetricAverage."""
+    """See hvdkit.keras.callbacks.MetricAverageCallback."""
 
 
 class LearningRateScheduleCallback(parts.LearningRateSchedule, tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """See parts.LearningRateSchedule."""
+    """See hvdkit.keras.callbacks.LearningRateScheduleCallback."""
 
 
 class LearningRateWarmupCallback(parts.LearningRateWarmup, tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """See parts.LearningRateWarmup."""
+    """See hvdkit.keras.callbacks.LearningRateWarmupCallback."""
 
 
 __all__ = [

@@ -55,18 +55,36 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks of ``process_set``; the average unless ``op`` says otherwise.
 
-    ``tensor`` (tf.Tensor, tf.Variable or tf.IndexedSlices) has the same shape and type on all ranks. ``op`` is
-    hvd.Average, Sum, Min, Max, Product or Adasum; ``average`` is its deprecated form. Each element is multiplied by
-    ``prescale_factor`` before and ``postscale_factor`` after the reduction. ``name`` tells concurrent operations apart;
-    in eager execution, without one, ranks must make their calls in the same order. In a tf.function names are made of
-    the tensors', with the name scope in front unless ``ignore_name_scope``. Of IndexedSlices values and indices are
-    gathered. Differentiable: the gradient is reduced in the same way. ``device_dense`` and ``device_sparse`` are where
-    results are put, as in ``tf.device``. ``compression`` is one of hvd.Compression, or a class with ``compress`` and
-    ``decompress``.
+    Differentiable: the gradient is reduced in the same way. Of IndexedSlices values and indices are gathered.
 
-    Returns a tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
-    NotImplementedError for Adasum on a number of ranks that is no power of two or on IndexedSlices, and
-    HorovodInternalError on every rank where ranks disagree.
+    Args:
+        tensor: a tf.Tensor, tf.Variable or tf.IndexedSlices, of the same shape and dtype on all ranks. The dtype is an
+            integer of 8 to 64 bits, float16, bfloat16, float32 or float64.
+        average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
+        device_dense: where a dense result is put, as in ``tf.device``.
+        device_sparse: where a result that is tf.IndexedSlices is put.
+        compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``.
+        op: hvd.Average, Sum, Min, Max, Product or Adasum.
+        prescale_factor: each element is multiplied by it before the reduction.
+        postscale_factor: each element is multiplied by it after the reduction.
+        name: tells concurrent operations apart; in eager execution, without one, ranks must make their calls in the
+            same order. In a tf.function names are made of the tensors'.
+        process_set: the ranks that take part.
+        ignore_name_scope: whether a name in a tf.function goes without the name scope in front.
+
+    Returns:
+        A tensor of the same shape and dtype.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        NotImplementedError: for Adasum on a number of ranks that is no power of two or on IndexedSlices.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.allreduce(tf.constant([1.0, 2.0]) * (1 + hvd.rank())).numpy().tolist()
+        [1.5, 3.0]
+        >>> hvd.allreduce(tf.constant(hvd.rank()), op=hvd.Max).numpy().item()
+        1
     """
     asked = Asked("allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     reduce_op = checks.op_or_average(asked.function, op, average)
@@ -94,8 +112,17 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Reduce several tensors over all ranks as one operation: none starts before all are ready on all ranks.
 
-    Arguments, gradients and errors are those of allreduce(). IndexedSlices among them are one operation of their own.
-    Returns a list of tensors; an empty one for an empty list.
+    The other arguments, gradients and errors are those of allreduce().
+
+    Args:
+        tensors: a list of what allreduce() takes. IndexedSlices among them are one operation of their own.
+
+    Returns:
+        A list of tensors; an empty one for an empty list.
+
+    Examples:
+        >>> [one.numpy().tolist() for one in hvd.grouped_allreduce([tf.ones(2), tf.constant(3)], op=hvd.Sum)]
+        [[2.0, 2.0], 6]
     """
     asked = Asked("grouped_allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     reduce_op = checks.op_or_average(asked.function, op, average)

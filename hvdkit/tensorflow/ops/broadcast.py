@@ -44,13 +44,26 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give all ranks of ``process_set`` the tensor of ``root_rank``, which counts among all ranks, not in the set.
+    """Give all ranks of ``process_set`` the tensor of ``root_rank``.
 
-    ``tensor`` has the same shape and type on all ranks. ``name`` and ``ignore_name_scope`` are those of allreduce().
-    Differentiable: the root's gradient is the average of all ranks' gradients, that of the others zero.
+    ``name`` and ``ignore_name_scope`` are those of allreduce(). Differentiable: the root's gradient is the average of
+    all ranks' gradients, that of the others zero.
 
-    Returns a tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
-    HorovodInternalError on every rank where ranks disagree.
+    Args:
+        tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks.
+        root_rank: counts among all ranks, not in the set.
+        process_set: the ranks that take part.
+
+    Returns:
+        A tensor of the same shape and dtype.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.broadcast(tf.fill([2], hvd.rank()), root_rank=1).numpy().tolist()
+        [1, 1]
     """
     asked = Asked("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
@@ -81,9 +94,21 @@ def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Write the root's values into variables on all ranks; returns the new values.
+    """Write the root's values into variables on all ranks.
 
-    Arguments and errors are those of broadcast(), and TypeError for what cannot be assigned to.
+    The other arguments and errors are those of broadcast(), and TypeError for what cannot be assigned to.
+
+    Args:
+        variables: a list of tf.Variable, each of the same shape and dtype on all ranks.
+
+    Returns:
+        A list of the new values, as tensors.
+
+    Examples:
+        >>> weight = tf.Variable([hvd.rank(), hvd.rank()])
+        >>> _ = hvd.broadcast_([weight], root_rank=1)
+        >>> weight.numpy().tolist()
+        [1, 1]
     """
     function = "broadcast_"
     variables = list(variables)  # an iterator gives them once

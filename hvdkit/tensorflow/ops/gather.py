@@ -60,12 +60,24 @@ def allgather(
 ) -> Any:
     """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
 
-    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. ``name`` and
-    ``ignore_name_scope`` are those of allreduce(). Differentiable: the gradient is this rank's rows of the average of
-    all ranks' gradients.
+    ``name`` and ``ignore_name_scope`` are those of allreduce(). Differentiable: the gradient is this rank's rows of the
+    average of all ranks' gradients.
 
-    Returns a tensor with the sum of all ranks' rows. Raises TypeError or ValueError for arguments that make no sense,
-    HorovodInternalError on every rank where ranks disagree.
+    Args:
+        tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
+            dimension are the same on all ranks.
+        process_set: the ranks that take part.
+
+    Returns:
+        A tensor with the sum of all ranks' rows.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.allgather(tf.fill([1 + hvd.rank(), 2], hvd.rank())).numpy().tolist()
+        [[0, 0], [1, 1], [1, 1]]
     """
     asked = Asked("allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     return _gather(asked, [tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)])[0]
@@ -78,7 +90,18 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Allgather several tensors as one operation. Arguments, gradients and errors are those of allgather()."""
+    """Allgather several tensors as one operation. Arguments, gradients and errors are those of allgather().
+
+    Args:
+        tensors: a list of tensors, each as in allgather().
+
+    Returns:
+        A list of tensors; an empty one for an empty list.
+
+    Examples:
+        >>> [one.numpy().tolist() for one in hvd.grouped_allgather([tf.constant([hvd.rank()]), tf.ones(1)])]
+        [[0, 1], [1.0, 1.0]]
+    """
     asked = Asked("grouped_allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     found = tensor_checks.check_tensors(asked.function, tensors, tensor_checks.MOVABLE_DTYPES)
     return _gather(asked, found) if found else []
@@ -130,13 +153,30 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
 
-    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. ``splits``
-    has one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal share.
-    ``name`` and ``ignore_name_scope`` are those of allreduce(). Differentiable.
+    ``name`` and ``ignore_name_scope`` are those of allreduce(). Differentiable: gradients go back to where rows came
+    from.
 
-    Returns a tensor with the rows received, in rank order, and if ``splits`` was given also a tensor that says how many
-    came from each rank. Raises TypeError or ValueError for arguments that make no sense, HorovodInternalError on every
-    rank where ranks disagree.
+    Args:
+        tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
+            dimension are the same on all ranks.
+        splits: one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal
+            share.
+        process_set: the ranks that take part.
+
+    Returns:
+        A tensor with the rows received, in rank order, and if ``splits`` was given also a tensor that says how many
+        came from each rank.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.alltoall(tf.constant([10, 11]) + 10 * hvd.rank()).numpy().tolist()  # on rank 1: [11, 21]
+        [10, 20]
+        >>> rows, received = hvd.alltoall(tf.range(3), splits=[1, 2])  # on rank 1: two rows from each
+        >>> received.numpy().tolist()
+        [1, 1]
     """
     asked = Asked("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)

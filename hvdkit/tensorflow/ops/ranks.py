@@ -30,25 +30,73 @@ def _asked(question: Callable[[], int], name: str | None) -> Any:
 
 @as_written
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """An int32 scalar: how many ranks a process set has when the graph runs."""
+    """How many ranks a process set has when the graph runs.
+
+    Args:
+        process_set_id: of the set; 0 is that of all ranks.
+        name: of the operation in the graph.
+
+    Returns:
+        An int32 scalar, of shape ().
+
+    Raises:
+        NotInitializedError: when it runs before init() or after shutdown().
+        KeyError: when it runs where there is no set of this number.
+
+    Examples:
+        >>> hvd.size_op().numpy().item()
+        2
+    """
     return _asked(lambda: len(runtime.process_sets()[process_set_id]), name)
 
 
 @as_written
 def local_size_op(name: str | None = None) -> Any:
-    """An int32 scalar: how many ranks run on this node when the graph runs."""
+    """How many ranks run on this node when the graph runs. Arguments and errors are those of rank_op().
+
+    Returns:
+        An int32 scalar, of shape ().
+
+    Examples:
+        >>> hvd.local_size_op().numpy().item()
+        2
+    """
     return _asked(job.local_size, name)
 
 
 @as_written
 def rank_op(name: str | None = None) -> Any:
-    """An int32 scalar: this process's number among all ranks when the graph runs."""
+    """This process's number among all ranks when the graph runs.
+
+    Args:
+        name: of the operation in the graph.
+
+    Returns:
+        An int32 scalar, of shape ().
+
+    Raises:
+        NotInitializedError: when it runs before init() or after shutdown().
+
+    Examples:
+        >>> hvd.rank_op().numpy().item() == hvd.rank()
+        True
+    """
     return _asked(job.rank, name)
 
 
 @as_written
 def local_rank_op(name: str | None = None) -> Any:
-    """An int32 scalar: this process's number among the ranks of this node when the graph runs."""
+    """This process's number among the ranks of this node when the graph runs.
+
+    Arguments and errors are those of rank_op().
+
+    Returns:
+        An int32 scalar, of shape ().
+
+    Examples:
+        >>> hvd.local_rank_op().numpy().item() == hvd.local_rank()
+        True
+    """
     return _asked(job.local_rank, name)
 
 
@@ -59,9 +107,19 @@ def process_set_rank(process_set: ProcessSet) -> Any:
 
 @as_written
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """An int32 scalar: 1 if this rank is in a process set when the graph runs, 0 if not.
+    """Whether this rank is in a process set when the graph runs.
 
-    -1 before init(), -2 where there is no such set.
+    Args:
+        process_set_id: of the set; 0 is that of all ranks.
+        name: of the operation in the graph.
+
+    Returns:
+        An int32 scalar, of shape (), which is 1 if this rank is in the set, 0 if not, -1 before init(), and -2 where
+        there is no such set. So it raises nothing.
+
+    Examples:
+        >>> hvd.process_set_included_op().numpy().item()
+        1
     """
 
     def included() -> int:
@@ -77,8 +135,22 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 def join() -> Any:
     """Say that this rank has no more data, and block until all ranks have said so.
 
-    Until then this rank takes part in the others' allreduces with zeros; other operations fail. Returns the rank that
-    joined last, as an int32 scalar.
+    Until then this rank takes part in the others' allreduces with zeros; other operations fail.
+
+    Returns:
+        The rank that joined last, as an int32 scalar.
+
+    Raises:
+        HorovodInternalError: on every rank, for another operation than an allreduce while some have joined, or if a
+            rank is lost.
+
+    Examples:
+        >>> for batch in range(2 + hvd.rank()):  # rank 1 has one more
+        ...     total = hvd.allreduce(tf.ones(1), name="loss", op=hvd.Sum)
+        >>> hvd.join().numpy().item()
+        1
+        >>> total.numpy().tolist()  # on rank 1, whose last batch met zeros: [1.0]
+        [2.0]
     """
 
     def wait() -> int:
@@ -89,7 +161,22 @@ def join() -> Any:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all ranks of ``process_set`` have come here. Raises ValueError on a rank that is not in it."""
+    """Block until all ranks of ``process_set`` have come here.
+
+    Args:
+        process_set: the ranks that wait for each other.
+
+    Raises:
+        ValueError: on a rank that is not in the set.
+        TypeError: for what is no ProcessSet.
+        HorovodInternalError: if a rank is lost.
+
+    Examples:
+        >>> if hvd.rank() == 0:
+        ...     model.save("model.keras")
+        >>> hvd.barrier()
+        >>> again = keras.models.load_model("model.keras")  # which is there now, on all ranks
+    """
     engine = runtime.engine()
     process_set_id = checks.check_process_set("barrier", process_set)
     with raised_as_tensorflows():

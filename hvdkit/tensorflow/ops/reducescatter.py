@@ -70,9 +70,19 @@ def reducescatter(
 ) -> Any:
     """Reduce a tensor over all ranks of ``process_set``, and give each rank some rows of the result, in rank order.
 
-    ``tensor`` has at least one dimension and the same shape and type on all ranks; the first ranks get one row more
-    where rows cannot be shared evenly. ``op`` is hvd.Average or hvd.Sum. The other arguments and the errors are those
-    of allreduce(). Differentiable. Returns a tensor with this rank's rows.
+    The first ranks get one row more where rows cannot be shared evenly. The other arguments and the errors are those of
+    allreduce(). Differentiable.
+
+    Args:
+        tensor: has at least one dimension and the same shape and dtype on all ranks.
+        op: hvd.Average or hvd.Sum.
+
+    Returns:
+        A tensor with this rank's rows.
+
+    Examples:
+        >>> hvd.reducescatter(tf.range(3.0), op=hvd.Sum).numpy().tolist()  # on rank 1: [4.0]
+        [0.0, 2.0]
     """
     asked = Asked("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     reduce_op = checks.check_op(asked.function, op, _OPS)
@@ -90,7 +100,18 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce-scatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter()."""
+    """Reduce-scatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter().
+
+    Args:
+        tensors: a list of tensors, each as in reducescatter().
+
+    Returns:
+        A list of tensors with this rank's rows; an empty one for an empty list.
+
+    Examples:
+        >>> [one.numpy().tolist() for one in hvd.grouped_reducescatter([tf.ones(4), tf.ones(2)], op=hvd.Sum)]
+        [[2.0, 2.0], [2.0]]
+    """
     asked = Asked("grouped_reducescatter", None, process_set, waits=True)
     reduce_op = checks.check_op(asked.function, op, _OPS)
     if len(tensors) == 0:

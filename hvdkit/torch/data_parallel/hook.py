@@ -58,10 +58,20 @@ class DDPHook:
     # -- what users call ----------------------------------------------------------------------------------------------
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Have ``model`` average its gradients by this hook: before its first backward pass, on all of its ranks.
+        """Have a model average its gradients by this hook: before its first backward pass, on all of its ranks.
 
-        Raises TypeError for another kind of model, ValueError if the hook has one already or the process group of other
-        ranks, HorovodInternalError where ranks have different codecs, or not all of them come.
+        Args:
+            model: a DistributedDataParallel.
+
+        Raises:
+            TypeError: for another kind of model.
+            ValueError: if the hook has one already or the process group of other ranks.
+            HorovodInternalError: where ranks have different codecs, or not all of them come.
+
+        Examples:
+            >>> model = torch.nn.parallel.DistributedDataParallel(model)
+            >>> hook = hvd.ddp_hook(hvd.Compression.fp16)
+            >>> hook.register(model)
         """
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -84,10 +94,24 @@ class DDPHook:
             self._open()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook: a Future of the bucket's flat tensor, averaged in place. DDP calls it.
+        """The hook, which DDP calls.
 
-        Raises, or lets the backward pass raise, RuntimeError where a rank is lost or ranks differ, ValueError for
-        gradients that are not float16, bfloat16, float32 or float64 on a CPU or CUDA, or of another model.
+        Args:
+            bucket: a bucket of gradients, float16, bfloat16, float32 or float64, on a CPU or CUDA, in a flat tensor.
+
+        Returns:
+            A Future of the bucket's tensor, of the same shape, averaged in place.
+
+        Raises:
+            RuntimeError: here or in the backward pass, where a rank is lost or ranks differ.
+            ValueError: for gradients of other dtypes or devices, or of another model.
+
+        Examples:
+            >>> model = torch.nn.parallel.DistributedDataParallel(model)
+            >>> model.register_comm_hook(hvd.ddp_hook(hvd.Compression.fp16), hvd.DDPHook.reduce)
+            >>> model(x).mean().backward()
+            >>> model.module.weight.grad
+            tensor([[1.5000, 1.5000]])
         """
         index, is_last, flat, parameters = bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters()
         self._gradients.check(index, flat, parameters)
@@ -110,12 +134,15 @@ class DDPHook:
     def state_dict(self) -> dict[str, Any]:
         """What this rank's codec keeps, between two steps: lists, numbers, strings, and tensors in host memory.
 
-        ``codec``, ``rank`` and ``size`` say whose it is, ``turn`` how many steps there were, ``shapes`` how gradients
-        lie in memory, in the order of the model's parameters. ``kept`` has what an optimizer's state_dict has under
-        "compression", if the codec keeps anything. Each rank has its own: save them all. ``torch.load`` takes it with
-        ``weights_only=True``.
+        Each rank has its own: save them all. ``torch.load`` takes it with ``weights_only=True``.
 
-        Raises HorovodInternalError in the midst of a step, also of one that failed when some of it was encoded.
+        Returns:
+            A dict of which ``codec``, ``rank`` and ``size`` say whose it is, ``turn`` how many steps there were,
+            ``shapes`` how gradients lie in memory, in the order of the model's parameters. ``kept`` has what an
+            optimizer's state_dict has under "compression", if the codec keeps anything.
+
+        Raises:
+            HorovodInternalError: in the midst of a step, also of one that failed when some of it was encoded.
         """
         rank, size = self._rank_and_size()
         if self._loaded:
@@ -132,13 +159,26 @@ class DDPHook:
     def load_state_dict(self, state: Any) -> None:
         """Go on from what ``state_dict`` returned: on all ranks alike, between two steps or before the first.
 
-        ``state``: this rank's own, or a list of those of all ranks, in any order. With as many ranks as there were,
-        each takes its own and goes on with the same bits. With another number of ranks, what rank r kept goes to rank r
-        modulo the ranks there are now and is summed there, in what it adds to the average. What is not in the list is
-        lost.
+        With as many ranks as there were, each takes its own and goes on with the same bits. With another number of
+        ranks, what rank r kept goes to rank r modulo the ranks there are now and is summed there, in what it adds to
+        the average. What is not in the list is lost.
 
-        Raises TypeError for anything else, ValueError for states of different steps or jobs. The next backward pass
-        raises ValueError where parameters have other shapes.
+        Args:
+            state: this rank's own, or a list of those of all ranks, in any order.
+
+        Raises:
+            TypeError: for anything else.
+            ValueError: for states of different steps or jobs; and by the next backward pass where parameters have other
+                shapes.
+
+        Examples:
+            >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+            >>> hook = hvd.ddp_hook(hvd.Compression.topk(0.1))
+            >>> hook.register(model)
+            >>> model(torch.ones(1, 64)).mean().backward()
+            >>> torch.save(hook.state_dict(), f"hook.{hvd.rank()}.pt")
+            >>> again = hvd.ddp_hook(hvd.Compression.topk(0.1))
+            >>> again.load_state_dict(torch.load(f"hook.{hvd.rank()}.pt"))
         """
         self._loaded = checked(state)
 
@@ -281,20 +321,30 @@ class DDPHook:
 def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | None = None) -> DDPHook:
     """A communication hook that averages the gradients of a DistributedDataParallel, encoded by a codec.
 
-    ``compression``: one of hvd.Compression, as it is or with parameters, or a hvdkit.compression.CustomCodec. What
-    does not pay (biases, the weights of norms and small tensors) is averaged as it is, unless by fp16, bf16 or DGC. DDP
-    does not know which ranks share a node, so everything is encoded, whatever the codec's ``compress`` says.
-    ``process_group``: the model's, if not the default one; Gloo or NCCL. ``timeout``: what a rank waits for another
-    before that is an error; the process group's, if None. Gradients travel over Gloo, those on CUDA through memory of
-    the host.
+    DDP does not know which ranks share a node, so everything is encoded, whatever the codec's ``compress`` says.
+    Gradients travel over Gloo, those on CUDA through memory of the host. ``hook.state_dict()`` belongs in each rank's
+    checkpoint. hvd.init() is not needed. With DGC, the optimizer must have no momentum.
 
-        model = DistributedDataParallel(model)
-        hook = hvd.ddp_hook(hvd.Compression.topk(0.01))
-        hook.register(model)
+    Args:
+        compression: one of hvd.Compression, as it is or with parameters, or a hvdkit.compression.CustomCodec. What does
+            not pay (biases, the weights of norms and small tensors) is averaged as it is, unless by fp16, bf16 or DGC.
+        process_group: the model's, if not the default one; Gloo or NCCL.
+        timeout: a timedelta, what a rank waits for another before that is an error; the process group's, if None.
 
-    ``hook.state_dict()`` belongs in each rank's checkpoint. hvd.init() is not needed. With DGC, the optimizer must have
-    no momentum. Raises TypeError for what is no codec, process group or timedelta, ValueError for a timeout that is not
-    above zero.
+    Returns:
+        A DDPHook, whose ``register(model)`` is called next.
+
+    Raises:
+        TypeError: for what is no codec, process group or timedelta.
+        ValueError: for a timeout that is not above zero.
+
+    Examples:
+        >>> model = torch.nn.parallel.DistributedDataParallel(model)
+        >>> hook = hvd.ddp_hook(hvd.Compression.topk(0.01))
+        >>> hook.register(model)
+        >>> model(x).mean().backward()
+        >>> model.module.weight.grad
+        tensor([[1.5000, 1.5000]])
     """
     codec = codec_of(compression)
     if codec is None:

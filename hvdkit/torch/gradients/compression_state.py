@@ -144,10 +144,27 @@ def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[
 
 
 def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state_dict for this rank to load, from those that all ranks of an earlier job saved, in the order of ranks.
+    """The state_dict for this rank to load, from those that all ranks of an earlier job saved.
 
     For an optimizer whose compression keeps what was not sent: so nothing of it is lost, whatever the number of ranks
-    is now. All else is that of the first. Raises ValueError for an empty list.
+    is now.
+
+    Args:
+        states: what ``optimizer.state_dict()`` returned on all ranks, in the order of ranks.
+
+    Returns:
+        A state_dict for ``optimizer.load_state_dict()``; all but what compression keeps is that of the first.
+
+    Raises:
+        ValueError: for an empty list.
+
+    Examples:
+        >>> codec = hvd.Compression.topk(0.1, compress="everywhere")
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression={"*": codec})
+        >>> model(x).mean().backward()
+        >>> optimizer.step()
+        >>> states = hvd.allgather_object(optimizer.state_dict())  # or from the files that all ranks saved
+        >>> optimizer.load_state_dict(hvd.merge_state_dicts(states))
     """
     if not states:
         raise ValueError("merge_state_dicts: expected the state_dicts of all ranks, got none")

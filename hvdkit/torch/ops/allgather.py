@@ -17,7 +17,17 @@ from hvdkit.torch.ops.framework import OPERATIONS, apply
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start an allgather and return a handle; do not change the tensor until it is synchronised. See allgather()."""
+    """Start an allgather; the result is a new tensor. Arguments and errors are those of allgather().
+
+    Do not change the tensor until the handle is synchronised.
+
+    Returns:
+        A handle for poll() and synchronize().
+
+    Examples:
+        >>> hvd.synchronize(hvd.allgather_async(torch.tensor([hvd.rank()])))
+        tensor([0, 1])
+    """
     tensor_checks.check_tensor("allgather_async", tensor, tensor_checks.MOVABLE_DTYPES)
     return OPERATIONS.allgather(Asked("allgather_async", name, process_set, single=True), [tensor])
 
@@ -25,7 +35,15 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an allgather of several tensors as one and return a handle; the result is a tuple of new tensors."""
+    """Start an allgather of several tensors as one. Arguments and errors are those of grouped_allgather().
+
+    Returns:
+        A handle for poll() and synchronize(), whose result is a tuple of new tensors.
+
+    Examples:
+        >>> hvd.synchronize(hvd.grouped_allgather_async([torch.tensor([hvd.rank()]), torch.ones(1)]))
+        (tensor([0, 1]), tensor([1., 1.]))
+    """
     group = tensor_checks.check_tensors("grouped_allgather_async", tensors, tensor_checks.MOVABLE_DTYPES)
     return OPERATIONS.allgather(Asked("grouped_allgather_async", name, process_set), group)
 
@@ -57,12 +75,26 @@ class AllgatherFunction(torch.autograd.Function):
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
 
-    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. It is not
-    changed. ``name`` tells concurrent operations apart; without one, ranks must make their calls in the same order.
     Differentiable: the gradient is this rank's rows of the average of all ranks' gradients.
 
-    Returns a new tensor with the sum of all ranks' rows. Raises TypeError or ValueError for arguments that make no
-    sense, HorovodInternalError on every rank where ranks disagree.
+    Args:
+        tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
+            dimension are the same on all ranks. It is not changed.
+        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor with the sum of all ranks' rows.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.allgather(torch.full((1 + hvd.rank(), 2), hvd.rank()))  # a row of rank 0, two of rank 1
+        tensor([[0, 0],
+                [1, 1],
+                [1, 1]])
     """
     tensor_checks.check_tensor("allgather", tensor, tensor_checks.MOVABLE_DTYPES)
     output: Tensor = apply(AllgatherFunction, Asked("allgather", name, process_set, waits=True), tensor)[0]
@@ -74,7 +106,15 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """Allgather several tensors as one operation. Arguments, gradients and errors are those of allgather().
 
-    Returns a list of new tensors.
+    Args:
+        tensors: a list of tensors, all on one device, each as in allgather().
+
+    Returns:
+        A list of new tensors.
+
+    Examples:
+        >>> hvd.grouped_allgather([torch.tensor([hvd.rank()]), torch.ones(1)])
+        [tensor([0, 1]), tensor([1., 1.])]
     """
     group = tensor_checks.check_tensors("grouped_allgather", tensors, tensor_checks.MOVABLE_DTYPES)
     return list(apply(AllgatherFunction, Asked("grouped_allgather", name, process_set, waits=True), *group))

@@ -27,7 +27,18 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce and return a handle; the result is a new tensor. See allreduce()."""
+    """Start an allreduce; the result is a new tensor. Arguments and errors are those of allreduce().
+
+    Do not change the tensor until the handle is synchronised.
+
+    Returns:
+        A handle for poll() and synchronize().
+
+    Examples:
+        >>> handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+        >>> hvd.synchronize(handle)
+        tensor([2., 2., 2.])
+    """
     function = "allreduce_async"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
@@ -43,7 +54,20 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce in place and return a handle; leave the tensor alone until then. See allreduce()."""
+    """Start an allreduce in place. Arguments and errors are those of allreduce().
+
+    Leave the tensor alone until the handle is synchronised.
+
+    Returns:
+        A handle for poll() and synchronize(), whose result is the tensor itself.
+
+    Examples:
+        >>> tensor = torch.ones(3)
+        >>> hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum)) is tensor
+        True
+        >>> tensor
+        tensor([2., 2., 2.])
+    """
     function = "allreduce_async_"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
@@ -59,7 +83,16 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce over all ranks in place and return the tensor. See allreduce()."""
+    """Reduce over all ranks in place. Arguments and errors are those of allreduce().
+
+    Returns:
+        The tensor itself.
+
+    Examples:
+        >>> loss = torch.tensor(1.0 + hvd.rank())
+        >>> hvd.allreduce_(loss)
+        tensor(1.5000)
+    """
     function = "allreduce_"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
@@ -102,16 +135,33 @@ def allreduce(
 ) -> Tensor:
     """Reduce a tensor over all ranks of ``process_set``; the average unless ``op`` says otherwise.
 
-    ``tensor`` has the same shape and type on all ranks and is not changed. ``op`` is hvd.Average, Sum, Min, Max,
-    Product or Adasum; ``average`` is its deprecated form. Each element is multiplied by ``prescale_factor`` before and
-    ``postscale_factor`` after the reduction. Averages of integers are cut off, not rounded. ``name`` tells concurrent
-    operations apart; without one, ranks must make their calls in the same order. Differentiable: the gradient is
-    reduced in the same way, which is the derivative for Average and Sum. ``compression`` is one of hvd.Compression, or
-    a class with ``compress`` and ``decompress``; nothing is kept here of what a codec loses, as an optimizer keeps it.
+    Differentiable: the gradient is reduced in the same way, which is the derivative for Average and Sum.
 
-    Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
-    NotImplementedError for Adasum on a number of ranks that is no power of two, and HorovodInternalError on every rank
-    where ranks disagree.
+    Args:
+        tensor: has the same shape and dtype on all ranks, and is not changed. It is dense, on the CPU or on CUDA, of
+            dtype uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64.
+        average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
+        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
+        compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``; nothing is kept here of
+            what a codec loses, as an optimizer keeps it.
+        op: hvd.Average, Sum, Min, Max, Product or Adasum. Averages of integers are cut off, not rounded.
+        prescale_factor: each element is multiplied by it before the reduction.
+        postscale_factor: each element is multiplied by it after the reduction.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        NotImplementedError: for Adasum on a number of ranks that is no power of two.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.allreduce(torch.tensor([1.0, 2.0]) * (1 + hvd.rank()))
+        tensor([1.5000, 3.0000])
+        >>> hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Max)
+        tensor(1)
     """
     request = checks.reduce_request("allreduce", op, average, prescale_factor, postscale_factor)
     tensor_checks.check_tensor("allreduce", tensor, tensor_checks.REDUCIBLE_DTYPES)
@@ -129,7 +179,15 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce of several tensors as one and return a handle; the result is a tuple of new tensors."""
+    """Start an allreduce of several tensors as one. Arguments and errors are those of grouped_allreduce().
+
+    Returns:
+        A handle for poll() and synchronize(), whose result is a tuple of new tensors.
+
+    Examples:
+        >>> hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(1)], op=hvd.Sum))
+        (tensor([2., 2.]), tensor([2.]))
+    """
     function = "grouped_allreduce_async"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
@@ -145,7 +203,17 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce of several tensors in place and return a handle; the result is a tuple of the tensors."""
+    """Start an allreduce of several tensors in place. Arguments and errors are those of grouped_allreduce().
+
+    Returns:
+        A handle for poll() and synchronize(), whose result is a tuple of the tensors.
+
+    Examples:
+        >>> first, second = torch.ones(2), torch.ones(1)
+        >>> _ = hvd.synchronize(hvd.grouped_allreduce_async_([first, second], op=hvd.Sum))
+        >>> second
+        tensor([2.])
+    """
     function = "grouped_allreduce_async_"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
@@ -161,7 +229,15 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Reduce several tensors over all ranks in place, and return them as a tuple. See grouped_allreduce()."""
+    """Reduce several tensors over all ranks in place. Arguments and errors are those of grouped_allreduce().
+
+    Returns:
+        The tensors, as a tuple.
+
+    Examples:
+        >>> hvd.grouped_allreduce_([torch.ones(2), torch.ones(1)], op=hvd.Sum)
+        (tensor([2., 2.]), tensor([2.]))
+    """
     function = "grouped_allreduce_"
     request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
@@ -182,9 +258,18 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Reduce several tensors over all ranks as one operation: none starts before all are ready on all ranks.
 
-    The tensors may differ in shape and type, but are all on one device; each has the same shape and type on all
-    ranks. Arguments, gradients and errors are those of allreduce(), and ValueError for an empty list.
-    Returns a list of new tensors.
+    The other arguments, gradients and errors are those of allreduce(), and ValueError for an empty list.
+
+    Args:
+        tensors: a list of tensors, which may differ in shape and dtype, but are all on one device; each has the same
+            shape and dtype on all ranks.
+
+    Returns:
+        A list of new tensors.
+
+    Examples:
+        >>> hvd.grouped_allreduce([torch.ones(2), torch.tensor([hvd.rank()])], op=hvd.Sum)
+        [tensor([2., 2.]), tensor([1])]
     """
     request = checks.reduce_request("grouped_allreduce", op, average, prescale_factor, postscale_factor)
     group = tensor_checks.check_tensors("grouped_allreduce", tensors, tensor_checks.REDUCIBLE_DTYPES)

@@ -26,9 +26,18 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an alltoall and return a handle; the result is a pair, the new tensor and the rows received from each rank.
+    """Start an alltoall. Arguments and errors are those of alltoall().
 
-    Do not change the tensor until the handle is synchronised. See alltoall().
+    Do not change the tensor until the handle is synchronised.
+
+    Returns:
+        A handle for poll() and synchronize(), whose result is a pair, the new tensor and the rows received from each
+        rank.
+
+    Examples:
+        >>> rows, received = hvd.synchronize(hvd.alltoall_async(torch.arange(4)))
+        >>> received
+        tensor([2, 2], dtype=torch.int32)
     """
     return _start(Asked("alltoall_async", name, process_set), tensor, splits)
 
@@ -65,14 +74,30 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
 
-    ``tensor`` has at least one dimension; type and all dimensions but the first are the same on all ranks. It is not
-    changed. ``splits`` has one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets
-    an equal share. ``name`` tells concurrent operations apart; without one, ranks must make their calls in the same
-    order. Differentiable.
+    Differentiable: gradients go back to where the rows came from.
 
-    Returns a new tensor with the rows received, in rank order, and if ``splits`` was given also a tensor that says how
-    many came from each rank. Raises TypeError or ValueError for arguments that make no sense, HorovodInternalError on
-    every rank where ranks disagree.
+    Args:
+        tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
+            dimension are the same on all ranks. It is not changed.
+        splits: one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal
+            share.
+        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor with the rows received, in rank order, and if ``splits`` was given also a tensor that says how many
+        came from each rank.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.alltoall(torch.tensor([10, 11]) + 10 * hvd.rank())  # on rank 1: tensor([11, 21])
+        tensor([10, 20])
+        >>> rows, received = hvd.alltoall(torch.arange(3), splits=[1, 2])  # on rank 1: two rows from each
+        >>> received.tolist()
+        [1, 1]
     """
     output, received = apply(AlltoallFunction, tensor, splits, Asked("alltoall", name, process_set, waits=True))
     return output if splits is None else (output, received)

@@ -24,21 +24,49 @@ def _start(asked: Asked, tensor: Tensor, root_rank: int, in_place: bool = False)
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast and return a handle; the result is a new tensor. See broadcast()."""
+    """Start a broadcast; the result is a new tensor. Arguments and errors are those of broadcast().
+
+    Returns:
+        A handle for poll() and synchronize().
+
+    Examples:
+        >>> hvd.synchronize(hvd.broadcast_async(torch.full((2,), hvd.rank()), root_rank=1))
+        tensor([1, 1])
+    """
     return _start(Asked("broadcast_async", name, process_set, single=True), tensor, root_rank)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast in place and return a handle; leave the tensor alone until then. See broadcast()."""
+    """Start a broadcast in place. Arguments and errors are those of broadcast().
+
+    Leave the tensor alone until the handle is synchronised.
+
+    Returns:
+        A handle for poll() and synchronize(), whose result is the tensor itself.
+
+    Examples:
+        >>> tensor = torch.full((2,), hvd.rank())
+        >>> _ = hvd.synchronize(hvd.broadcast_async_(tensor, root_rank=1))
+        >>> tensor
+        tensor([1, 1])
+    """
     return _start(Asked("broadcast_async_", name, process_set, single=True), tensor, root_rank, in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Write the root's values into the tensor on all ranks and return the tensor. See broadcast()."""
+    """Write the root's values into the tensor on all ranks. Arguments and errors are those of broadcast().
+
+    Returns:
+        The tensor itself.
+
+    Examples:
+        >>> hvd.broadcast_(torch.full((2,), hvd.rank()), root_rank=1)
+        tensor([1, 1])
+    """
     asked = Asked("broadcast_", name, process_set, waits=True, single=True)
     output: Tensor = HANDLES.synchronize(_start(asked, tensor, root_rank, in_place=True))
     return output
@@ -69,14 +97,26 @@ class BroadcastFunction(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Give all ranks of ``process_set`` the tensor of ``root_rank``, which counts among all ranks, not in the set.
+    """Give all ranks of ``process_set`` the tensor of ``root_rank``.
 
-    ``tensor`` has the same shape and type on all ranks and is not changed. ``name`` tells concurrent operations apart;
-    without one, ranks must make their calls in the same order. Differentiable: the root's gradient is the average of
-    all ranks' gradients.
+    Differentiable: the root's gradient is the average of all ranks' gradients, that of the others is zero.
 
-    Returns a new tensor of the same shape and type. Raises TypeError or ValueError for arguments that make no sense,
-    HorovodInternalError on every rank where ranks disagree.
+    Args:
+        tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks, and is not changed.
+        root_rank: counts among all ranks, not in the set.
+        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.broadcast(torch.full((2,), hvd.rank()), root_rank=1)
+        tensor([1, 1])
     """
     output: Tensor = apply(BroadcastFunction, tensor, root_rank, name, process_set)
     return output

@@ -35,7 +35,15 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter and return a handle; the result is a new tensor. See reducescatter()."""
+    """Start a reducescatter; the result is a new tensor. Arguments and errors are those of reducescatter().
+
+    Returns:
+        A handle for poll() and synchronize().
+
+    Examples:
+        >>> hvd.synchronize(hvd.reducescatter_async(torch.ones(4), op=hvd.Sum))
+        tensor([2., 2.])
+    """
     function = "reducescatter_async"
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     request = _request(function, op, prescale_factor, postscale_factor)
@@ -50,7 +58,17 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter of several tensors as one and return a handle; the result is a tuple of new tensors."""
+    """Start a reducescatter of several tensors as one.
+
+    Arguments and errors are those of grouped_reducescatter().
+
+    Returns:
+        A handle for poll() and synchronize(), whose result is a tuple of new tensors.
+
+    Examples:
+        >>> hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)], op=hvd.Sum))
+        (tensor([2., 2.]), tensor([2.]))
+    """
     function = "grouped_reducescatter_async"
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     request = _request(function, op, prescale_factor, postscale_factor)
@@ -88,13 +106,28 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor over all ranks of ``process_set`` and keep this rank's share of the rows.
 
-    ``tensor`` has at least one dimension and the same shape and type on all ranks; it is not changed. ``op`` is
-    hvd.Average or hvd.Sum. Each element is multiplied by ``prescale_factor`` before and ``postscale_factor`` after the
-    reduction. ``name`` tells concurrent operations apart; without one, ranks must make their calls in the same order.
     Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum.
 
-    Returns a new tensor with rows / ranks rows, one more on each of the first (rows % ranks) ranks. Raises TypeError
-    or ValueError for arguments that make no sense, HorovodInternalError on every rank where ranks disagree.
+    Args:
+        tensor: has at least one dimension and the same shape and dtype (one of allreduce()'s) on all ranks; it is not
+            changed.
+        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
+        compression: one of hvd.Compression, as in allreduce().
+        op: hvd.Average or hvd.Sum.
+        process_set: the ranks that take part.
+        prescale_factor: each element is multiplied by it before the reduction.
+        postscale_factor: each element is multiplied by it after the reduction.
+
+    Returns:
+        A new tensor with rows / ranks rows, one more on each of the first (rows % ranks) ranks.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: on every rank where ranks disagree.
+
+    Examples:
+        >>> hvd.reducescatter(torch.arange(3.0), op=hvd.Sum)  # on rank 1: tensor([4.])
+        tensor([0., 2.])
     """
     function = "reducescatter"
     tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
@@ -112,9 +145,19 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reducescatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter().
+    """Reducescatter several tensors as one operation.
 
-    Returns a list of new tensors.
+    The other arguments, gradients and errors are those of reducescatter().
+
+    Args:
+        tensors: a list of tensors, all on one device, each as in reducescatter().
+
+    Returns:
+        A list of new tensors.
+
+    Examples:
+        >>> hvd.grouped_reducescatter([torch.ones(4), torch.ones(2)], op=hvd.Sum)
+        [tensor([2., 2.]), tensor([2.])]
     """
     function = "grouped_reducescatter"
     group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)

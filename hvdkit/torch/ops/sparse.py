@@ -20,13 +20,29 @@ from hvdkit.transports.gpu.device_scale import rescale_
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start the allreduce of a sparse COO tensor and return a function that waits for it and returns the result.
+    """Start the allreduce of a sparse COO tensor.
 
-    ``tensor`` has the same shape, type and number of sparse dimensions on all ranks and any number of nonzero
-    elements; it is not changed. ``op`` is hvd.Average or hvd.Sum. The result is a new sparse COO tensor. In a sum, an
-    element that several ranks have stands several times: ``coalesce()`` adds them up. An average is coalesced, since
-    what is divided is the sum; averages of integers are cut off. Raises TypeError or ValueError
-    for arguments that make no sense; the function raises HorovodInternalError where ranks disagree.
+    Args:
+        tensor: has the same shape, dtype and number of sparse dimensions on all ranks and any number of nonzero
+            elements; it is not changed.
+        name: tells concurrent operations apart.
+        op: hvd.Average or hvd.Sum.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits for it and returns a new sparse COO tensor. In a sum, an element that several ranks have
+        stands several times, and ``coalesce()`` adds them up. An average is coalesced, since what is divided is the
+        sum; averages of integers are cut off.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+        HorovodInternalError: by the function, where ranks disagree.
+
+    Examples:
+        >>> row = torch.zeros(4).index_fill(0, torch.tensor([hvd.rank()]), 6.0).to_sparse()
+        >>> wait = hvd.sparse_allreduce_async(row, name="embedding", op=hvd.Average)
+        >>> wait().to_dense()
+        tensor([3., 3., 0., 0.])
     """
     function = "sparse_allreduce_async"
     if not isinstance(tensor, Tensor):

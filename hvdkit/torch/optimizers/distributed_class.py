@@ -117,21 +117,71 @@ def distributed_class(base: Any) -> Any:
             return self._synchronizer.in_flight and self.op is not ReduceOp.ADASUM
 
         def set_backward_passes_per_step(self, passes: int) -> None:
-            """Expect ``passes`` backward passes before each step. Raises TypeError or ValueError."""
+            """Expect another number of backward passes before each step.
+
+            Args:
+                passes: how many, at least 1.
+
+            Raises:
+                TypeError: unless it is an integer.
+                ValueError: unless it is above 0.
+
+            Examples:
+                >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+                >>> optimizer.set_backward_passes_per_step(2)
+                >>> for _ in range(2):
+                ...     (model(x).mean() / 2).backward()
+                >>> optimizer.step()
+            """
             self._synchronizer.set_passes(check_passes("set_backward_passes_per_step", passes))
 
         def synchronize(self) -> None:
-            """Wait until all gradients are reduced; then they can be clipped before step(). Collective."""
+            """Wait until all gradients are reduced; then they can be clipped before step(). Collective.
+
+            Raises:
+                HorovodInternalError: on every rank where the ranks' parameters differ, or if a rank is lost.
+
+            Examples:
+                >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+                >>> model(x).mean().backward()
+                >>> optimizer.synchronize()
+                >>> model.weight.grad
+                tensor([[1.5000, 1.5000]])
+            """
             self._synchronizer.synchronize()
 
         def reset_compression(self) -> None:
-            """Forget what codecs keep from step to step, as residuals; call it on all ranks."""
+            """Forget what codecs keep from step to step, as residuals; call it on all ranks.
+
+            Examples:
+                >>> optimizer = hvd.DistributedOptimizer(
+                ...     optimizer, model.named_parameters(), compression=hvd.Compression.topk(0.01)
+                ... )
+                >>> optimizer.reset_compression()
+            """
             self._synchronizer.complete()
             self._synchronizer.reset_compression()
 
         @contextmanager
         def skip_synchronize(self) -> Iterator[None]:
-            """In this context step() takes the gradients as they are, because synchronize() was called."""
+            """In this context step() takes the gradients as they are, because synchronize() was called.
+
+            Returns:
+                A context manager.
+
+            Raises:
+                AssertionError: with ``op=hvd.Adasum``.
+
+            Examples:
+                >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+                >>> model(x).mean().backward()
+                >>> optimizer.synchronize()
+                >>> torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+                >>> with optimizer.skip_synchronize():
+                ...     optimizer.step()
+                >>> model.weight.data
+                tensor([[0.9000, 0.9000]])
+            """
             if self.op is ReduceOp.ADASUM:
                 raise AssertionError(NO_SKIP_WITH_ADASUM)
             self._synchronizer.should_synchronize = False
@@ -149,7 +199,11 @@ def distributed_class(base: Any) -> Any:
             return result
 
         def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-            """Clear the gradients. Raises AssertionError between backward() and step() or synchronize()."""
+            """Clear the gradients; the arguments are PyTorch's.
+
+            Raises:
+                AssertionError: between backward() and step() or synchronize().
+            """
             if self._synchronizer.in_flight:
                 raise AssertionError(CLEARED_IN_FLIGHT)
             self._synchronizer.forget_synchronized()

@@ -50,10 +50,25 @@ class _Structure:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give all ranks the root's optimizer state and options such as the learning rate.
 
-    ``optimizer`` is any optimizer but LBFGS, or a DistributedOptimizer, with parameter groups of equal shapes on all
-    ranks. Ranks that have state the root does not have lose it. Parameters, gradients and the parameter group objects
-    (which learning rate schedulers hold) stay; tensors take the device of their parameter. ``model`` is accepted for
-    Horovod's sake and not needed. Raises ValueError for LBFGS and, on every rank, where optimizers differ.
+    Ranks that have state the root does not have lose it. Parameters, gradients and the parameter group objects (which
+    learning rate schedulers hold) stay; tensors take the device of their parameter.
+
+    Args:
+        optimizer: any optimizer but LBFGS, or a DistributedOptimizer, with parameter groups of equal shapes on all
+            ranks.
+        root_rank: whose state all get.
+        model: accepted for Horovod's sake and not needed.
+
+    Raises:
+        ValueError: for LBFGS and, on every rank, where optimizers differ.
+        TypeError: for what is no optimizer.
+
+    Examples:
+        >>> if hvd.rank() == 0:  # which has loaded a checkpoint
+        ...     optimizer.param_groups[0]["lr"] = 0.01
+        >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        >>> optimizer.param_groups[0]["lr"]
+        0.01
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: cannot broadcast torch.optim.LBFGS state")

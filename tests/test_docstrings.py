@@ -1,0 +1,147 @@
+"""Public names have docstrings that an API reference can be made of, and their examples run, on two real ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.docstring_cases import OF_RANK_0
+from tests.docstrings import ADAPTERS, Public
+from tests.ranks import ROOT, RankedCases, rank_environment
+
+EXAMPLES = {
+    "hvdkit.torch": RankedCases("tests.docstring_cases", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    "hvdkit.tensorflow": RankedCases(
+        "tests.docstring_cases",
+        runner="tests.tensorflow.runner",
+        preload=("tensorflow", "pytest", "hvdkit.tensorflow"),
+    ),
+    "hvdkit.keras": RankedCases(
+        "tests.docstring_cases",
+        runner="tests.keras.runner",
+        preload=("tensorflow", "keras", "pytest", "hvdkit.keras"),
+        KERAS_BACKEND="tensorflow",
+    ),
+}
+
+
+@functools.cache
+def catalogue(adapter: str) -> list[Public]:
+    """What is public in an adapter, asked of another process, which may import it."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "tests.docstrings", adapter],
+        cwd=ROOT,
+        env=rank_environment(KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1"),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [Public(**{**one, "parameters": tuple(one["parameters"])}) for one in json.loads(listed.stdout)]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_public_names_are_documented(adapter: str) -> None:
+    by_name = {f"{other}.{one.name}": one for other in ADAPTERS for one in catalogue(other)}
+    by_name.update((one.name, one) for one in catalogue(adapter))
+    problems = [problem for one in catalogue(adapter) for problem in one.problems(by_name)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_examples_do_what_they_say_on_two_ranks(adapter: str) -> None:
+    EXAMPLES[adapter].check("case_examples", 2, "mpi")
+
+
+def test_what_only_rank_0_prints_are_public_names() -> None:
+    names = {one.name for adapter in ADAPTERS for one in catalogue(adapter)}
+    assert names >= OF_RANK_0
+
+
+GOOD = """Send a tensor.
+
+Args:
+    tensor: of any shape.
+    name: of the operation.
+
+Returns:
+    A tensor.
+
+Raises:
+    ValueError: for a name of no letters.
+
+Examples:
+    >>> hvd.send(torch.ones(1), "x")
+    tensor([1.])
+"""
+
+
+def send(doc: str, **others: object) -> Public:
+    """The function of which GOOD says all that is wanted."""
+    known: dict[str, object] = {"parameters": ("tensor", "name"), "returns": True, "arrays": True}
+    return Public("send", doc, **{**known, **others})  # type: ignore[arg-type]
+
+
+def test_a_docstring_that_says_all_has_no_problems() -> None:
+    assert send(GOOD).problems({}) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "instead", "problem"),
+    [
+        (GOOD, " ", "has no docstring"),
+        ("    name: of", "    names: of", "does not name the argument name"),
+        ("    name: of the", "    the name of the", "does not name the argument name"),
+        ("Raises:\n    ValueError: for", "Not for", "lacks errors"),
+        ("shape", "size", "lacks the shape"),
+        (">>> ", "", "lacks an example"),
+        ("Returns", "It is", "lacks what it returns"),
+    ],
+)
+def test_what_a_docstring_lacks_is_told(said: str, instead: str, problem: str) -> None:
+    doc = GOOD.replace(said, instead)
+    assert doc != GOOD
+    (told,) = send(doc).problems({})
+    assert told.startswith(f"send: {problem}")
+
+
+def test_what_another_docstring_says_need_not_be_said_again() -> None:
+    doc = "Start it. Arguments and\nerrors are those of hvd.send().\n\nReturns:\n    A handle.\n\n>>> hvd.send_async()"
+    referring = Public("send_async", doc, ("tensor", "name"), True, True)
+    assert referring.problems({"send": send(GOOD)}) == []
+    assert len(referring.problems({})) == 4
+    assert referring.problems({"send": send("Nothing to be said.")}) == referring.problems({})
+
+
+def test_references_are_followed_and_may_go_round() -> None:
+    first = Public("first", "Those of second, as those of second().", ("name",))
+    second = Public("second", "They are those of first() and those of send().", ("name",))
+    assert first.problems({"first": first, "second": second, "send": send(GOOD)}) == ["first: lacks an example ('>>>')"]
+
+
+def test_what_is_returned_and_shown_is_said_by_each_itself() -> None:
+    doc = "Arguments and errors are those of send()."
+    problems = Public("other", doc, ("tensor",), True, True).problems({"send": send(GOOD)})
+    assert problems == ["other: lacks an example ('>>>')", "other: lacks what it returns ('Returns')"]
+
+
+def test_a_method_may_have_the_example_of_its_class() -> None:
+    method = Public("Kind.send", "Errors are those of send(); the example is that of Kind.", ("name",))
+    kind = Public("Kind", GOOD)
+    assert method.problems({"Kind": kind, "send": send(GOOD)}) == []
+    assert method.problems({"Kind": send("Nothing."), "send": send(GOOD)}) == ["Kind.send: lacks an example ('>>>')"]
+
+
+def test_errors_say_when_they_are_raised_and_what_to_do() -> None:
+    assert Public("Lost", "Raised when a rank is lost. What to do: start again.", error=True).problems({}) == []
+    for doc in ("Raised when a rank is lost.", "What to do: start again."):
+        (told,) = Public("Lost", doc, error=True).problems({})
+        assert told.startswith("Lost: does not say when")
+
+
+def test_a_question_says_what_it_returns() -> None:
+    assert Public("size", "How many ranks there are.", returns=True).problems({}) == []
+    assert Public("size", "Size.", returns=True).problems({}) == ["size: does not say what it returns"]
