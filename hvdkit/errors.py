@@ -112,8 +112,8 @@ class ForkedChildError(HorovodInternalError):
 class NotInitializedError(ValueError):
     """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``.
 
-    Raised where it was called. What to do: call ``hvd.init()`` once in every process before any other function of
-    ``hvd``.
+    A ValueError, as Horovod raises. Raised where it was called. What to do: call ``hvd.init()`` once in every process
+    before any other function of ``hvd``.
     """
 
     ag_pass_through = True  # see HorovodInternalError

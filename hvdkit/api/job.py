@@ -65,7 +65,7 @@ def size() -> int:
     """How many ranks the job has.
 
     Raises:
-        NotInitializedError: before init() or after shutdown().
+        NotInitializedError: a ValueError, as by all functions below: before init() or after shutdown().
     """
     return int(runtime.topology().size)
 

@@ -39,8 +39,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Examples:
         >>> norm = hvd.SyncBatchNorm(1)
-        >>> norm(torch.full((3, 1), 2.0 * hvd.rank())).mean().round()  # all ranks' mean is 1; on rank 1: 1
-        tensor(-1., grad_fn=<RoundBackward0>)
+        >>> norm(torch.full((3, 1), 2.0 * hvd.rank())).round().tolist()  # all ranks' mean is 1; on rank 1: 1.0
+        [[-1.0], [-1.0], [-1.0]]
     """
 
     def __init__(
