@@ -26,8 +26,8 @@ import numpy as np
 from tests.docstrings import objects
 
 # Names in whose examples rank 1 prints something else, by nature.
-OF_RANK_0 = {"ProcessSet", "PartialDistributedGradientTape", "SyncBatchNorm", "SyncBatchNormalization"}
-OF_RANK_0 |= {"alltoall", "join", "reducescatter"}
+OF_RANK_0 = {"PartialDistributedGradientTape", "PartialDistributedOptimizer", "ProcessSet", "SyncBatchNorm"}
+OF_RANK_0 |= {"SyncBatchNormalization", "alltoall", "join", "reducescatter"}
 
 
 def of_torch(hvd: Any, folder: Path) -> Callable[[], dict[str, Any]]:

@@ -18,14 +18,15 @@ class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, keras.cal
         local_variables: a variable, or several, that stay each rank's own.
 
     Raises:
-        HorovodInternalError: while training, on every rank where ranks' variables differ in number, shape or dtype.
+        HorovodInternalError: while training, on every rank where ranks disagree, as on a shape.
 
     Examples:
-        >>> _ = model.layers[0].bias.assign([float(hvd.rank())])
-        >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss=lambda y, output: 0 * output)
-        >>> history = model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1)])
-        >>> model.layers[0].bias.numpy().tolist()
-        [1.0]
+        >>> _ = model.layers[0].bias.assign([float(hvd.rank())])  # ranks begin apart
+        >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
+        >>> history = model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        >>> first, second = hvd.allgather_object(model.get_weights())
+        >>> np.array_equal(first[1], second[1])
+        True
     """
 
 

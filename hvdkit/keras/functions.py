@@ -118,12 +118,12 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Write the values of ``root_rank`` into the variables (of a model, an optimizer) on all ranks.
 
     Args:
-        variables: of Keras or of the backend, in the same order, each of the same shape and dtype on all ranks.
+        variables: of Keras, on TensorFlow also tf.Variable, in the same order on all ranks, each of the same shape and
+            dtype.
         root_rank: whose values all get.
 
     Raises:
         ValueError: for variables without values yet.
-        TypeError: for what is no variable.
         HorovodInternalError: on every rank where ranks disagree.
 
     Examples:
