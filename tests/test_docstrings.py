@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.docstring_cases import OF_RANK_0
+from tests.docstring_cases import failures
 from tests.docstrings import ADAPTERS, Public
 from tests.ranks import ROOT, RankedCases, rank_environment
 
@@ -56,9 +56,24 @@ def test_examples_do_what_they_say_on_two_ranks(adapter: str) -> None:
     EXAMPLES[adapter].check("case_examples", 2, "mpi")
 
 
-def test_what_only_rank_0_prints_are_public_names() -> None:
-    names = {one.name for adapter in ADAPTERS for one in catalogue(adapter)}
-    assert names >= OF_RANK_0
+def example(rank: int) -> int:
+    """Has an example.
+
+    >>> 1 + rank  # which ends otherwise on rank 1: 2
+    1
+    """
+    return 1 + rank
+
+
+def test_an_example_that_prints_something_else_is_told_in_doctests_words() -> None:
+    assert failures("example", example, {"rank": 0}, rank=0) == failures("example", example, {"rank": 1}, rank=1) == ""
+    for rank in (0, 1):
+        told = failures("example", example, {"rank": 5}, rank)
+        assert (
+            f"in example\nFailed example:\n    1 + rank  # which ends otherwise on rank 1: 2\nExpected:\n    {1 + rank}"
+            in told
+        )
+        assert told.endswith("Got:\n    6\n")
 
 
 GOOD = """Send a tensor.

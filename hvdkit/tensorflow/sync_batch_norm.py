@@ -51,8 +51,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     Examples:
         >>> norm = hvd.SyncBatchNormalization(name="norm")
-        >>> output = norm(tf.fill([3, 1], 2.0 * hvd.rank()), training=True)  # all ranks' mean is 1; on rank 1: 1
-        >>> output.numpy().round().tolist()
+        >>> output = norm(tf.fill([3, 1], 2.0 * hvd.rank()), training=True)  # the mean of all ranks' is 1
+        >>> output.numpy().round().tolist()  # on rank 1: [[1.0], [1.0], [1.0]]
         [[-1.0], [-1.0], [-1.0]]
     """
 

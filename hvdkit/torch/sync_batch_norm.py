@@ -39,7 +39,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Examples:
         >>> norm = hvd.SyncBatchNorm(1)
-        >>> norm(torch.full((3, 1), 2.0 * hvd.rank())).round().tolist()  # all ranks' mean is 1; on rank 1: 1.0
+        >>> output = norm(torch.full((3, 1), 2.0 * hvd.rank()))  # the mean of all ranks' batches is 1
+        >>> output.round().tolist()  # on rank 1: [[1.0], [1.0], [1.0]]
         [[-1.0], [-1.0], [-1.0]]
     """
 

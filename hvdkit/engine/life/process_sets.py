@@ -22,7 +22,7 @@ class ProcessSet:
 
     Examples:
         >>> evaluators = hvd.add_process_set(hvd.ProcessSet([1]))
-        >>> evaluators.ranks, evaluators.size(), evaluators.included()
+        >>> evaluators.ranks, evaluators.size(), evaluators.included()  # on rank 1: ([1], 1, True)
         ([1], 1, False)
         >>> hvd.remove_process_set(evaluators)
         True

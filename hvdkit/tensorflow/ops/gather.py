@@ -174,8 +174,8 @@ def alltoall(
     Examples:
         >>> hvd.alltoall(tf.constant([10, 11]) + 10 * hvd.rank()).numpy().tolist()  # on rank 1: [11, 21]
         [10, 20]
-        >>> rows, received = hvd.alltoall(tf.range(3), splits=[1, 2])  # on rank 1: two rows from each
-        >>> received.numpy().tolist()
+        >>> rows, received = hvd.alltoall(tf.range(3), splits=[1, 2])  # one row to rank 0, two to rank 1
+        >>> received.numpy().tolist()  # on rank 1: [2, 2]
         [1, 1]
     """
     asked = Asked("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)

@@ -95,8 +95,8 @@ def alltoall(
     Examples:
         >>> hvd.alltoall(torch.tensor([10, 11]) + 10 * hvd.rank())  # on rank 1: tensor([11, 21])
         tensor([10, 20])
-        >>> rows, received = hvd.alltoall(torch.arange(3), splits=[1, 2])  # on rank 1: two rows from each
-        >>> received.tolist()
+        >>> rows, received = hvd.alltoall(torch.arange(3), splits=[1, 2])  # one row to rank 0, two to rank 1
+        >>> received.tolist()  # on rank 1: [2, 2]
         [1, 1]
     """
     output, received = apply(AlltoallFunction, tensor, splits, Asked("alltoall", name, process_set, waits=True))
