@@ -95,7 +95,10 @@ class CustomCodec(PayloadCodec):
         ...         return values.astype(np.float16)
         ...     def decode(self, payload, elements):
         ...         return payload.view(np.float16).astype(np.float32)
-        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=Halves())
+        >>> codec = Halves()
+        >>> codec.decode(codec.encode(np.ones(3, np.float32)).view(np.uint8), 3).tolist()
+        [1.0, 1.0, 1.0]
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=codec)
     """
 
     fixed: ClassVar[bool] = False
