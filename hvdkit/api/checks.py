@@ -27,6 +27,20 @@ def check_registered(function: str, process_set: Any) -> int:
     return process_set.process_set_id
 
 
+def check_variables(function: str, variables: Iterable[Any]) -> list[Any]:
+    """Them, as a list. Raises TypeError for what nothing can be assigned to, ValueError for what has no value yet."""
+    found = list(variables)  # an iterator gives them once
+    for index, variable in enumerate(found):
+        if not hasattr(variable, "assign"):
+            raise TypeError(f"{function}: variables[{index}] must be a variable, got {variable!r}")
+        if getattr(variable, "shape", None) is None:
+            raise ValueError(
+                f"{function}: variables[{index}] has no value yet\n"
+                "HINT: build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
+            )
+    return found
+
+
 def check_process_set(function: str, process_set: Any) -> int:
     """The set's id. Raises TypeError or ValueError unless it is registered and this rank is one of its members."""
     if process_set is global_process_set:

@@ -123,6 +123,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
         root_rank: whose values all get.
 
     Raises:
+        TypeError: for what is no variable.
         ValueError: for variables without values yet.
         HorovodInternalError: on every rank where ranks disagree.
 
@@ -132,7 +133,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
         >>> keras.ops.convert_to_numpy(model.layers[0].bias).tolist()
         [1.0]
     """
-    backend().broadcast_variables(variables, root_rank)
+    backend().broadcast_variables(checks.check_variables("broadcast_variables", variables), root_rank)
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None) -> None:

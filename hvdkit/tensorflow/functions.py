@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdkit.api import objects
+from hvdkit.api import checks, objects
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.broadcast import broadcast_
 from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows
@@ -35,14 +35,7 @@ def broadcast_variables(
         >>> model.layers[0].bias.numpy().tolist()
         [1.0]
     """
-    variables = list(variables)  # an iterator gives them once
-    for index, variable in enumerate(variables):
-        if getattr(variable, "shape", None) is None:
-            raise ValueError(
-                f"broadcast_variables: variables[{index}] has no value yet\n"
-                "HINT: build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
-            )
-    broadcast_(variables, root_rank, None, process_set)
+    broadcast_(checks.check_variables("broadcast_variables", variables), root_rank, None, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

@@ -647,6 +647,8 @@ def case_what_makes_no_sense_is_told(hvd: Any) -> None:
     ):
         with told(error, text):
             make(keras.optimizers.SGD(0.1))
+    with told(TypeError, "broadcast_variables: variables[0] must be a variable, got 3.0"):
+        hvd.broadcast_variables([3.0])
 
 
 def case_jit_is_off_by_itself_and_told_where_asked_for(hvd: Any) -> None:

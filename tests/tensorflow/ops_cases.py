@@ -340,8 +340,10 @@ def case_who_am_i_when_the_graph_runs(hvd: Any) -> None:
         return [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(), hvd.process_set_included_op(9)]
 
     for run in ways(ask):
-        told = [int(one) for one in run()]
-        assert told == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), -2], told
+        answers = [int(one) for one in run()]
+        assert answers == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), -2], answers
+    with told(ValueError, "size_op: process_set_id must be that of a process set (0", "got 7"):
+        hvd.size_op(7)
 
 
 def case_variables_become_those_of_the_root(hvd: Any) -> None:
@@ -349,6 +351,8 @@ def case_variables_become_those_of_the_root(hvd: Any) -> None:
     hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
     for variable in variables:
         assert np.all(variable.numpy() == hvd.size() - 1)
+    with told(TypeError, "broadcast_variables: variables[1] must be a variable, got 3.0"):
+        hvd.broadcast_variables([variables[0], 3.0], root_rank=0)
 
 
 def case_many_variables_are_broadcast_in_chunks(hvd: Any) -> None:

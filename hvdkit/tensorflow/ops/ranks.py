@@ -41,13 +41,21 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
 
     Raises:
         NotInitializedError: when it runs before init() or after shutdown().
-        KeyError: when it runs where there is no set of this number.
+        ValueError: when it runs where there is no set of this number.
 
     Examples:
         >>> hvd.size_op().numpy().item()
         2
     """
-    return _asked(lambda: len(runtime.process_sets()[process_set_id]), name)
+
+    def count() -> int:
+        ranks = runtime.process_sets().get(process_set_id)
+        if ranks is None:
+            known = ", ".join(map(str, sorted(runtime.process_sets())))
+            raise ValueError(f"size_op: process_set_id must be that of a process set ({known}), got {process_set_id}")
+        return len(ranks)
+
+    return _asked(count, name)
 
 
 @as_written
