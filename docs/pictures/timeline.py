@@ -61,12 +61,12 @@ def draw(found: list[tuple[str, str, float, float]], picture: Path) -> None:
     left, right = steps[f"STEP {LATE_STEP - 1}"][0], steps[f"STEP {STEPS}"][1]
     shown = [one for one in found if left <= one[2] and one[3] <= right + 1 and "NEGOTIATE" not in one[1]]
     rows = sorted({row for row, *_ in shown}, key=lambda row: (not row.startswith("training"), row))
-    figure, axes = pyplot.subplots(figsize=(12, 0.6 * len(rows) + 0.8), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9.5, 0.6 * len(rows) + 0.8), layout="constrained")
     for row, name, begin, end in shown:
         kind = next((kind for kind in COLOURS if name.startswith(kind)), "")
         height = rows.index(row)
         axes.barh(height, end - begin, left=begin - left, color=COLOURS.get(kind, "#b8b8b8"), edgecolor="white")
-        if end - begin > 0.0075 * len(name) * (right - left):
+        if end - begin > 0.0105 * len(name) * (right - left):
             axes.text((begin + end) / 2 - left, height, name, ha="center", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
