@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, rank_environment
+from tests.examples.running import assert_only_one_rank_prints, lines, run_example
+from tests.ranks import ROOT
 
-TIMEOUT_SECONDS = 200
 DIGITS_ACCURACY = re.compile(r"test accuracy ([\d.]+)% \(360 images, (\d+) process")
-
-
-def run_example(name: str, *flags: object, size: int = 2, **environment: str) -> tuple[str, str]:
-    """Run an example to its end, under the launcher if ``size`` is more than one. Returns its stdout and stderr."""
-    command = [sys.executable, f"examples/{name}", *map(str, flags)]
-    if size > 1:
-        command = [sys.executable, "-m", "hvdkit.launch", "-np", str(size), *command]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=rank_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout, done.stderr
-
-
-def lines(output: str) -> list[str]:
-    """What was printed, without the launcher's "[rank]<stdout>: " before each line."""
-    return [bare for line in output.splitlines() if (bare := re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip())]
-
-
-def assert_only_one_rank_prints(output: str) -> None:
-    """No line came twice. Reports hold averages over all ranks, so a second rank's line would be the same again."""
-    assert max(Counter(lines(output)).values()) == 1, output
 
 
 def digits_accuracy(output: str) -> float:
@@ -139,15 +108,6 @@ def test_synthetic_benchmark_reports_as_horovods(flag: str | None) -> None:
     assert re.search(r"Img/sec per CPU: [\d.]+ \+-[\d.]+", output), output
     assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+", output), output
     assert output.count("Total img/sec") == 1, output
-
-
-@pytest.fixture(scope="module")
-def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which PyTorch cannot be imported: TensorFlow's users need none."""
-    folder = tmp_path_factory.mktemp("without_torch")
-    (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text('raise ImportError("there shall be no PyTorch")')
-    return {"PYTHONPATH": f"{folder}:{ROOT}", "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
 
 
 @pytest.mark.thorough
