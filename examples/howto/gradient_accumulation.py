@@ -25,7 +25,7 @@ optimizer = hvd.DistributedOptimizer(
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 for _ in range(40):
-    optimizer.zero_grad()  # once a step: between the passes it would throw away what they add up
+    optimizer.zero_grad()  # once a step: between the passes it raises, since it would throw away what they add up
     total = torch.zeros(())
     for part in range(PASSES):
         # Passes are added up, not averaged; the division makes them the mean over the whole batch.
