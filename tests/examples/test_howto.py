@@ -291,7 +291,7 @@ MISTAKES = [
         "keras_early_stopping.py",
         "each rank stops by its own loss",
         {f"        {AVERAGE}\n": "", "restore_best_weights=True),\n": f"restore_best_weights=True),\n{AVERAGE}\n"},
-        "EarlyStopping, or what else ends an epoch or the training, after MetricAverageCallback",
+        "each waits for the other",
     ),
     Mistake(
         "tensorflow_data.py", "ranks shuffle by other seeds", {"set_random_seed(0)": "set_random_seed(hvd.rank())"}
