@@ -4,6 +4,7 @@ from __future__ import annotations
 
 HINTS = {
     "elastic": "hvdkit has no elastic jobs: save checkpoints, and start the job again from the last one.",
+    "run": "start the job with hvdkitrun -np N python script.py; there is no function that starts one.",
     "runner": "start the job with hvdkitrun, which has horovodrun's flags.",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from hvdkit.api import job, objects
+from hvdkit.engine.life.process_sets import global_process_set
 from hvdkit.keras.functions import average_numbers, broadcast_variables
 from hvdkit.keras.keras_2 import build, is_built, variables_of, velocities_of
 from hvdkit.keras.step import distributed_step
@@ -70,20 +71,31 @@ class BroadcastGlobalVariables:
 class MetricAverage:
     """What callbacks.MetricAverageCallback does and takes."""
 
+    model: Any
+
     def __init__(self, device: str = "") -> None:
         super().__init__()
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average ``logs``. Raises ValueError on all ranks where they have different metrics."""
+        """Average ``logs``. Raises ValueError on all ranks where they have different metrics, or learning rates."""
         logs = {} if logs is None else logs
         names = sorted(name for name, value in logs.items() if isinstance(value, int | float) or _is_scalar(value))
-        everyones = objects.allgather_object(names, name="MetricAverageCallback.names")
+        gathered = objects.allgather_object((names, _shared_rate(self.model)), name="MetricAverageCallback.names")
+        everyones, rates = [others for others, _ in gathered], [rate for _, rate in gathered]
         if any(others != names for others in everyones):
             listed = "; ".join(f"rank {rank}: {', '.join(others) or 'none'}" for rank, others in enumerate(everyones))
             raise ValueError(
                 f"MetricAverageCallback: ranks have different metrics at the end of epoch {epoch + 1}: {listed}\n"
                 "HINT: pass validation_data, and the same metrics, on all ranks."
+            )
+        if None not in rates and len(set(rates)) > 1:
+            listed = "; ".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates))
+            raise ValueError(
+                f"MetricAverageCallback: ranks have different learning rates at the end of epoch {epoch + 1}: "
+                f"{listed}\n"
+                "HINT: have all ranks set the same. A callback that follows a metric, as ReduceLROnPlateau does, comes "
+                "after MetricAverageCallback in the list; before it, each rank follows its own."
             )
         averages = average_numbers([float(logs[name]) for name in names], "MetricAverageCallback")
         logs.update(zip(names, averages, strict=True))
@@ -154,7 +166,7 @@ class LearningRateSchedule:
             logs["lr"] = self._learning_rate()
 
     def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return _rate_of(self.model.optimizer)
 
     def _adjust(self, epoch: float) -> None:
         old, new = self._learning_rate(), self.initial_lr * self.multiplier(epoch)
@@ -194,6 +206,17 @@ class LearningRateWarmup(LearningRateSchedule):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and job.rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._learning_rate():g}.")
+
+
+def _rate_of(optimizer: Any) -> float:
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def _shared_rate(model: Any) -> float | None:
+    """The learning rate of a model that all ranks train together; None for one that they do not."""
+    optimizer = getattr(model, "optimizer", None)
+    step = distributed_step(optimizer)
+    return _rate_of(optimizer) if step is not None and step.settings.process_set is global_process_set else None
 
 
 def _is_scalar(value: Any) -> bool:

@@ -37,7 +37,8 @@ class MetricAverageCallback(parts.MetricAverage, keras.callbacks.Callback):  # t
         device: taken for compatibility.
 
     Raises:
-        ValueError: at the end of an epoch, on all ranks where they have different metrics.
+        ValueError: at the end of an epoch, on all ranks where they have different metrics, or other learning rates for
+            one optimizer: what sets these by a metric comes after this callback.
 
     Examples:
         >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")

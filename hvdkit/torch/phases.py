@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import unserializable_hook
 
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.engine.telemetry.timeline import COMPUTATION
@@ -17,7 +19,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class Phases:
-    """Marks the passes of a process, from now until ``end()``.
+    """Marks the passes of the thread that steps, from now until ``end()``.
 
     A forward pass is that of a module which no other one calls. A backward pass begins when the gradient of what such a
     module returned is known, and ends when autograd is through.
@@ -25,12 +27,19 @@ class Phases:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry
-        self._of_thread = threading.local()
+        self._depth, self._began = 0, 0.0  # of the forward pass
+        self._thread = threading.get_ident()
+        # The hook on all modules is one of ours, and may well be called an extra time.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         self._backward: dict[int, float] = {}  # when passes began, by autograd's number of each
         self._handles = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
         ]
+
+    def step(self) -> None:
+        """This thread steps: it is in no forward pass, whatever ended the last one."""
+        self._thread, self._depth = threading.get_ident(), 0
 
     def end(self) -> None:
         """Take the hooks off."""
@@ -38,26 +47,24 @@ class Phases:
             handle.remove()
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
-        depth = getattr(self._of_thread, "depth", 0)
-        if depth == 0:
-            self._of_thread.began = perf_counter()
+        if self._depth == 0:
+            self._began = perf_counter()
             if torch._C._current_graph_task_id() == -1:
                 self._backward.clear()  # of passes that an exception ended
-        self._of_thread.depth = depth + 1
+        self._depth += 1
 
     def _after_forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
-        depth = getattr(self._of_thread, "depth", 0)
-        if torch.compiler.is_compiling() or depth == 0:  # the recording began within it
-            return
-        self._of_thread.depth = depth - 1
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread or self._depth == 0:
+            return  # at 0 the recording began within it
+        self._depth -= 1
         timeline = self.telemetry.timeline
-        if depth > 1 or timeline is None:
+        if self._depth or timeline is None:
             return
         trains = torch.is_grad_enabled()
         activity = "FORWARD" if trains else "FORWARD_WITHOUT_GRADIENTS"
-        timeline.span(COMPUTATION, activity, self._of_thread.began, perf_counter(), module=type(module).__name__)
+        timeline.span(COMPUTATION, activity, self._began, perf_counter(), module=type(module).__name__)
         if (
             not trains
             or torch._C._get_tracing_state() is not None
@@ -66,8 +73,11 @@ class Phases:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+                hooks = leaf._backward_hooks
+                if not hooks or self._in_backward not in hooks.values():  # a module may return what it was given
+                    leaf.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
 
+    @unserializable_hook  # type: ignore[untyped-decorator]  # nobody needs to be told that it is not saved with the tensor
     def _in_backward(self, _: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if self.telemetry.timeline is None or task in self._backward:
@@ -94,3 +104,5 @@ def follow(telemetry: Telemetry) -> None:
         _phases = None
     if records and _phases is None:
         _phases = Phases(telemetry)
+    if _phases is not None:
+        _phases.step()

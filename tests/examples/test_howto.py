@@ -286,6 +286,7 @@ MISTAKES = [
         "keras_callbacks.py",
         "the learning rate follows each rank's own loss",
         {f"    {AVERAGE}\n": "", "min_delta=0.02),\n": f"min_delta=0.02),\n    {AVERAGE}\n"},
+        "ranks have different learning rates at the end of epoch",
     ),
     Mistake(
         "keras_early_stopping.py",

@@ -599,6 +599,22 @@ def case_ranks_with_other_metrics_are_told(hvd: Any) -> None:
         ours.fit(x, y, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()], **validation)
 
 
+def case_ranks_with_other_learning_rates_are_told(hvd: Any) -> None:
+    only_with_others(hvd)
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)))
+    x, y = batches(hvd.rank(), 1)[0]
+    average = hvd.callbacks.MetricAverageCallback()
+
+    def of_its_own(epoch: int) -> float:
+        return 0.5 if hvd.rank() == 0 or epoch == 0 else 0.25
+
+    listed = "; ".join(f"rank {rank}: {0.25 if rank else 0.5}" for rank in range(hvd.size()))
+    with told(ValueError, f"different learning rates at the end of epoch 2: {listed}", "HINT", "ReduceLROnPlateau"):
+        model.fit(x, y, epochs=3, verbose=0, callbacks=[keras.callbacks.LearningRateScheduler(of_its_own), average])
+    alone = compiled(hvd.unsynchronized(keras.optimizers.SGD(0.5)))  # whose rates are each rank's own
+    alone.fit(x, y, epochs=2, verbose=0, callbacks=[keras.callbacks.LearningRateScheduler(of_its_own), average])
+
+
 def case_other_numbers_of_batches_are_an_error_and_no_hang(hvd: Any) -> None:
     only_with_others(hvd)
     only_without_overlap(hvd)

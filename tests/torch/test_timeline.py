@@ -7,10 +7,10 @@ import pytest
 from tests.ranks import RankedCases
 
 MODULE = "tests.torch.timeline_cases"
-RESULTS = RankedCases(MODULE)
-WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0")
-BETWEEN = RankedCases(MODULE, per_node=1)
-LATE = [name for name in RESULTS.names if "last_rank" in name]
+DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+RESULTS = RankedCases(MODULE, **DYNAMIC)
+WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0", **DYNAMIC)
+BETWEEN = RankedCases(MODULE, per_node=1, **DYNAMIC)
 
 
 @pytest.mark.parametrize("case", RESULTS.names)
@@ -18,11 +18,11 @@ def test_timeline(case: str, size: int, transport: str) -> None:
     RESULTS.check(case, size, transport)
 
 
-@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize("case", RESULTS.names)
 def test_timeline_without_shared_memory(case: str, size: int, transport: str) -> None:
     WITHOUT_MEMORY.check(case, size, transport)
 
 
-@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize("case", RESULTS.names)
 def test_timeline_between_nodes(case: str) -> None:
     BETWEEN.check(case, 3, "torch")

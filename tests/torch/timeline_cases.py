@@ -21,10 +21,11 @@ from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 from hvdkit.engine.life import runtime
+from hvdkit.errors import HorovodInternalError
 from tests.ranks import ROOT, Skip
 from tests.torch.optimizer_support import batch, loss_of, make_net, train_step
 
-LATE_SECONDS = 0.1
+LATE_SECONDS = 0.5
 COMPUTATION = "training: forward and backward"
 DOCUMENTED = set(re.findall(r"`([A-Z_]+(?: n)?|[A-Z_]+_n)`", Path(ROOT, "docs", "timeline.md").read_text()))
 DOCUMENTED |= {f"NEGOTIATE_{name}" for name in DOCUMENTED}
@@ -86,7 +87,7 @@ def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> No
                 time.sleep(0.001)
             flag.touch()
 
-        teller = threading.Thread(target=tell)
+        teller = threading.Thread(target=tell, daemon=True)
         teller.start()
         action()
         teller.join()
@@ -120,7 +121,7 @@ def case_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
         return
     reductions = [one for one in shown if one.name == "ALLREDUCE"]
     waits = [one for one in shown if one.row == reductions[0].row and one.name == f"WAIT_FOR_RANK_{last}"]
-    by_wire = [one for one in shown if one.name == f"FIRST_DATA_OF_RANK_{last}"]
+    by_wire = [one for one in shown if one.name == "WAIT_FOR_DATA"]
     found = waits or by_wire
     assert len(found) == 2, shown
     for one in found:
@@ -152,6 +153,86 @@ def case_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
         assert wait.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, wait
         assert wait.row == asked.row == ran.row == "allreduce 'late'", shown
         assert asked.begin <= wait.begin <= wait.end <= asked.end <= ran.begin, shown
+
+
+def case_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody is waited for")
+    times = 20
+    with recorded(hvd) as shown:
+        hvd.barrier()  # nobody asks before rank 0 records
+        for _ in range(times):
+            if hvd.rank() == 0:
+                time.sleep(0.02)  # long after the others, which do nothing meanwhile
+            hvd.allreduce(torch.ones(3), name="again")
+    if hvd.rank() == 0:
+        waits = [one for one in shown if one.row == "allreduce 'again'" and one.name.startswith("WAIT_FOR_RANK_")]
+        assert len(waits) == times, shown  # also where another rank asks again before this one has the result
+        assert [one.name for one in waits].count("WAIT_FOR_RANK_0") > times / 2, waits
+
+
+def case_what_rank_0_has_no_part_in_is_not_kept(hvd: Any) -> None:
+    if hvd.size() < 3:
+        raise Skip("needs a process set without rank 0")
+    without = hvd.add_process_set([1, 2])
+    with recorded(hvd) as shown:
+        for _ in range(5):
+            if without.included():
+                hvd.allreduce(torch.ones(3), process_set=without)
+        hvd.barrier()
+        if hvd.rank() == 0:
+            assert runtime.engine().telemetry._came == {}
+    assert not any("allreduce" in one.row for one in shown), shown
+    hvd.remove_process_set(without)
+
+
+def case_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nothing is encoded")
+    where = "everywhere" if hvd.local_size() == hvd.size() else "between_nodes"
+    net = nn.Linear(128, 64)
+    hvd.broadcast_parameters(net.state_dict(), 0)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    codec = hvd.Compression.int8(compress=where)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=codec)
+    with recorded(hvd) as shown:
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(2, 128)).sum().backward()
+            optimizer.step()
+    if hvd.rank() == 0:
+        reductions = [one for one in shown if one.name == "ALLREDUCE"]
+        within = [one for one in shown if one.name in ("COMPRESSION", "WAIT_FOR_DATA")]
+        assert [one.name for one in within].count("COMPRESSION") == 3, shown
+        for one in within:
+            around = [other for other in reductions if other.begin <= one.begin and one.end <= other.end]
+            assert [other.row for other in around if other.row == one.row] == [one.row], (one, reductions)
+
+
+def case_a_recording_leaves_no_thread(hvd: Any) -> None:
+    net = make_net()
+    optimizer = wrapped(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    with recorded(hvd):
+        train_step(optimizer, net, batch(hvd.rank()))
+        before = threading.active_count()
+        for step in range(20):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+        # A transfer has a waiter's thread while it is on its way; what it leaves is used again.
+        assert threading.active_count() < before + 10, threading.enumerate()
+
+
+def case_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nothing is reduced")
+    net = make_net()
+    optimizer = wrapped(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    with recorded(hvd):  # which looks whether each that began has ended
+        loss_of(net, batch(hvd.rank())).backward()
+        waits = optimizer.step if hvd.rank() == 0 else lambda: hvd.allgather(torch.ones(1), name="meanwhile")
+        with pytest.raises(HorovodInternalError):  # each waits for the other
+            waits()
 
 
 def case_steps_and_passes_are_marked(hvd: Any) -> None:
@@ -209,6 +290,7 @@ def case_passes_are_marked_whatever_a_model_does(hvd: Any) -> None:
     torch.manual_seed(0)
     net = Unusual()
     rows = torch.ones(2, 4, requires_grad=True)
+    same = nn.Identity()
 
     def fails(_: torch.Tensor) -> None:
         raise ArithmeticError
@@ -223,9 +305,13 @@ def case_passes_are_marked_whatever_a_model_does(hvd: Any) -> None:
                 with pytest.raises(ArithmeticError):
                     loss.backward()
                 loss = net(rows)["loss"]
+            for _ in range(5):
+                loss = same(loss)
+            assert len(loss._backward_hooks or ()) <= 1, "a module that gives back what it was given"
             loss.backward()
             optimizer.step()
     if hvd.rank() == 0:
+        shown[:] = [one for one in shown if one.args.get("module") != "Identity"]
         passes = [one for one in shown if one.name in ("FORWARD", "BACKWARD")]
         within = [one for one in passes if any(other.begin < one.begin and one.end < other.end for other in passes)]
         assert [one.name for one in passes if one not in within] == ["FORWARD"] + ["FORWARD", "BACKWARD"] * 2, shown

@@ -167,9 +167,14 @@ class Engine(NamedOperations):
         return compression_statistics(reports, self.telemetry.statistics.encoded_by_name())
 
     def busy(self) -> bool:
-        """Whether anything waits to be driven."""
+        """Whether anything waits to be driven, or is looked for so that the timeline has the time at which it came."""
         return bool(
-            self.driver.inbox or self.operations or self.submissions or self.joining.waiting or self.mailbox.relay.held
+            self.driver.inbox
+            or self.operations
+            or self.submissions
+            or self.joining.waiting
+            or self.mailbox.relay.held
+            or self.telemetry.timeline is not None
         )
 
     # -- driving ------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Batches:
         if key.process_set in self._groups.repetitions:
             self._groups.repetitions[key.process_set].forget(key.name if automatic_number(key) is None else None)
         if submission is not None:
-            self._telemetry.end(key)
+            self._telemetry.failed(key)
             error = PeerLostError(message.text, message.left) if message.cause == LEFT else kind(message.text)
             submission.handle.fail(error)
 

@@ -175,13 +175,13 @@ class Coordinator:
         if entry is None:
             entry = self._pending[key] = Entry(now)
         entry.requests[rank] = request
-        if self._telemetry.timeline is not None:
-            self._telemetry.came(key, rank)
         process_set, kind, _ = key
         members = self.members.get(process_set)
         if members is None:
             self._fail([key], f"{key}: there is no such process set; it was removed.")
             return
+        if self._telemetry.timeline is not None and 0 in members:  # rank 0 alone records
+            self._telemetry.came(key, rank)
         if self._departed:
             gone = [member for member in self._missing(key, entry) if member in self._departed]
             if gone:

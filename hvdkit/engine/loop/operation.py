@@ -55,8 +55,7 @@ class Operation:
                 self._on_done(stop.value)
                 return True
             if self._pending:
-                # What waits for several tells which (see Transfer.peer), and is moved by others.
-                self._transport.watch([one for one in self._pending if not hasattr(one, "awaited")])
+                self._transport.watch(list(self._pending))
 
     @property
     def what(self) -> str:

@@ -92,10 +92,10 @@ class Lane:
                 self._marks[bucket].append(mark)
             self._left[bucket] -= 1
             complete = self._left[bucket] == 0
-        if complete:
-            self.records.waits(bucket)
-            if not self.takes_turns:
-                self._driver.wake()
+            if complete:
+                self.records.waits(bucket)  # before the driver may start it
+        if complete and not self.takes_turns:
+            self._driver.wake()
 
     def unready_slots(self) -> list[int]:
         """The slots not handed over in this step."""
@@ -270,9 +270,7 @@ class Lane:
             self.reducer.rescue()
             # Others may have stopped before these: nobody would ever end them.
             self.lanes.drop_later(self._running.values())
-            count = len(self.arrangement.pieces)
-            for index in range(min(self._completed, count), min(self._started, count)):
-                self.records.ended(index)
+            self.records.failed()
 
     def abandoned_by(self, rank: int, step: int) -> None:
         """``rank`` does not use the results of ``step``."""

@@ -75,9 +75,11 @@ class LaneRecords:
             timeline.span(f"{TRAINING}steps of {self._plan.name}", f"STEP {number}", self._step_began, now)
         self._step_began = now
 
-    def ended(self, index: int) -> None:
-        """A piece will not be reduced to its end."""
-        self._telemetry.end(self._piece_row(index))
+    def failed(self) -> None:
+        """What has begun will not come to its end."""
+        for index, piece in enumerate(self._now.pieces):
+            self._telemetry.end(self._row(piece.bucket))
+            self._telemetry.end(self._piece_row(index))
 
     def names_in(self, index: int) -> list[str]:
         """The tensors of an operation of a step, for messages."""
@@ -121,11 +123,11 @@ class PieceRecord:
         timeline = self._telemetry.timeline
         if timeline is None:
             return
-        self._begun = perf_counter()
         self._node = came = {} if ready_at is None else ready_at()
         if (last := last_of(came)) is not None:
-            timeline.span(self._row, last.activity, self._started, self._begun, **last.fields)
+            timeline.span(self._row, last.activity, self._started, perf_counter(), **last.fields)
         timeline.begin(self._row, "ALLREDUCE", **self._fields)
+        self._begun = perf_counter()
 
     def recorded(self, steps: Steps[None]) -> Steps[None]:
         """``steps``, which reduce the piece, with what they take."""
@@ -136,7 +138,7 @@ class PieceRecord:
         self._telemetry.statistics.reduced(self._fields["bytes"], perf_counter() - self._started)
 
     def _with_first_data(self, steps: Steps[None]) -> Steps[None]:
-        """Notes when the first data of each rank came over the wire."""
+        """Notes when the first data of each rank that this one exchanges with came over the wire."""
         first: FirstData | None = None
         for transfers in steps:
             known = self._node
@@ -150,10 +152,11 @@ class PieceRecord:
             first, started = FirstData(wire), perf_counter()
             for one in wire:  # each by itself, so that each is noticed when it is there
                 self._group.transport.watch([one])
-            yield [*transfers, first]
+            # It stands for them: of some transports two waits for one transfer would be one too many.
+            yield [*(one for one in transfers if all(one is not other for other in wire)), first]
             timeline, last = self._telemetry.timeline, last_of({self._group.transport.rank: started, **first.came})
             if timeline is not None and last is not None:
-                timeline.span(self._row, f"FIRST_DATA_OF_RANK_{last.rank}", started, perf_counter(), **last.fields)
+                timeline.span(self._row, "WAIT_FOR_DATA", started, perf_counter(), **last.fields)
 
     def _encoding_ended(self) -> None:
         """Count what a piece of a bucket of a lossy codec took, and show it."""

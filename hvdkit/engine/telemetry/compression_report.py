@@ -34,9 +34,12 @@ class CodecStatistics:
                 f"{self.codec}: nothing was encoded: no tensor was large enough, or nothing travelled between nodes "
                 '(codecs with compress="everywhere" encode on one node too)'
             )
+        size = f"{self.ratio:.1f} x less" if self.ratio >= 1 else f"{1 / self.ratio:.1f} x more"
+        sent = f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB ({size})"
+        if not self.encode_seconds and not self.decode_seconds:  # casts are a part of the sum, and not measured
+            return sent
         return (
-            f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB "
-            f"({self.ratio:.1f} x less), encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s, "
+            f"{sent}, encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s, "
             f"residual {self.residual_norm:.3g}"
         )
 

@@ -42,8 +42,12 @@ class Telemetry:
         """The innermost activity of the row ends now."""
         timeline = self.timeline
         if timeline is not None:
-            self._came.pop(row, None)
             timeline.end(str(row))
+
+    def failed(self, row: object) -> None:
+        """An operation that ranks asked for fails."""
+        self._came.pop(row, None)
+        self.end(row)
 
     def came(self, row: object, rank: int) -> None:
         """A rank asks for an operation, while a timeline is recorded."""

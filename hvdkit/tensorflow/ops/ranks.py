@@ -143,7 +143,8 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 def join() -> Any:
     """Say that this rank has no more data, and block until all ranks have said so.
 
-    Until then this rank takes part in the others' allreduces with zeros; other operations fail.
+    Until then this rank takes part in the others' allreduces with zeros; other operations fail. It does not have what
+    the others trained meanwhile: broadcast parameters and the optimizer's state from the rank that joined last.
 
     Returns:
         The rank that joined last, as an int32 scalar.

@@ -60,7 +60,8 @@ def synchronize(handle: int) -> Any:
 def join(device: int = -1) -> int:
     """Say that this rank has no more data, and block until all ranks have said so.
 
-    Until then this rank takes part in the others' allreduces with zeros; other operations fail.
+    Until then this rank takes part in the others' allreduces with zeros; other operations fail. It does not have what
+    the others trained meanwhile: broadcast parameters and the optimizer's state from the rank that joined last.
 
     Args:
         device: the CUDA device of the zeros, by default the one that this rank has used or the current one.

@@ -100,8 +100,8 @@ class NodeTransport(Layer):
         return {**self.inner.lost_peers(), **self._gone}
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
-        # What waits for ranks of this node is moved by ``advance``.
-        outside = [one for one in transfers if one.peer not in self._index_of]
+        # What waits for ranks of this node tells which (see Transfer.peer), and is moved by ``advance``.
+        outside = [one for one in transfers if one.peer not in self._index_of and not hasattr(one, "awaited")]
         if outside:
             self.inner.watch(outside)
 
