@@ -213,10 +213,12 @@ def _rate_of(optimizer: Any) -> float:
 
 
 def _shared_rate(model: Any) -> float | None:
-    """The learning rate of a model that all ranks train together; None for one that they do not."""
+    """The learning rate of a model that all ranks train together; None for one that they do not, or without a number."""
     optimizer = getattr(model, "optimizer", None)
-    step = distributed_step(optimizer)
-    return _rate_of(optimizer) if step is not None and step.settings.process_set is global_process_set else None
+    step, rate = distributed_step(optimizer), getattr(optimizer, "learning_rate", None)
+    if step is None or step.settings.process_set is not global_process_set or rate is None or callable(rate):
+        return None
+    return _rate_of(optimizer)
 
 
 def _is_scalar(value: Any) -> bool:
