@@ -213,7 +213,7 @@ def _rate_of(optimizer: Any) -> float:
 
 
 def _shared_rate(model: Any) -> float | None:
-    """The learning rate of a model that all ranks train together; None for one that they do not, or without a number."""
+    """The learning rate of a model that all ranks train together; None for others, and where it is no number."""
     optimizer = getattr(model, "optimizer", None)
     step, rate = distributed_step(optimizer), getattr(optimizer, "learning_rate", None)
     if step is None or step.settings.process_set is not global_process_set or rate is None or callable(rate):
