@@ -1,11 +1,17 @@
-"""Where nothing can be compiled, a build says so in one line and ends well, and the numpy kernels are used."""
+"""Where nothing can be compiled, a build says so in one line and ends well, and the numpy kernels are used.
+
+Unless HVDKIT_REQUIRE_NATIVE=1 has it fail; with HVDKIT_PURE=1 it does not try. A wheel's tag says what is in the wheel.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +25,17 @@ NO_COMPILERS = {
     "false": "no C++ compiler found (false cannot compile C++17)",
 }
 WHICH = "from hvdkit import kernels; print(kernels.__file__, kernels.backend())"
+IN_PLACE = ("build_ext", "--inplace")
+WHEEL = ("--quiet", "bdist_wheel", "--dist-dir", "made")
+REQUIRED = """\
+hvdkit: {}, and HVDKIT_REQUIRE_NATIVE=1 allows no build without the native kernels
+HINT: {}, or unset HVDKIT_REQUIRE_NATIVE to use the numpy kernels.
+"""
+A_COMPILER = "install one that knows C++17 (Debian: g++), or name it in CXX and CC"
+CONTRADICTION = """\
+hvdkit: HVDKIT_REQUIRE_NATIVE=1 asks for the native kernels, and HVDKIT_PURE=1 for a build without them
+HINT: set one of the two.
+"""
 
 
 @pytest.fixture
@@ -33,11 +50,41 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(tree: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+def build(
+    tree: Path, compiler: str, command: tuple[str, ...] = IN_PLACE, **variables: str
+) -> subprocess.CompletedProcess[str]:
     # Older setuptools compile C++ with CC.
     environment = {**os.environ, "CXX": compiler, "CC": compiler, "PYTHONPATH": ""}
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment, timeout=240, check=False)
+    environment.update({"HVDKIT_REQUIRE_NATIVE": "", "HVDKIT_PURE": "", **variables})
+    return subprocess.run(
+        [sys.executable, "setup.py", *command],
+        capture_output=True,
+        text=True,
+        cwd=tree,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
+
+
+def used(folder: Path) -> list[str]:
+    """Where the package in this folder lies, and its kernels; a warning would be an error."""
+    command = [sys.executable, "-W", "error", "-c", WHICH]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60, check=False)
+    assert told.returncode == 0, told.stderr
+    return told.stdout.split()
+
+
+def unpacked(tree: Path) -> tuple[str, Path]:
+    """The tag of the one wheel that was made, and a folder with what is in it."""
+    (wheel,) = (tree / "made").iterdir()
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tree / "unpacked")
+    return wheel.name.split("-", 2)[2], tree / "unpacked"
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.glob("hvdkit/**/*") if path.is_file()}
 
 
 @pytest.mark.parametrize("compiler", NO_COMPILERS)
@@ -46,10 +93,69 @@ def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(t
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stdout.count(f"hvdkit: {NO_COMPILERS[compiler]}, using the numpy kernels\n") == 1, built.stdout
     assert not list(tree.rglob("*.so"))
-    used = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WHICH], capture_output=True, text=True, cwd=tree, timeout=60, check=False
+    assert used(tree) == [str(tree / "hvdkit/kernels/__init__.py"), "numpy"]
+
+
+@pytest.mark.parametrize("compiler", NO_COMPILERS)
+def test_where_native_kernels_are_required_a_build_without_a_compiler_fails_and_says_what_to_do(
+    tree: Path, compiler: str
+) -> None:
+    built = build(tree, compiler, HVDKIT_REQUIRE_NATIVE="1")
+    assert built.returncode == 1
+    assert built.stderr.endswith(REQUIRED.format(NO_COMPILERS[compiler], A_COMPILER)), built.stderr
+    assert "Traceback" not in built.stderr
+    assert "numpy kernels\n" not in built.stdout
+    assert not list(tree.rglob("*.so"))
+
+
+def test_where_native_kernels_are_required_a_build_without_pythons_headers_fails_and_says_what_to_do(
+    tree: Path, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\necho 'probe.cpp:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
     )
-    assert used.stdout.split() == [str(tree / "hvdkit/kernels/__init__.py"), "numpy"], used.stderr
+    compiler.chmod(0o755)
+    built = build(tree, str(compiler), HVDKIT_REQUIRE_NATIVE="1")
+    assert built.returncode == 1
+    message = REQUIRED.format("no Python headers found", "install those of this Python (Debian: python3-dev)")
+    assert built.stderr.endswith(message), built.stderr
+
+
+def test_who_requires_native_kernels_and_asks_for_a_pure_build_is_told_that_both_cannot_be(tree: Path) -> None:
+    built = build(tree, "false", HVDKIT_REQUIRE_NATIVE="1", HVDKIT_PURE="1")
+    assert (built.returncode, built.stderr) == (1, CONTRADICTION)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_wheel_without_compiled_code_is_for_every_machine_and_uses_the_numpy_kernels(tree: Path, asked: bool) -> None:
+    expected = contents(tree)
+    stale = tree / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "hvdkit/kernels"
+    stale.mkdir(parents=True)
+    (stale / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}").write_text("of an earlier build")
+    # Nobody looks for a compiler where none is wanted.
+    built = build(tree, "/nonexistent/c++", WHEEL, **({"HVDKIT_PURE": "1"} if asked else {}))
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert ("no C++ compiler found" in built.stdout) is not asked
+    tag, folder = unpacked(tree)
+    assert tag == "py3-none-any.whl"
+    assert contents(folder) == expected
+    assert used(folder) == [str(folder / "hvdkit/kernels/__init__.py"), "numpy"]
+
+
+@pytest.mark.thorough
+def test_a_wheel_with_native_kernels_is_for_this_python_and_this_machine_and_uses_them(tree: Path) -> None:
+    compiler = some_compiler()
+    expected = contents(tree)
+    built = build(tree, compiler, WHEEL, HVDKIT_REQUIRE_NATIVE="1")
+    if "install those of this Python" in built.stderr:
+        pytest.skip(f"{compiler} cannot compile an extension here")
+    assert built.returncode == 0, built.stdout + built.stderr
+    tag, folder = unpacked(tree)
+    assert re.fullmatch(r"cp3\d+-cp3\d+-linux_\w+\.whl", tag)
+    (native,) = contents(folder) - expected
+    assert native.startswith("hvdkit/kernels/_native.")
+    assert used(folder) == [str(folder / "hvdkit/kernels/__init__.py"), "native"]
 
 
 @pytest.mark.thorough
