@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CSRC := $(wildcard hvdkit/kernels/csrc/* hvdkit/transports/csrc/* hvdkit/arena/csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all test-defects coverage cluster-test lint docs format clean
+.PHONY: help train test test-all test-defects coverage cluster-test wheel-test lint docs format clean
 
 help: ## list what make can do
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -33,6 +33,9 @@ coverage: $(VENV)/.ready-test ## what the tests cover, of Python and of C++ (ARG
 
 cluster-test: $(VENV)/.ready-test ## build the image of docker/ and run the tests over hosts (needs Docker or root; ARGS=... to pytest)
 	docker/cluster-test.sh $(abspath $(BIN))/python $(ARGS)
+
+wheel-test: ## build wheels and try them in bare containers (needs root and Debian; ARGS=... names Pythons, see the script)
+	docker/wheel-test.sh $(or $(ARGS),debian:bookworm debian:trixie debian:forky=torch)
 
 lint: $(VENV)/.ready-test ## ruff, mypy, import-linter and clang-format, changing nothing
 	$(BIN)/ruff check
