@@ -8,8 +8,9 @@
 # or torch, which is gigabytes where the package index has it for CUDA only; WHEELS=FOLDER has pip look there, too. For the
 # first Python the pure wheel is tried as well.
 #
-# Needs root, debootstrap, Docker (engine.sh), a mirror of Debian's (MIRROR=... for another one) and a package index. What
-# is downloaded goes into TMPDIR. The images hvdkit-wheel-test:* stay, for the next time:
+# Needs root, debootstrap, Docker (engine.sh), a mirror of Debian's (MIRROR=... for another one) and a package index. Where
+# a mirror's lists are past their date, as those of Debian's next release may be, apt refuses them; STALE=1 takes them, and
+# signatures are still checked. What is downloaded goes into TMPDIR. The images hvdkit-wheel-test:* stay, for the next time:
 # docker images --quiet hvdkit-wheel-test | xargs docker rmi
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,6 +19,8 @@ NAME=hvdkit-wheel-test
 BUILD_SECONDS=2400 TRY_SECONDS=900
 ACCURACY=97  # what tests/examples asks of the same run
 CERTIFICATES=/etc/ssl/certs
+valid=true
+[ "${STALE:-}" != 1 ] || valid=false
 
 [ $# != 0 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 started=$(docker/engine.sh)
@@ -58,10 +61,11 @@ image() { # SUITE PACKAGES...: sets image to one that has them and what they nee
     image=$NAME:$suite-$(echo "$@" | md5sum | cut -c 1-8)
     ! docker image inspect "$image" > /dev/null 2>&1 || return 0
     docker image inspect "$NAME:$suite" > /dev/null 2>&1 || minbase "$suite" || return
+    rm -f "$folder/id"  # of one that failed
     # What the container's shell expands is no business of this one.
     # shellcheck disable=SC2016
-    container "$BUILD_SECONDS" --cidfile "$folder/id" --network host "$NAME:$suite" sh -euc '
-        apt-get update -qq
+    container "$BUILD_SECONDS" --cidfile "$folder/id" --network host --env "VALID=$valid" "$NAME:$suite" sh -euc '
+        apt-get update -qq -o "Acquire::Check-Valid-Until=$VALID"
         DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends "$@"
         rm -rf /var/lib/apt/lists/* /var/cache/apt/*' sh "$@" || return
     made=$(< "$folder/id")
@@ -70,7 +74,7 @@ image() { # SUITE PACKAGES...: sets image to one that has them and what they nee
 }
 
 libraries() { # PREFIX: the packages of this machine's Debian that its Python links, less those of tkinter's windows
-    find "$1"/bin "$1"/lib/libpython* "$1"/lib/python*/lib-dynload -type f ! -name '_tkinter*' -exec ldd {} + 2> /dev/null |
+    { find "$1"/bin "$1"/lib/libpython* "$1"/lib/python*/lib-dynload -type f ! -name "_tkinter*" -exec ldd {} + || true; } 2> /dev/null |
         awk '$2 == "=>" && $3 ~ "^/(usr/)?lib" { sub("^/usr", "", $3); print $3; print "/usr" $3 }' | sort -u |
         { xargs -r dpkg-query --search 2> /dev/null || true; } | cut -d : -f 1 | sort -u
 }
