@@ -10,6 +10,10 @@ METRIC_AVERAGE, BROADCAST_CALLBACK = "'MetricAverageCallback", "'BroadcastGlobal
 
 SAME_MODEL = "HINT: build the same model and freeze the same parameters on every rank."
 SAME_CALLS = "HINT: let every rank make the same calls with the same process set."
+APART = (
+    "HINT: let every rank make the same calls with the same process set: none under 'if hvd.rank() == 0' alone, and as "
+    "many batches on each, or hvd.join() where data are uneven."
+)
 UNEVEN_FIT = (
     "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all of them, "
     "steps_per_epoch=min over the ranks, or drop the rest of the data. Else their callbacks differ: the same ones in "
@@ -80,4 +84,4 @@ def for_joined(name: str) -> str:
 def for_dead_lock(waits: Sequence[str]) -> str:
     """Where ranks wait for each other in these."""
     of_callbacks = [METRIC_AVERAGE in one or BROADCAST_CALLBACK in one for one in waits]
-    return UNEVEN_FIT if any(of_callbacks) else SAME_CALLS
+    return UNEVEN_FIT if any(of_callbacks) else APART
