@@ -107,8 +107,8 @@ def test_uneven_data_and_callbacks_are_told_as_such():
     assert waiting(*lanes) == (
         "Mismatched operations: rank 0 waits in optimizer 'SGD.0', operation 0 of 1 (dense/bias), rank 1 waits in "
         "optimizer 'Adam.0', operation 0 of 1 (dense/bias); each waits for the other.\n"
-        "HINT: let every rank make the same calls with the same process set: none under 'if hvd.rank() == 0' alone, and "
-        "as many batches on each, or hvd.join() where data are uneven."
+        "HINT: let every rank make the same calls with the same process set: none under 'if hvd.rank() == 0' alone, "
+        "and as many batches on each, or hvd.join() where data are uneven."
     )
     metrics = "allgather 'MetricAverageCallback.names.size'"
     assert waiting(lanes[0], Waits(1, [0], metrics, None)) == (
