@@ -242,7 +242,7 @@ def _kernels() -> Finding:
         "kernels",
         False,
         "numpy, which is slower",
-        "install a C++ compiler, then pip install hvdkit again, with -v to see errors",
+        "install a C++ compiler if there is none, then pip install hvdkit again, with -v to see errors",
     )
 
 

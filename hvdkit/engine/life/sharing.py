@@ -102,7 +102,10 @@ def _reason_not_to_share(settings: Settings) -> str:
     if not settings.node_memory:
         return "HVDKIT_NODE_MEMORY is 0"
     if kernels.backend() != "native":
-        return "the native kernels were not built (no C++ compiler was found when hvdkit was installed)"
+        return (
+            "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a copy "
+            "that was not installed: python setup.py build_ext --inplace builds them in it)"
+        )
     return ""
 
 

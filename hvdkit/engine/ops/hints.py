@@ -31,6 +31,7 @@ STALLED = (
 )
 
 _BY_FIELD = {
+    "count": "HINT: give as many tensors on every rank: of the same model, built or loaded with its optimizer on all.",
     "dtype": "HINT: give tensors of the same type on every rank, as by tensor.to(torch.float32).",
     "op": "HINT: pass the same op on every rank.",
     "root": "HINT: pass the same root_rank on every rank.",
