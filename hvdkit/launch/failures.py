@@ -47,17 +47,24 @@ class Failures:
                 _print([f"{SAYS}rank {rank}: {shortened(record.error)}"])
         return True
 
-    def _show(self, rank: int) -> None:
+    def _show(self, rank: int, missed: int | None = None) -> None:
+        """All of one, less the line that stands there already; ``missed``: the rank that it waited for, if known."""
+        record = self.records[rank]
+        error = record.error.splitlines()
+        if rank in self._shown and len(error[0]) <= LONGEST_LINE:  # else it was cut off
+            del error[0]
         self._shown.add(rank)
         self._folded.add(rank)
-        _print([f"{SAYS}rank {rank} failed:", *told(self.records[rank]).splitlines()])
+        waited = "another rank" if missed in (None, rank) else f"rank {missed}"
+        how = "failed" if record.after is None else f"waited for {waited}"
+        _print([f"{SAYS}rank {rank} {how}:", *record.frames.splitlines(), *error])
 
     def show_rest(self, first: int | None, folder: Path | None) -> None:
         """At the end: ``first`` failed first, if that is known. All tracebacks go into the output's folder, if any."""
         if not self.records or self._verbose:
             return
         if not self._folded:  # of a rank that left without a word, the first that missed it is shown
-            self._show(first if first in self.records else next(iter(self.records)))
+            self._show(first if first in self.records else next(iter(self.records)), first)
         _print(others(self.records, self._shown))
         text = "".join(f"rank {rank}:\n{self._text(rank)}" for rank in sorted(self.records))
         try:

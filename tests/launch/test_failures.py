@@ -78,7 +78,10 @@ def test_the_first_to_tell_is_shown_and_the_others_have_a_line_or_less(capfd: py
         f"hvdkitrun: rank 0: {left}", "hvdkitrun: rank 2 failed:", *block, "hvdkitrun: rank 1: the same"
     ]  # fmt: skip
     assert shown(capfd, {0: of(2)}) == [
-        f"hvdkitrun: rank 0: {left}", "hvdkitrun: rank 0 failed:", f"hvdkit.errors.{left}"
+        f"hvdkitrun: rank 0: {left}", "hvdkitrun: rank 0 waited for rank 2:"
+    ]  # fmt: skip
+    assert shown(capfd, {0: of(-1)}) == [
+        "hvdkitrun: rank 0: PeerLostError: rank -1 has left the job", "hvdkitrun: rank 0 waited for another rank:"
     ]  # fmt: skip
     assert shown(capfd, {1: mine, 0: of(2)}, verbose=True) == [
         "hvdkitrun: rank 1 failed:", "Traceback of 1", "hvdkitrun: rank 0 failed:", "Traceback of 0"
@@ -206,7 +209,9 @@ def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller:
     assert status == 1
     assert re.match("hvdkitrun: rank [02]: PeerLostError: allreduce 'x' .*rank 1, which has left the job", lines[0])
     assert f'  File "{tmp_path}/w.py", line 7, in train' in lines, "where it was missed"
-    assert any(line.startswith("hvdkit.errors.PeerLostError: allreduce 'x' ") for line in lines)
+    assert re.fullmatch("hvdkitrun: rank [02] waited for rank 1:", next(line for line in lines if line.endswith(":")))
+    assert any(line.startswith("HINT: see what rank 1 printed.") for line in lines)
+    assert sum("PeerLostError" in line for line in lines) <= 2, "once for each rank"
     assert lines[-2] == f"hvdkitrun: all tracebacks are in {tmp_path}/out/failure.txt, or shown with --verbose"
     assert re.fullmatch("hvdkitrun: rank 1 on .* left the job before the others, which ended it", lines[-1])
     assert "PeerLostError" in (tmp_path / "out" / "failure.txt").read_text()

@@ -82,7 +82,9 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
         return None
     counts = {rank: len(requests[rank].signature.get("dtype") or ()) for rank in ranks}
     if len(set(counts.values())) > 1:
-        return f"Mismatched numbers of tensors for {key}: {by_value(counts, 'count')}.\n{for_mismatch(key.kind, 'count')}"
+        return (
+            f"Mismatched numbers of tensors for {key}: {by_value(counts, 'count')}.\n{for_mismatch(key.kind, 'count')}"
+        )
     for field, title in (
         ("dtype", "data types"),
         ("shape", "shapes"),
