@@ -127,3 +127,14 @@ def test_who_left_early_is_told_with_what_all_must_do():
         "where data are uneven), no exit or exception on one alone; in Keras EarlyStopping comes after "
         "MetricAverageCallback, so that all ranks stop together."
     ]
+
+
+def test_of_lists_the_lengths_are_told_before_what_is_in_them() -> None:
+    requests = {
+        rank: Request({"kind": "broadcast", "ps": 0, "dtype": ["float32"] * count, "shape": [[2]] * count, "root": 0})
+        for rank, count in enumerate((10, 26))
+    }
+    assert mismatch(Key(0, "broadcast", "weights"), requests) == (
+        "Mismatched numbers of tensors for broadcast 'weights': rank 0 sent 10; rank 1 sent 26.\n"
+        "HINT: give as many tensors on every rank: of the same model, built or loaded with its optimizer on all."
+    )
