@@ -58,6 +58,21 @@ class PeerLostError(HorovodInternalError):
         self.rank = rank
 
 
+class PeerFailedError(HorovodInternalError):
+    """The engine of another rank, which is not lost, cannot go on: its codec has raised an exception, for example.
+
+    Raised on every other rank; that rank has the exception itself, as the cause of a HorovodInternalError. What to do:
+    mend what the message says, and start the job again.
+
+    Attributes:
+        rank: whose engine has failed.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class StallError(HorovodInternalError):
     """Some ranks did not submit a tensor within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
 
@@ -70,19 +85,20 @@ class StallError(HorovodInternalError):
 class PayloadError(HorovodInternalError):
     """A compressed payload that ``rank`` sent did not arrive as it was sent.
 
-    Raised on all ranks; it ends the job. What to do: run the same version of hvdkit on all ranks; if you do, suspect
-    memory or network of that rank.
+    Raised on the rank that received it; the others raise PeerFailedError, and the job ends. What to do: run the same
+    version of hvdkit on all ranks; if you do, suspect memory or network of that rank.
 
     Attributes:
         rank: who sent it.
+        problem: what is wrong with it.
     """
 
-    def __init__(self, rank: int, problem: str) -> None:
+    def __init__(self, rank: int, problem: str, what: str = "") -> None:
         super().__init__(
-            f"the compressed payload of rank {rank} is damaged: {problem}.\n"
+            f"{what}the compressed payload of rank {rank} is damaged: {problem}.\n"
             "HINT: run the same version of hvdkit on all ranks; if you do, suspect memory or network of that rank."
         )
-        self.rank = rank
+        self.rank, self.problem = rank, problem
 
 
 class ParametersDifferError(HorovodInternalError):

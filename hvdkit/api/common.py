@@ -26,13 +26,14 @@ from hvdkit.api.job import (
 )
 from hvdkit.compression import CustomCodec
 from hvdkit.engine.life.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdkit.errors import HorovodInternalError, PayloadError, PeerLostError, StallError
+from hvdkit.errors import HorovodInternalError, PayloadError, PeerFailedError, PeerLostError, StallError
 
 __all__ = [
     "Average",
     "CustomCodec",
     "HorovodInternalError",
     "PayloadError",
+    "PeerFailedError",
     "PeerLostError",
     "ProcessSet",
     "StallError",

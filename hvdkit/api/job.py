@@ -161,10 +161,12 @@ def communication_stats() -> CommunicationStatistics:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record operations into a file, in the format of chrome://tracing.
+    """Begin to record what the engine does into a file, in the format of chrome://tracing; see docs/timeline.md.
+
+    Rank 0 alone records; on other ranks this does nothing.
 
     Args:
-        file_path: where; each rank that records has a file of its own.
+        file_path: where; a file that is there is overwritten.
         mark_cycles: whether to mark the engine's cycles too.
 
     Raises:
@@ -172,7 +174,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         NotInitializedError: before init() or after shutdown().
 
     Examples:
-        >>> hvd.start_timeline(f"timeline.{hvd.rank()}.json")
+        >>> hvd.start_timeline("timeline.json")
         >>> hvd.barrier()
         >>> hvd.stop_timeline()
     """

@@ -10,17 +10,31 @@ import keras
 from hvdkit.api import job, objects
 from hvdkit.engine.life.process_sets import global_process_set
 from hvdkit.keras.functions import average_numbers, broadcast_variables
-from hvdkit.keras.keras_2 import build, is_built, variables_of, velocities_of
+from hvdkit.keras.keras_2 import build, is_built, needs_other_callbacks, variables_of, velocities_of
 from hvdkit.keras.step import distributed_step
 
 # Of Dropout and other layers that draw at random, which shall draw other numbers on each rank.
 _SEED_STATE = "seed_generator_state"
 
 
-class BroadcastGlobalVariables:
-    """What callbacks.BroadcastGlobalVariablesCallback does and takes."""
+class ForModel:
+    """What every callback does with a model that is fitted."""
 
     model: Any
+
+    def set_model(self, model: Any) -> None:
+        """Called by ``fit`` before all else. Raises TypeError for a model of tf_keras that needs other callbacks."""
+        if needs_other_callbacks(model, self):
+            raise TypeError(
+                f"{type(self).__name__} is a callback of Keras 3 here, and the model is one of Keras 2 (tf_keras).\n"
+                "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras; set "
+                "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
+            )
+        super().set_model(model)  # type: ignore[misc]  # of Keras's own class of callbacks, beside this one
+
+
+class BroadcastGlobalVariables(ForModel):
+    """What callbacks.BroadcastGlobalVariablesCallback does and takes."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
@@ -68,10 +82,8 @@ class BroadcastGlobalVariables:
         self.broadcast_done = True
 
 
-class MetricAverage:
+class MetricAverage(ForModel):
     """What callbacks.MetricAverageCallback does and takes."""
-
-    model: Any
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -101,10 +113,9 @@ class MetricAverage:
         logs.update(zip(names, averages, strict=True))
 
 
-class LearningRateSchedule:
+class LearningRateSchedule(ForModel):
     """What callbacks.LearningRateScheduleCallback does and takes."""
 
-    model: Any
     params: dict[str, Any]
 
     def __init__(

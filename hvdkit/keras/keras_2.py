@@ -19,6 +19,13 @@ def is_keras_2(optimizer: Any) -> bool:
     return isinstance(optimizer, optimizer_classes())
 
 
+def needs_other_callbacks(model: Any, callback: Any) -> bool:
+    """Whether a model is of Keras 2 and a callback is not."""
+    if (keras2 := sys.modules.get("tf_keras")) is None:
+        return False
+    return isinstance(model, keras2.Model) and not isinstance(callback, keras2.callbacks.Callback)
+
+
 def init_scope() -> Any:
     """Outside of the graph that is being traced."""
     import tensorflow as tf

@@ -7,7 +7,7 @@ import pytest
 from hvdkit.engine.life import ending
 from hvdkit.engine.life.ending import LONGEST_FACT, Ending, exit_status, raised
 from hvdkit.environments.failure_record import ANOTHER
-from hvdkit.errors import MismatchError, PeerLostError, StallError
+from hvdkit.errors import MismatchError, PayloadError, PeerFailedError, PeerLostError, StallError
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_job_ends_with_the_code_of_who_failed_first(
     assert aborted == ([] if aborts_with is None else [aborts_with])
 
 
-def test_only_who_lost_a_peer_fails_because_of_another_rank() -> None:
+def test_only_who_is_told_of_a_peer_fails_because_of_another_rank() -> None:
     mine = Ending()
     mine._first_gone = lambda: 5
     cause = PeerLostError("gone", 3)
@@ -57,8 +57,9 @@ def test_only_who_lost_a_peer_fails_because_of_another_rank() -> None:
     own.__cause__ = own
     hidden = RuntimeError("mine")
     hidden.__context__, hidden.__suppress_context__ = cause, True
-    others = [None, own, hidden, MismatchError("apart"), StallError("late")]
-    assert [mine._blamed(one) for one in [cause, of_three, PeerLostError("somebody")]] == [3, 3, 5]
+    others = [None, own, hidden, MismatchError("apart"), StallError("late"), PayloadError(3, "damaged")]
+    causes = [cause, of_three, PeerLostError("somebody"), PeerFailedError("its codec raised", 4)]
+    assert [mine._blamed(one) for one in causes] == [3, 3, 5, 4]
     assert [mine._blamed(one) for one in others] == [None] * len(others)
     mine.renumbered = True
     assert mine._blamed(cause) == ANOTHER

@@ -18,7 +18,7 @@ from tests.told import told
 
 
 def case_errors_that_scripts_catch_and_the_base_of_codecs_are_there(hvd: Any) -> None:
-    for name in ("PeerLostError", "StallError", "PayloadError"):
+    for name in ("PeerLostError", "PeerFailedError", "StallError", "PayloadError"):
         assert issubclass(getattr(hvd, name), hvd.HorovodInternalError)
     assert hvd.CustomCodec in PayloadCodec.__subclasses__()
 

@@ -3,13 +3,14 @@ launcher."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
 from tests.extending.line_up import launch
 from tests.preloaded import preloaded
-from tests.ranks import CASES, RankedCases, rank_environment
+from tests.ranks import CASES, TORCH, RankedCases, rank_environment, run_ranks
 
 RESULTS = RankedCases("tests.extending.cases")
 REGISTERED = "tests.extending.registered"
@@ -27,6 +28,33 @@ def test_extending(case: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("case", [name for name in CARRIED.names if name not in DEPENDS])
 def test_a_transport_of_ones_own(case: str) -> None:
     CARRIED.check(case, 3, "unix")
+
+
+@pytest.mark.parametrize(
+    ("does", "kind", "said"),
+    [
+        ("encode", "HorovodInternalError -", r"\S.* failed on rank 1 \(\S+\): RuntimeError: no room for signs"),
+        (
+            "decode",
+            r"PayloadError \d",
+            r"\S.* failed on rank 1 \(\S+\): the compressed payload of rank \d is damaged: signs of another kind\. / "
+            r"HINT: run the same version of hvdkit on all ranks; if you do, suspect memory or network of that rank\.",
+        ),
+    ],
+)
+def test_where_a_codec_fails_others_are_told_so_and_not_that_its_rank_is_lost(
+    does: str, kind: str, said: str, transport: str
+) -> None:
+    status, output = run_ranks(
+        [sys.executable, "-m", "tests.extending.failing_codec", does], 3, transport, preload=TORCH
+    )
+    assert status == 3, output
+    again = rf"hvdkit cannot communicate any more: {said} / HINT: call hvd\.shutdown\(\) and hvd\.init\(\) .*"
+    for rank in range(3):
+        first, then = re.findall(rf"^RANK {rank} .*$", output, re.M)
+        assert re.fullmatch(f"RANK {rank} {kind if rank == 1 else 'PeerFailedError 1'}: {said}", first), output
+        kind_then = "HorovodInternalError -" if rank == 1 else "PeerFailedError 1"
+        assert re.fullmatch(f"RANK {rank} {kind_then}: {again}", then), output
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])

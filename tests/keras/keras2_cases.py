@@ -60,6 +60,20 @@ def check_close(made: Any, other: Any, rtol: float = 1e-5) -> None:
         np.testing.assert_allclose(variable.numpy(), expected.numpy(), rtol, rtol / 100)
 
 
+def case_a_callback_of_keras_3_refuses_a_model_of_keras_2(hvd: Any) -> None:
+    from hvdkit.keras.callbacks import MetricAverageCallback
+
+    made = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 2), strict=True))
+    with told(TypeError) as caught:
+        made.fit(x, y, verbose=0, callbacks=[MetricAverageCallback()])
+    assert str(caught.value) == (
+        "MetricAverageCallback is a callback of Keras 3 here, and the model is one of Keras 2 (tf_keras).\n"
+        "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras; set "
+        "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
+    )
+
+
 def case_it_is_keras_2(hvd: Any) -> None:
     assert tf.keras.Model.__module__.startswith("tf_keras.")
     assert issubclass(hvd.callbacks.MetricAverageCallback, keras.callbacks.Callback)

@@ -130,6 +130,12 @@ def case_wrong_uses_of_sets_are_told(hvd):
         else:
             with told(ValueError, "HINT"):
                 hvd.allreduce(torch.ones(1), process_set=process_set)
+            with told(ValueError) as caught:
+                process_set.rank()
+            assert str(caught.value) == (
+                f"process_set.rank(): rank {hvd.rank()} is not in process set {process_set.process_set_id}, which has "
+                f"the ranks {process_set.ranks}.\nHINT: call it only where process_set.included() is true."
+            )
             with told(ValueError, "not a member"):
                 hvd.barrier(process_set=process_set)
         if process_set.included():

@@ -40,7 +40,14 @@ from hvdkit.engine.telemetry.compression_report import CompressionStatistics, co
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.engine.telemetry.telemetry import Telemetry
-from hvdkit.errors import ForkedChildError, HorovodInternalError, PeerLostError, in_words
+from hvdkit.errors import (
+    ForkedChildError,
+    HorovodInternalError,
+    PayloadError,
+    PeerFailedError,
+    PeerLostError,
+    in_words,
+)
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
 
@@ -209,10 +216,12 @@ class Engine(NamedOperations):
     def _break(self, failure: HorovodInternalError, broken: bool) -> None:
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
-            rank = getattr(failure, "rank", None)
-            lost = {*self.transport.lost_peers(), *([] if rank is None else [rank])}
+            lost, lives = set(self.transport.lost_peers()), not isinstance(failure, PeerLostError)
+            rank = failure.rank if isinstance(failure, PeerLostError) else self.topology.rank
+            if rank is not None and not lives:
+                lost.add(rank)
             self.mailbox.look_for_detours(lost, monotonic())
-            self.mailbox.tell_everyone(Lost(rank, str(failure)))
+            self.mailbox.tell_everyone(Lost(rank, lives, str(failure)))
         self.fail(failure)
 
     def _pass(self) -> bool:
@@ -263,6 +272,10 @@ class Engine(NamedOperations):
             if who not in how:
                 how = f"{who} is lost: {how}"
             raise PeerLostError(f"{operation.what} failed on {self.mailbox.me()}: {how}", error.rank) from error
+        except PayloadError as error:
+            raise PayloadError(
+                error.rank, error.problem, f"{operation.what} failed on {self.mailbox.me()}: "
+            ) from error
         except Exception as error:
             raise HorovodInternalError(f"{operation.what} failed on {self.mailbox.me()}: {in_words(error)}") from error
         if moved and operation in self.operations:
@@ -286,7 +299,7 @@ class Engine(NamedOperations):
     def check_usable(self) -> None:
         """Raise HorovodInternalError where this engine cannot communicate any more.
 
-        A lost rank is a PeerLostError here too: it may have been noticed between two operations.
+        What another rank is the cause of keeps its class: it may have been noticed between two operations.
         """
         if self.error is None:
             return
@@ -294,8 +307,8 @@ class Engine(NamedOperations):
             f"hvdkit cannot communicate any more: {self.error}\n"
             "HINT: call hvd.shutdown() and hvd.init() on all ranks that are left, or restart the job."
         )
-        if isinstance(self.error, PeerLostError):
-            raise PeerLostError(text, self.error.rank) from self.error
+        if isinstance(self.error, PeerLostError | PeerFailedError):
+            raise type(self.error)(text, self.error.rank) from self.error
         raise HorovodInternalError(text) from self.error
 
     def allreduce(
@@ -364,4 +377,4 @@ class Engine(NamedOperations):
         return handle
 
     def _lost(self, sender: int, message: Lost) -> None:
-        self.fail(PeerLostError(message.text, message.rank))
+        self.fail((PeerFailedError if message.lives else PeerLostError)(message.text, message.rank))

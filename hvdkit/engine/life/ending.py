@@ -11,10 +11,11 @@ from time import sleep
 from typing import Any
 
 from hvdkit.environments import failure_record
-from hvdkit.errors import PeerLostError, cut_off, in_words
+from hvdkit.errors import PeerFailedError, PeerLostError, cut_off, in_words
 
 # A rank that ends because another one failed leaves that one the time to end the job and to say why.
 AFTER_ANOTHER_SECONDS = 2.0
+_OF_ANOTHER = PeerLostError, PeerFailedError
 LONGEST_FACT = 400  # characters of what other ranks are told
 
 
@@ -113,10 +114,10 @@ class Ending:
     def _blamed(self, error: BaseException | None) -> int | None:
         """The rank that this one fails because of, ANOTHER if only that is known, None if it is for its own reasons."""
         seen: set[int] = set()  # an exception may be its own cause
-        while error is not None and not isinstance(error, PeerLostError) and id(error) not in seen:
+        while error is not None and not isinstance(error, _OF_ANOTHER) and id(error) not in seen:
             seen.add(id(error))
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if not isinstance(error, PeerLostError):
+        if not isinstance(error, _OF_ANOTHER):
             return None
         rank = self._first_gone() if error.rank is None else error.rank
         return failure_record.ANOTHER if rank is None or self.renumbered else rank

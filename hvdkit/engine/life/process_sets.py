@@ -67,7 +67,10 @@ class ProcessSet:
             return None
         ranks, rank = _ranks_of(self), runtime.topology().rank
         if rank not in ranks:
-            raise ValueError(f"rank {rank} is not in process set {self.process_set_id}, which has the ranks {ranks}")
+            raise ValueError(
+                f"process_set.rank(): rank {rank} is not in process set {self.process_set_id}, which has the ranks "
+                f"{ranks}.\nHINT: call it only where process_set.included() is true."
+            )
         return ranks.index(rank)
 
     def included(self) -> bool | None:

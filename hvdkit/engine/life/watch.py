@@ -232,7 +232,7 @@ class Watch:
         losses = [loss for loss in losses if self._liveness.heard_lately(mailbox.on_the_way_to([loss.rank]), now)]
         if losses:
             text = self.loss_text(losses[0])
-            mailbox.tell_everyone(Lost(losses[0].rank, text))
+            mailbox.tell_everyone(Lost(losses[0].rank, False, text))
             raise PeerLostError(text, losses[0].rank)
 
     def _count_beats(self, ranks: Collection[int], now: float) -> None:

@@ -171,9 +171,10 @@ class Left(Message):
 
 @dataclass(slots=True)
 class Lost(Message):
-    """A rank was found lost; ``rank`` is None where nobody knows which."""
+    """A rank was found lost, or its engine has failed and it ``lives``; None where nobody knows which rank it is."""
 
     rank: int | None
+    lives: bool
     text: str
 
 

@@ -12,7 +12,8 @@ SAME_MODEL = "HINT: build the same model and freeze the same parameters on every
 SAME_CALLS = "HINT: let every rank make the same calls with the same process set."
 APART = (
     "HINT: let every rank make the same calls with the same process set: none under 'if hvd.rank() == 0' alone, and as "
-    "many batches on each, or hvd.join() where data are uneven."
+    "many batches on each, or hvd.join() where data are uneven; in Keras EarlyStopping comes after "
+    "MetricAverageCallback, so that all ranks stop together."
 )
 UNEVEN_FIT = (
     "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all of them, "
@@ -21,9 +22,9 @@ UNEVEN_FIT = (
     "MetricAverageCallback, so that all see the same metrics."
 )
 LEFT_EARLY = (
-    "HINT: see what rank {rank} printed. All ranks must make the same calls: as many batches on each (or hvd.join() "
-    "where data are uneven), no exit or exception on one alone; in Keras EarlyStopping comes after "
-    "MetricAverageCallback, so that all ranks stop together."
+    "HINT: see what rank {rank} printed. All ranks must make the same calls: none under 'if hvd.rank() == 0' alone, as "
+    "many batches on each (or hvd.join() where data are uneven), no exit or exception on one alone; in Keras "
+    "EarlyStopping comes after MetricAverageCallback, so that all ranks stop together."
 )
 STALLED = (
     "HINT: see where those ranks are (py-spy dump --pid): behind, as with more data or a slower disk, or on another "

@@ -238,7 +238,7 @@ class Lane:
         if index < len(self.arrangement.pieces):
             self._in_flight[sequence] = self._loads[index]
             marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
-            record = self.records.begin(index, joined)
+            record = self.records.begin(index)
             steps = record.recorded(self.reducer.reduce(self.arrangement.pieces[index], joined, marks, tag, record.met))
             what = self.records.summary(index)
         else:

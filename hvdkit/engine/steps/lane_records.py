@@ -28,14 +28,16 @@ class LaneRecords:
         self._plan = plan
         self._reducer = reducer
         self._step_began = perf_counter()
+        self._complete: dict[int, float] = {}  # since when buckets that wait for their turn are, while it is recorded
 
     @property
     def _now(self) -> Arrangement:
         return self._reducer.arrangement
 
     def waits(self, bucket: int) -> None:
-        """All slots of a bucket are ready; its pieces wait for those before them."""
-        self._telemetry.begin(self._row(bucket), "WAIT_FOR_TURN")
+        """All slots of a bucket are ready; its pieces wait for those before them. Writes nothing: a lock is held."""
+        if self._telemetry.timeline is not None:
+            self._complete[bucket] = perf_counter()
 
     def copied(self, slots: Sequence[int], started: float) -> None:
         """Gradients were copied into their slots between ``started`` (perf_counter) and now."""
@@ -48,11 +50,12 @@ class LaneRecords:
         for row, tensors in names.items():
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, ended, tensor=", ".join(tensors))
 
-    def begin(self, index: int, joined: bool) -> PieceRecord:
+    def begin(self, index: int) -> PieceRecord:
         """A piece's turn has come."""
-        piece = self._now.pieces[index]
-        if piece.part == 0 and not joined:
-            self._telemetry.end(self._row(piece.bucket))  # its wait for its turn
+        piece, timeline = self._now.pieces[index], self._telemetry.timeline
+        since = self._complete.pop(piece.bucket, None)
+        if since is not None and timeline is not None:
+            timeline.span(self._row(piece.bucket), "WAIT_FOR_TURN", since, perf_counter())
         fields = {
             "bytes": self._now.nbytes[index],
             "codec": self._reducer.residuals.codec(piece.bucket).summary,
@@ -77,8 +80,7 @@ class LaneRecords:
 
     def failed(self) -> None:
         """What has begun will not come to its end."""
-        for index, piece in enumerate(self._now.pieces):
-            self._telemetry.end(self._row(piece.bucket))
+        for index in range(len(self._now.pieces)):
             self._telemetry.end(self._piece_row(index))
 
     def names_in(self, index: int) -> list[str]:

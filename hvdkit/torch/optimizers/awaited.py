@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -21,6 +20,8 @@ import torch._functorch.vmap
 import torch.utils.dlpack
 from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakIdKeyDictionary
+
+from hvdkit.torch.module_hooks import expect_hooks_on_all_modules
 
 
 class Completes(Protocol):
@@ -141,8 +142,7 @@ def before_forward(module: torch.nn.Module, _: Any) -> None:
 @functools.cache
 def _guard_what_asks_nobody() -> None:
     """From now on what hands tensors to C++ by itself completes them: torch.func, functions of autograd, DLPack."""
-    # The hook on all modules is one of ours, and may well be called an extra time.
-    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+    expect_hooks_on_all_modules()
     for owner, name in (
         (torch._functorch.eager_transforms, "_wrap_for_grad"),
         (torch._functorch.vmap, "_add_batch_dim"),
