@@ -81,6 +81,17 @@ def test_the_settings_table_is_the_one_that_config_generates():
     assert table == config.markdown_table(), "run: python -m hvdkit.config --write docs/settings.md"
 
 
+@pytest.mark.parametrize("page", sorted(page.name for page in (DOCS / "howto").glob("*.md") if page.stem != "index"))
+def test_a_how_to_page_links_each_script_that_it_includes(page):
+    text = (DOCS / "howto" / page).read_text()
+    scripts = re.findall(r'^--8<-- "(.+)"$', text, re.M)
+    assert scripts
+    for script in scripts:
+        linked = f'[`{script}`](../../{script}):\n\n```python\n--8<-- "{script}"\n'
+        assert linked in text, "who reads the page in a checkout sees the include only"
+        assert (DOCS.parent / script).is_file()
+
+
 def test_the_flags_are_those_of_hvdkitrun():
     text = (DOCS / "api" / "hvdkitrun.md").read_text().split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
     command = "python -m hvdkit.launch.flags_table --write docs/api/hvdkitrun.md"
