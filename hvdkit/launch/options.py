@@ -184,6 +184,7 @@ def settings_environment(arguments: argparse.Namespace) -> dict[str, str]:
 def parse(argv: Sequence[str]) -> Options | None:
     """The options, or None if ``--check-build`` asks for its table instead."""
     arguments = build_parser().parse_args(argv)
+    horovod_flags.refuse(arguments.refused)
     if arguments.check_build:
         return None
     if arguments.size is None:
