@@ -7,6 +7,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -193,9 +194,9 @@ def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options)
     output.failures.show_rest(first, chosen.output_folder)
     if first != failure.rank:
         how = "failed, which ended the job" if first in records else "left the job before the others, which ended it"
-        say(f"rank {first} on {slots[first].host} {how}")
+        say(f"rank {first} on {as_ranks_say(slots[first].host)} {how}")
         return failure.code if failure.code >= 0 else 128 - failure.code
-    host = failure.host or slots[failure.rank].host
+    host = as_ranks_say(failure.host or slots[failure.rank].host)
     if failure.code < 0:
         number = -failure.code
         how, status = f"was killed by signal {signal_name(number)} ({number})", 128 + number
@@ -207,6 +208,11 @@ def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options)
         status = failure.code
     say(f"rank {failure.rank} on {host} {how}, which ended the job")
     return status
+
+
+def as_ranks_say(host: str) -> str:
+    """A host by the name that stands in what ranks print, so that one failed job does not call it two."""
+    return socket.gethostname() if host == "localhost" else host
 
 
 def signal_name(number: int) -> str:
