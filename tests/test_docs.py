@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -96,6 +97,35 @@ def test_the_flags_are_those_of_hvdkitrun():
     text = (DOCS / "api" / "hvdkitrun.md").read_text().split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
     command = "python -m hvdkit.launch.flags_table --write docs/api/hvdkitrun.md"
     assert text == flags_table.markdown_tables(), f"run: {command}"
+
+
+def literals() -> list[str]:
+    """All text in hvdkit's sources that may be said, with an ellipsis where a value is filled in."""
+    found = []
+    for path in (DOCS.parent / "hvdkit").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if is_text(part) else "…" for part in node.values))
+            elif is_text(node) and id(node) not in docstrings:
+                found.append(node.value)
+    return found
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_the_messages_that_the_page_of_errors_explains_are_said():
+    said = literals()
+    table = (DOCS / "errors.md").read_text().split("\n## What a message means\n")[1].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?`) \| ", table, re.M)
+    messages = [message for cell in first_cells for message in re.findall("`(.*?)`", cell)]
+    assert len(messages) > 20
+    for message in messages:
+        pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
+        assert any(re.search(pattern, text, re.S) for text in said), f"hvdkit does not say {message!r}"
 
 
 def test_the_citation_names_this_version():
