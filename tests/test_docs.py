@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -81,10 +82,50 @@ def test_the_settings_table_is_the_one_that_config_generates():
     assert table == config.markdown_table(), "run: python -m hvdkit.config --write docs/settings.md"
 
 
+@pytest.mark.parametrize("page", sorted(page.name for page in (DOCS / "howto").glob("*.md") if page.stem != "index"))
+def test_a_how_to_page_links_each_script_that_it_includes(page):
+    text = (DOCS / "howto" / page).read_text()
+    scripts = re.findall(r'^--8<-- "(.+)"$', text, re.M)
+    assert scripts
+    for script in scripts:
+        linked = f'[`{script}`](../../{script}):\n\n```python\n--8<-- "{script}"\n'
+        assert linked in text, "who reads the page in a checkout sees the include only"
+        assert (DOCS.parent / script).is_file()
+
+
 def test_the_flags_are_those_of_hvdkitrun():
     text = (DOCS / "api" / "hvdkitrun.md").read_text().split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
     command = "python -m hvdkit.launch.flags_table --write docs/api/hvdkitrun.md"
     assert text == flags_table.markdown_tables(), f"run: {command}"
+
+
+def literals() -> list[str]:
+    """All text in hvdkit's sources that may be said, with an ellipsis where a value is filled in."""
+    found = []
+    for path in (DOCS.parent / "hvdkit").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if is_text(part) else "…" for part in node.values))
+            elif is_text(node) and id(node) not in docstrings:
+                found.append(node.value)
+    return found
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_the_messages_that_the_page_of_errors_explains_are_said():
+    said = literals()
+    table = (DOCS / "errors.md").read_text().split("\n## What a message means\n")[1].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?`) \| ", table, re.M)
+    messages = [message for cell in first_cells for message in re.findall("`(.*?)`", cell)]
+    assert len(messages) > 20
+    for message in messages:
+        pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
+        assert any(re.search(pattern, text, re.S) for text in said), f"hvdkit does not say {message!r}"
 
 
 def test_the_citation_names_this_version():
@@ -93,6 +134,16 @@ def test_the_citation_names_this_version():
 
 def test_every_flag_says_what_it_does():
     assert [action.dest for action in build_parser()._actions if not action.help] == []
+
+
+def test_help_calls_the_value_of_a_flag_what_the_page_calls_it():
+    text, page = " ".join(build_parser().format_help().split()), (DOCS / "api" / "hvdkitrun.md").read_text()
+    named = re.findall(r"^\| ((?:`-[\w-]+`(?:, )?)+) `([A-Z]\S*)` \| ", page, re.M)
+    assert ("`-np`, `--num-proc`", "N") in named
+    assert len(named) > 10
+    for flags, value in named:
+        each = re.findall("`(.*?)`", flags)  # Python 3.13 has the value once, behind the last one
+        assert any(form in text for form in (f"{f' {value}, '.join(each)} {value}", f"{', '.join(each)} {value}"))
 
 
 @pytest.mark.parametrize("module", PAGES)

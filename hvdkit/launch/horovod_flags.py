@@ -49,6 +49,7 @@ _VALUES = {
 # What is so already: hvdkit's log lines carry no time of their own.
 _GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
 
+_COOLDOWN = "--blacklist-cooldown-range"  # the only one with two values
 _ELASTIC = (
     "a job keeps the ranks it started with",
     "give the size with -np and the hosts with -H; save checkpoints and start again to change them",
@@ -69,7 +70,7 @@ _REFUSED = {
             "--slots-per-host",
             "--elastic-timeout",
             "--reset-limit",
-            "--blacklist-cooldown-range",
+            _COOLDOWN,
             "--host-discovery-script",
         ),
         _ELASTIC,
@@ -92,22 +93,39 @@ class _Refuse(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         assert option is not None
-        fact, instead = _REFUSED[option]
-        raise UsageError(f"{option} is not supported: {fact}\nHINT: {instead}")
+        namespace.refused = [*namespace.refused, option]
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Let the parser know them. Lines for stderr about those that were given come out as ``notes``."""
+    """Let the parser know them.
+
+    Lines for stderr about those that were given come out as ``notes``, and for refuse() as ``refused``.
+    """
     _add(parser, _SWITCHES, _NoEffect, 0)
     _add(parser, _VALUES, _NoEffect, None)
-    _add(parser, _REFUSED, _Refuse, "?")
+    for flag in _REFUSED:
+        _add(parser, [flag], _Refuse, 2 if flag == _COOLDOWN else "?")
     for name in _GRANTED:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(notes=[])
+    parser.set_defaults(notes=[], refused=[])
     parser.epilog = (
         "All other flags of horovodrun are known too: those for tuning what hvdkit need not tune are accepted with "
         "a note that they have no effect; elastic jobs, --jsrun and --config-file are not supported."
     )
+
+
+def refuse(given: Sequence[str]) -> None:
+    """Raise UsageError about these flags, all in one message, so that nobody meets them one after the other."""
+    if given:
+        alike: dict[tuple[str, str], list[str]] = {}
+        for flag in dict.fromkeys(given):
+            alike.setdefault(_REFUSED[flag], []).append(flag)
+        facts = "; ".join(f"{_listed(flags)} not supported: {fact}" for (fact, _), flags in alike.items())
+        raise UsageError(f"{facts}\nHINT: {'; '.join(instead for _, instead in alike)}")
+
+
+def _listed(flags: list[str]) -> str:
+    return f"{', '.join(flags[:-1])} and {flags[-1]} are" if len(flags) > 1 else f"{flags[0]} is"
 
 
 def reasons() -> dict[str, str]:

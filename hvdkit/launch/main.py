@@ -7,6 +7,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -81,17 +82,32 @@ def where(host: str, remote: set[str]) -> str:
 
 
 def check_command(command: list[str], size: int) -> None:
-    """A program that is not there is told once, not once a rank."""
+    """A program that cannot be started is told once, not once a rank."""
     program = command[0]
-    if shutil.which(program) is None:
-        python = f"python {shlex.join(command)}" if program.endswith(".py") else "python train.py"
-        error = CommandNotFoundError(
-            f"cannot find the program {program!r}, or it is not executable\n"
-            f"HINT: check its name and PATH; a Python script runs as: hvdkitrun -np {size} {python}"
-        )
-        if os.path.exists(program):
-            error.status = NOT_EXECUTABLE_STATUS
-        raise error
+    path = shutil.which(program)
+    if path is not None and not lacks_interpreter(path):
+        return
+    if path is None:
+        fact, check = f"cannot find the program {program!r}, or it is not executable", "check its name and PATH; "
+    else:
+        fact, check = f"cannot start {program!r}: it is executable, but does not begin with #! and a program's path", ""
+    python = f"python {shlex.join([path or program, *command[1:]])}" if program.endswith(".py") else "python train.py"
+    error = CommandNotFoundError(f"{fact}\nHINT: {check}a Python script runs as: hvdkitrun -np {size} {python}")
+    if path is not None or os.path.exists(program):
+        error.status = NOT_EXECUTABLE_STATUS
+    raise error
+
+
+def lacks_interpreter(path: str) -> bool:
+    """Whether it is a script of Python's that does not say so to the kernel, which can start it then by no name."""
+    if not path.endswith(".py"):
+        return False
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(1024)
+    except OSError:  # may be run, not read
+        return False
+    return not begin.startswith(b"#!") and b"\0" not in begin  # which a program of the machine's own has
 
 
 def run_gloo(
@@ -178,9 +194,9 @@ def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options)
     output.failures.show_rest(first, chosen.output_folder)
     if first != failure.rank:
         how = "failed, which ended the job" if first in records else "left the job before the others, which ended it"
-        say(f"rank {first} on {slots[first].host} {how}")
+        say(f"rank {first} on {as_ranks_say(slots[first].host)} {how}")
         return failure.code if failure.code >= 0 else 128 - failure.code
-    host = failure.host or slots[failure.rank].host
+    host = as_ranks_say(failure.host or slots[failure.rank].host)
     if failure.code < 0:
         number = -failure.code
         how, status = f"was killed by signal {signal_name(number)} ({number})", 128 + number
@@ -192,6 +208,11 @@ def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options)
         status = failure.code
     say(f"rank {failure.rank} on {host} {how}, which ended the job")
     return status
+
+
+def as_ranks_say(host: str) -> str:
+    """A host by the name that stands in what ranks print, so that one failed job does not call it two."""
+    return socket.gethostname() if host == "localhost" else host
 
 
 def signal_name(number: int) -> str:

@@ -87,7 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="hvdkitrun", usage="hvdkitrun -np N [flags] command ...", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("-v", "--version", action="version", version=hvdkit.__version__)
-    parser.add_argument("-np", "--num-proc", dest="size", type=_at_least(1, int), help="number of processes")
+    parser.add_argument(
+        "-np", "--num-proc", dest="size", type=_at_least(1, int), metavar="N", help="number of processes"
+    )
     parser.add_argument("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
     parser.add_argument("--verbose", action="store_true", help="print hosts and command lines")
     parser.add_argument(
@@ -184,6 +186,7 @@ def settings_environment(arguments: argparse.Namespace) -> dict[str, str]:
 def parse(argv: Sequence[str]) -> Options | None:
     """The options, or None if ``--check-build`` asks for its table instead."""
     arguments = build_parser().parse_args(argv)
+    horovod_flags.refuse(arguments.refused)
     if arguments.check_build:
         return None
     if arguments.size is None:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit.engine.telemetry import timeline as module
+from hvdkit.engine.telemetry.arrivals import last_of
 from hvdkit.engine.telemetry.timeline import Timeline
+from tests.ranks import ROOT
 
 
 @pytest.fixture
@@ -101,6 +104,24 @@ def test_cycles_are_marked_on_request(path, mark_cycles):
     timeline.mark_cycle()
     timeline.close()
     assert [event["name"] for event in events(path)] == ["CYCLE_START"] * mark_cycles
+
+
+def test_the_lines_of_the_page_tell_who_came_last(path):
+    """Run as they stand on the page, on what an engine writes."""
+    timeline = Timeline(path.with_name("trace.json"), rank=0, mark_cycles=True)
+    timeline.mark_cycle()
+    timeline.begin("a", "ALLREDUCE", bytes=8)
+    for came in ({0: 1.0, 1: 1.25, 2: 1.5}, {0: 2.0, 1: 2.5, 2: 2.375}, {0: 3.0, 1: 3.0, 2: 3.125}):
+        last = last_of(came)
+        timeline.span("a", last.activity, *sorted(came.values())[::2], **last.fields)
+    timeline.end("a")
+    timeline.close()
+    lines = re.search(r"^```python\n(.*?)^```", (ROOT / "docs" / "timeline.md").read_text(), re.M | re.S)[1]
+    told = subprocess.run([sys.executable, "-c", lines], cwd=path.parent, capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == [
+        "rank 1 came last: 1 x, by 125 ms at most, 125 ms in all",
+        "rank 2 came last: 2 x, by 250 ms at most, 375 ms in all",
+    ]
 
 
 def test_who_records_flushes_by_number_and_by_time(path, monkeypatch):

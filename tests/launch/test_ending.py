@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import time
 
 import psutil
 import pytest
 
+from hvdkit.launch.main import as_ranks_say
 from tests.launch.launching import PATIENCE_SECONDS, call, check_gone, marked, marker, running, wait_until
 
 RANK = "import os, sys, time, signal; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
@@ -39,6 +41,15 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_signal(controller):
     assert "rank 0 on " in result.last_words
     assert "was killed by signal SIGKILL (9)" in result.last_words
     check_gone(mark)
+
+
+def test_a_host_has_the_name_that_its_ranks_give_it(controller):
+    failed = call([controller, "-np", "2"], f"{RANK}\nif rank == '1': sys.exit(3)\n{SLEEP}")
+    assert failed.last_words == f"hvdkitrun: rank 1 on {socket.gethostname()} exited with code 3, which ended the job"
+    killed = call([controller, "-np", "2"], f"{RANK}\nif rank == '1': os.kill(os.getpid(), 9)\n{SLEEP}")
+    how = "was killed by signal SIGKILL (9), which ended the job"
+    assert killed.last_words == f"hvdkitrun: rank 1 on {socket.gethostname()} {how}"
+    assert as_ranks_say("w1") == "w1"
 
 
 def test_a_rank_that_raises_shows_its_traceback_and_ends_the_job(controller):

@@ -107,6 +107,38 @@ def test_flags_that_would_start_another_job_are_refused_with_a_way_out(flag, end
         parse([*START, *flag.split(), *ending])
 
 
+ELASTIC = "not supported: a job keeps the ranks it started with"
+INSTEAD = "give the size with -np and the hosts with -H; save checkpoints and start again to change them"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--min-np 2", f"--min-np is {ELASTIC}\nHINT: {INSTEAD}"),
+        ("--min-np 2 --min-np 3", f"--min-np is {ELASTIC}\nHINT: {INSTEAD}"),
+        (
+            "--min-np 2 --max-np=4 --verbose --host-discovery-script ./find.sh",
+            f"--min-np, --max-np and --host-discovery-script are {ELASTIC}\nHINT: {INSTEAD}",
+        ),
+        (
+            "--blacklist-cooldown-range 60 300 --reset-limit 3",
+            f"--blacklist-cooldown-range and --reset-limit are {ELASTIC}\nHINT: {INSTEAD}",
+        ),
+        (
+            "--min-np 2 --config-file c --max-np 4",
+            f"--min-np and --max-np are {ELASTIC}; --config-file is not supported: hvdkitrun reads no configuration "
+            f"file\nHINT: {INSTEAD}; give its entries as flags, or as the environment variables that docs/settings.md "
+            "lists",
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [START, []], ids=["with a size", "without"])
+def test_all_flags_that_are_refused_are_named_at_once(size, flags, message):
+    with pytest.raises(UsageError) as refused:
+        parse([*size, *flags.split(), "python", "train.py", "--jsrun"])
+    assert str(refused.value) == message
+
+
 def test_notes_are_lines_on_stderr_one_a_flag_and_the_job_runs():
     flags = ["--gloo", "-np", "1", "--autotune", "--num-nccl-streams", "2", "--autotune"]
     result = call_bare(*flags, sys.executable, "-c", "print('ran')")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import call, call_bare
+from hvdkit.launch.errors import CommandNotFoundError
+from hvdkit.launch.main import check_command
+from tests.launch.launching import call, call_bare, environment
 
 PYTHON = [sys.executable, "-c", "pass"]
 
@@ -44,6 +49,36 @@ def test_a_program_that_is_not_there_is_told_once(controller):
     result = call_bare(controller, "-np", "3", "no-such-program")
     assert result.status == 127
     assert result.stderr.count("no-such-program") == 1
+
+
+@pytest.mark.parametrize("begin", ["import sys\n", "", "\ufeff#!/usr/bin/env python\n"], ids=["code", "empty", "mark"])
+def test_an_executable_script_without_an_interpreter_is_told_how(begin: str, tmp_path: Path):
+    (tmp_path / "w.py").write_text(begin)
+    (tmp_path / "w.py").chmod(0o755)
+    command = [sys.executable, "-m", "hvdkit.launch", "-np", "2", "./w.py", "--fast"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
+    assert told.returncode == 126
+    assert told.stderr.splitlines() == [
+        "hvdkitrun: cannot start './w.py': it is executable, but does not begin with #! and a program's path",
+        "HINT: a Python script runs as: hvdkitrun -np 2 python ./w.py --fast",
+    ]
+
+
+def test_where_a_script_on_the_path_lies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "w.py").touch(0o755)
+    with pytest.raises(CommandNotFoundError, match=rf"python {re.escape(str(tmp_path))}/w\.py 'a b'$"):
+        check_command(["w.py", "a b"], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"), [("w.py", b"#!/bin/sh\n"), ("w.py", b"\x7fELF\2\1\1\0\0"), ("w", b"echo\n"), ("w.sh", b"echo\n")]
+)
+def test_what_may_start_is_not_refused(name: str, begin: bytes, tmp_path: Path):
+    program = tmp_path / name
+    program.write_bytes(begin)
+    program.chmod(0o755)
+    check_command([str(program)], 2)
 
 
 def test_version_and_help():

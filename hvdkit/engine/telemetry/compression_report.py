@@ -35,7 +35,7 @@ class CodecStatistics:
                 '(codecs with compress="everywhere" encode on one node too)'
             )
         size = f"{self.ratio:.1f} x less" if self.ratio >= 1 else f"{1 / self.ratio:.1f} x more"
-        sent = f"{self.codec}: {self.bytes_before / 1e6:.1f} MB sent as {self.bytes_after / 1e6:.1f} MB ({size})"
+        sent = f"{self.codec}: {_in_words(self.bytes_before)} sent as {_in_words(self.bytes_after)} ({size})"
         if not self.encode_seconds and not self.decode_seconds:  # casts are a part of the sum, and not measured
             return sent
         return (
@@ -88,6 +88,13 @@ def timeline_fields(tally: Tally, norm: float | None) -> dict[str, Any]:
         "encode_us": round(tally.encode_seconds * 1e6),
         "decode_us": round(tally.decode_seconds * 1e6),
     } | kept
+
+
+def _in_words(size: int) -> str:
+    """Bytes in the unit in which they are no zero, and round to less than a thousand: 999,960 are 1.0 MB."""
+    if size < 1000:
+        return f"{size} byte{'' if size == 1 else 's'}"
+    return f"{size / 1e3:.1f} kB" if size < 999_950 else f"{size / 1e6:.1f} MB"
 
 
 def _count(totals: dict[str, tuple[Tally, float]], codec: str, tally: Tally, norm: float) -> None:
