@@ -16,6 +16,7 @@ import atexit
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,11 +51,25 @@ class Skip(Exception):  # noqa: N818 (not an error)
     """Raised by a case, on every rank, that says nothing about a job of this size; the reason is reported."""
 
 
+# Below those that Linux hands out itself and hvdkitrun draws from, a part for each worker of pytest: what listens on a
+# port of the system's choice, as every rank does, could take one that was found free before the job's first rank comes.
+FIRST_PORT, PORTS_OF_A_WORKER, PARTS = 10_000, 600, 16
+
+
+@functools.cache
+def _ports() -> Iterator[int]:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{PARTS - 1}").removeprefix("gw")) % PARTS
+    first = FIRST_PORT + worker * PORTS_OF_A_WORKER
+    return itertools.cycle([first + (os.getpid() + number) % PORTS_OF_A_WORKER for number in range(PORTS_OF_A_WORKER)])
+
+
 def free_port() -> int:
-    """A TCP port that is free on the loopback interface right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free on the loopback interface right now, and that nothing else here is given meanwhile."""
+    for port in itertools.islice(_ports(), PORTS_OF_A_WORKER):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def rank_environment(**extra: str) -> dict[str, str]:

@@ -108,7 +108,8 @@ def test_uneven_data_and_callbacks_are_told_as_such():
         "Mismatched operations: rank 0 waits in optimizer 'SGD.0', operation 0 of 1 (dense/bias), rank 1 waits in "
         "optimizer 'Adam.0', operation 0 of 1 (dense/bias); each waits for the other.\n"
         "HINT: let every rank make the same calls with the same process set: none under 'if hvd.rank() == 0' alone, "
-        "and as many batches on each, or hvd.join() where data are uneven."
+        "and as many batches on each, or hvd.join() where data are uneven; in Keras EarlyStopping comes after "
+        "MetricAverageCallback, so that all ranks stop together."
     )
     metrics = "allgather 'MetricAverageCallback.names.size'"
     assert waiting(lanes[0], Waits(1, [0], metrics, None)) == (
@@ -123,9 +124,9 @@ def test_who_left_early_is_told_with_what_all_must_do():
     coordinator.depart(1, "it called sys.exit(3)")
     assert rejected(coordinator) == [
         "allreduce 'x' waits for rank 1, which has left the job: it called sys.exit(3).\n"
-        "HINT: see what rank 1 printed. All ranks must make the same calls: as many batches on each (or hvd.join() "
-        "where data are uneven), no exit or exception on one alone; in Keras EarlyStopping comes after "
-        "MetricAverageCallback, so that all ranks stop together."
+        "HINT: see what rank 1 printed. All ranks must make the same calls: none under 'if hvd.rank() == 0' alone, "
+        "as many batches on each (or hvd.join() where data are uneven), no exit or exception on one alone; in Keras "
+        "EarlyStopping comes after MetricAverageCallback, so that all ranks stop together."
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hvdkit.api.gradients.guard import is_settled
-from tests.ranks import Skip
+from tests.ranks import Skip, free_port
 from tests.torch.optimizer_support import batch, expect, loss_of, make_net, no_warnings, train_step
 
 ELEMENTS = 30 + 392 + 18  # of the parameters that have gradients
@@ -224,12 +223,6 @@ def case_compiled_steps_warn_too(hvd: Any) -> None:
             net.zero_grad()
             loss_of(net, batch(hvd.rank(), number)).backward()
             step()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def case_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
