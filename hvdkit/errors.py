@@ -59,10 +59,10 @@ class PeerLostError(HorovodInternalError):
 
 
 class PeerFailedError(HorovodInternalError):
-    """The engine of another rank, which is not lost, cannot go on: its codec has raised an exception, for example.
+    """The engine of another rank, which is not lost, cannot go on: its codec raised, or Ctrl-C came in the middle.
 
-    Raised on every other rank; that rank has the exception itself, as the cause of a HorovodInternalError. What to do:
-    mend what the message says, and start the job again.
+    Raised on every other rank that waits for something, or calls next; that rank itself raises what it was, or a
+    HorovodInternalError with that as its cause. What to do: mend what the message says, and start the job again.
 
     Attributes:
         rank: whose engine has failed.

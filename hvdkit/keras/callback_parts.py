@@ -27,7 +27,7 @@ class ForModel:
         if needs_other_callbacks(model, self):
             raise TypeError(
                 f"{type(self).__name__} is a callback of Keras 3 here, and the model is one of Keras 2 (tf_keras).\n"
-                "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras; set "
+                "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras, and set "
                 "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
             )
         super().set_model(model)  # type: ignore[misc]  # of Keras's own class of callbacks, beside this one

@@ -87,27 +87,28 @@ def check_command(command: list[str], size: int) -> None:
     path = shutil.which(program)
     if path is not None and not lacks_interpreter(path):
         return
+    is_python, line = program.endswith(".py"), shlex.join([path or program, *command[1:]])
     if path is None:
         fact, check = f"cannot find the program {program!r}, or it is not executable", "check its name and PATH; "
     else:
         fact, check = f"cannot start {program!r}: it is executable, but does not begin with #! and a program's path", ""
-    python = f"python {shlex.join([path or program, *command[1:]])}" if program.endswith(".py") else "python train.py"
-    error = CommandNotFoundError(f"{fact}\nHINT: {check}a Python script runs as: hvdkitrun -np {size} {python}")
+    way = f"a Python script runs as: hvdkitrun -np {size} python {line if is_python else 'train.py'}"
+    if path is not None and not is_python:
+        way = f"a shell's script runs as: hvdkitrun -np {size} sh {line}"
+    error = CommandNotFoundError(f"{fact}\nHINT: {check}{way}")
     if path is not None or os.path.exists(program):
         error.status = NOT_EXECUTABLE_STATUS
     raise error
 
 
 def lacks_interpreter(path: str) -> bool:
-    """Whether it is a script of Python's that does not say so to the kernel, which can start it then by no name."""
-    if not path.endswith(".py"):
-        return False
+    """Whether it is a text without ``#!``, which the kernel does not start; programs of the machine have zero bytes."""
     try:
         with open(path, "rb") as file:
             begin = file.read(1024)
     except OSError:  # may be run, not read
         return False
-    return not begin.startswith(b"#!") and b"\0" not in begin  # which a program of the machine's own has
+    return not begin.startswith(b"#!") and b"\0" not in begin
 
 
 def run_gloo(
@@ -211,8 +212,8 @@ def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options)
 
 
 def as_ranks_say(host: str) -> str:
-    """A host by the name that stands in what ranks print, so that one failed job does not call it two."""
-    return socket.gethostname() if host == "localhost" else host
+    """A host by the name that stands in what ranks print, so that the report of a failed job calls it by one name."""
+    return socket.gethostname() if is_local(host) else host
 
 
 def signal_name(number: int) -> str:

@@ -1,8 +1,13 @@
-"""Each rank trains with a codec that fails on rank 1, ``encode`` or ``decode`` as asked, and prints what it is told."""
+"""Each rank trains with a codec that fails on rank 1, and ends as asked.
+
+``python -m tests.extending.failing_codec encode|decode tells|recovers|raises FOLDER``
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from time import monotonic, sleep
 
 import torch
 
@@ -11,23 +16,26 @@ from hvdkit.compression import Memory
 from hvdkit.compression.codec import Array, Bytes
 from tests.extending.running_sign import RunningSign
 
+PATIENCE_SECONDS = 60
+failures = [sys.argv[1]]
+
 
 class Failing(RunningSign):
     """The same codec, as far as ranks can compare it."""
 
     def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        if sys.argv[1] == "encode" and hvd.rank() == 1:
+        if failures == ["encode"] and hvd.rank() == 1:
             raise RuntimeError("no room for signs")
         return super().encode_into(payload, values, memory)
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        if sys.argv[1] == "decode" and hvd.rank() == 1:
+        if failures == ["decode"] and hvd.rank() == 1:
             raise ValueError("signs of another kind")
         super().decode_into(payload, out, scale, add)
 
 
-def main() -> None:
-    hvd.init()
+def train() -> None:
+    torch.manual_seed(0)
     model = torch.nn.Linear(40, 40)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -35,13 +43,48 @@ def main() -> None:
         compression=Failing(compress="everywhere"),
     )
     model(torch.ones(2, 40)).sum().backward()
-    for call in (optimizer.step, hvd.barrier):
+    optimizer.step()
+
+
+def tell(folder: Path) -> None:
+    """Print what this and the next call raise, and leave when all have."""
+    for call in (train, hvd.barrier):
         try:
             call()
         except hvd.HorovodInternalError as error:
             text = str(error).replace("\n", " / ")
             print(f"RANK {hvd.rank()} {type(error).__name__} {getattr(error, 'rank', '-')}: {text}", flush=True)
+    (folder / str(hvd.rank())).touch()
+    deadline = monotonic() + PATIENCE_SECONDS
+    while len(list(folder.iterdir())) < hvd.size() and monotonic() < deadline:
+        sleep(0.01)
     sys.exit(3)
+
+
+def recover() -> None:
+    """Start again, as the error advises."""
+    try:
+        train()
+    except hvd.HorovodInternalError:
+        failures.clear()
+        hvd.shutdown()
+        hvd.init()
+    train()
+    print(f"RANK {hvd.rank()} RECOVERED")
+
+
+def main() -> None:
+    hvd.init()
+    if sys.argv[2] == "tells":
+        tell(Path(sys.argv[3]))
+    elif sys.argv[2] == "recovers":
+        recover()
+    else:
+        try:
+            train()
+        finally:
+            if hvd.rank() == 1:
+                sleep(1.5)  # the others would have been gone for long
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def case_a_callback_of_keras_3_refuses_a_model_of_keras_2(hvd: Any) -> None:
         made.fit(x, y, verbose=0, callbacks=[MetricAverageCallback()])
     assert str(caught.value) == (
         "MetricAverageCallback is a callback of Keras 3 here, and the model is one of Keras 2 (tf_keras).\n"
-        "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras; set "
+        "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras, and set "
         "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
     )
 

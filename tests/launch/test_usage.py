@@ -71,8 +71,20 @@ def test_where_a_script_on_the_path_lies_is_told(tmp_path: Path, monkeypatch: py
         check_command(["w.py", "a b"], 2)
 
 
+def test_a_shells_script_without_an_interpreter_is_told_how(tmp_path: Path):
+    (tmp_path / "w").write_text("echo ran\n")
+    (tmp_path / "w").chmod(0o755)
+    with pytest.raises(CommandNotFoundError) as refused:
+        check_command([str(tmp_path / "w"), "a b"], 2)
+    assert refused.value.status == 126
+    assert str(refused.value) == (
+        f"cannot start '{tmp_path}/w': it is executable, but does not begin with #! and a program's path\n"
+        f"HINT: a shell's script runs as: hvdkitrun -np 2 sh {tmp_path}/w 'a b'"
+    )
+
+
 @pytest.mark.parametrize(
-    ("name", "begin"), [("w.py", b"#!/bin/sh\n"), ("w.py", b"\x7fELF\2\1\1\0\0"), ("w", b"echo\n"), ("w.sh", b"echo\n")]
+    ("name", "begin"), [("w.py", b"#!/bin/sh\n"), ("w.py", b"\x7fELF\2\1\1\0\0"), ("w", b"\x7fELF\2\1\1\0\0")]
 )
 def test_what_may_start_is_not_refused(name: str, begin: bytes, tmp_path: Path):
     program = tmp_path / name

@@ -207,6 +207,7 @@ class Engine(NamedOperations):
             if not broken:
                 logger.exception("the engine failed on %s", self.mailbox.me())
             failure = HorovodInternalError(f"the engine failed on {self.mailbox.me()}: {in_words(error)}")
+            failure.__cause__ = error
         except BaseException as error:  # Ctrl-C in the middle of a sum: nobody can know how far it is
             self._break(HorovodInternalError(f"{self.mailbox.me()} was interrupted by {type(error).__name__}"), broken)
             raise
@@ -216,12 +217,13 @@ class Engine(NamedOperations):
     def _break(self, failure: HorovodInternalError, broken: bool) -> None:
         """Nothing goes on here after ``failure``; the others would wait for this rank."""
         if not broken:
-            lost, lives = set(self.transport.lost_peers()), not isinstance(failure, PeerLostError)
-            rank = failure.rank if isinstance(failure, PeerLostError) else self.topology.rank
-            if rank is not None and not lives:
-                lost.add(rank)
+            lost = set(self.transport.lost_peers())
+            told = Lost(self.topology.rank, True, str(failure))
+            if isinstance(failure, PeerLostError):
+                told = Lost(failure.rank, False, str(failure))
+                lost.update([] if failure.rank is None else [failure.rank])
             self.mailbox.look_for_detours(lost, monotonic())
-            self.mailbox.tell_everyone(Lost(rank, lives, str(failure)))
+            self.mailbox.tell_everyone(told)
         self.fail(failure)
 
     def _pass(self) -> bool:
@@ -299,7 +301,7 @@ class Engine(NamedOperations):
     def check_usable(self) -> None:
         """Raise HorovodInternalError where this engine cannot communicate any more.
 
-        What another rank is the cause of keeps its class: it may have been noticed between two operations.
+        PeerLostError and PeerFailedError keep their class: they may have come in between two operations.
         """
         if self.error is None:
             return

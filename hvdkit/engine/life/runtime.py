@@ -15,7 +15,7 @@ from hvdkit.engine.life.forked import watch_forks
 from hvdkit.engine.life.session import LEAVING, Session
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.environments.base import World
-from hvdkit.errors import ForkedChildError, NotInitializedError, PeerFailedError, PeerLostError
+from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError
 from hvdkit.transports import Job, open_transport
 from hvdkit.transports.base import Transport
 from hvdkit.transports.mpi import MpiTransport
@@ -136,7 +136,7 @@ def shutdown() -> None:
     try:
         lost = session.close(ENDING.reason or LEAVING, ENDING.code)
     finally:
-        ENDING.peer_lost |= isinstance(lost or engine.error, PeerLostError | PeerFailedError)
+        ENDING.peer_lost |= isinstance(lost or engine.error, PeerLostError)
     if lost is not None:
         raise lost
 

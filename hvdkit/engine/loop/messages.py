@@ -171,7 +171,7 @@ class Left(Message):
 
 @dataclass(slots=True)
 class Lost(Message):
-    """A rank was found lost, or its engine has failed and it ``lives``; None where nobody knows which rank it is."""
+    """``rank`` cannot go on: it is lost, or it ``lives`` and its engine has failed. None where nobody knows which."""
 
     rank: int | None
     lives: bool

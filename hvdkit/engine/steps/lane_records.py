@@ -80,6 +80,10 @@ class LaneRecords:
 
     def failed(self) -> None:
         """What has begun will not come to its end."""
+        timeline = self._telemetry.timeline
+        for bucket, since in list(self._complete.items()):
+            if timeline is not None:
+                timeline.span(self._row(bucket), "WAIT_FOR_TURN", since, perf_counter())
         for index in range(len(self._now.pieces)):
             self._telemetry.end(self._piece_row(index))
 
