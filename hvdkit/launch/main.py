@@ -111,6 +111,10 @@ def lacks_interpreter(path: str) -> bool:
     return not begin.startswith(b"#!") and b"\0" not in begin
 
 
+# What ends a program by a defect of its own.
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+
+
 def run_gloo(
     chosen: Options, slots: list[Slot], remote: set[str], environment: dict[str, str], ssh: Ssh, output: Output
 ) -> int:
@@ -163,7 +167,11 @@ def run_mpi(
     output.close()
     own_words = b"".join(stream.own_words for stream in streams.values())
     status = outcome.code if outcome.code >= 0 else 128 - outcome.code
-    failure = find_failure(own_words, status) if outcome.failed is not None else None
+    crashed = outcome.signal is None and -outcome.code in CRASHES
+    failure = find_failure(own_words, 1 if crashed else status) if outcome.failed is not None else None
+    if crashed:  # as it does, seldom, while it ends the ranks of a job that failed: what these told is kept
+        say(f"mpirun itself was killed by signal {signal_name(-outcome.code)} ({-outcome.code})")
+        failure = failure or next((Failure(rank, 1, how="aborted") for rank in output.failures.records), None)
     if own_words and (failure is None or chosen.verbose) and outcome.signal is None:
         print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
     if failure is not None and outcome.signal is None:

@@ -218,6 +218,28 @@ def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller:
     assert MARK not in (tmp_path / "out" / "rank.0" / "stderr").read_text()
 
 
+MPIRUN_CRASHES = """
+import signal, time
+tells = sys.excepthook
+def crash(*failure):
+    tells(*failure)
+    time.sleep(1)  # until mpirun has handed it on
+    os.kill(os.getppid(), signal.SIGSEGV)
+sys.excepthook = crash
+raise ValueError("no data")
+"""
+
+
+def test_where_mpirun_itself_crashes_what_ranks_told_is_kept(tmp_path: Path):
+    path = script(tmp_path, f"exec({MPIRUN_CRASHES!r}, globals())")
+    status, lines = run("--mpi", path)
+    assert status == 1, lines
+    assert "hvdkitrun: rank 1 failed:" in lines
+    assert "ValueError: no data" in lines
+    assert "hvdkitrun: mpirun itself was killed by signal SIGSEGV (11)" in lines
+    assert re.fullmatch(r"hvdkitrun: rank 1 on \S+ failed with code 1, which ended the job", lines[-1])
+
+
 def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: Path):
     status, lines = run(controller, script(tmp_path, "sys.exit(3)"), "--verbose")
     assert status == 3
