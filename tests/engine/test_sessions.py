@@ -278,7 +278,8 @@ def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
             np.testing.assert_array_equal(own, np.full(large, 3.0, np.float32))
         lane.close()
 
-    on_threads(2, run, transport=Addresses)
+    # Which is quicker depends on the network, as measured at the start: in one phase each sends all of it.
+    on_threads(2, run, transport=Addresses, allreduce="two_phase")
 
 
 @given(size=st.integers(2, 5), data=st.data())
