@@ -88,13 +88,13 @@ def check_command(command: list[str], size: int) -> None:
     if path is not None and not lacks_interpreter(path):
         return
     is_python, line = program.endswith(".py"), shlex.join([path or program, *command[1:]])
+    runs_as = f"script runs as: hvdkitrun -np {size}"
     if path is None:
         fact, check = f"cannot find the program {program!r}, or it is not executable", "check its name and PATH; "
+        way = f"a Python {runs_as} python {line if is_python else 'train.py'}"
     else:
         fact, check = f"cannot start {program!r}: it is executable, but does not begin with #! and a program's path", ""
-    way = f"a Python script runs as: hvdkitrun -np {size} python {line if is_python else 'train.py'}"
-    if path is not None and not is_python:
-        way = f"a shell's script runs as: hvdkitrun -np {size} sh {line}"
+        way = f"a Python {runs_as} python {line}" if is_python else f"a shell's {runs_as} sh {line}"
     error = CommandNotFoundError(f"{fact}\nHINT: {check}{way}")
     if path is not None or os.path.exists(program):
         error.status = NOT_EXECUTABLE_STATUS

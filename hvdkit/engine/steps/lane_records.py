@@ -52,10 +52,8 @@ class LaneRecords:
 
     def begin(self, index: int) -> PieceRecord:
         """A piece's turn has come."""
-        piece, timeline = self._now.pieces[index], self._telemetry.timeline
-        since = self._complete.pop(piece.bucket, None)
-        if since is not None and timeline is not None:
-            timeline.span(self._row(piece.bucket), "WAIT_FOR_TURN", since, perf_counter())
+        piece = self._now.pieces[index]
+        self._waited(piece.bucket)
         fields = {
             "bytes": self._now.nbytes[index],
             "codec": self._reducer.residuals.codec(piece.bucket).summary,
@@ -80,10 +78,8 @@ class LaneRecords:
 
     def failed(self) -> None:
         """What has begun will not come to its end."""
-        timeline = self._telemetry.timeline
-        for bucket, since in list(self._complete.items()):
-            if timeline is not None:
-                timeline.span(self._row(bucket), "WAIT_FOR_TURN", since, perf_counter())
+        for bucket in list(self._complete):
+            self._waited(bucket)
         for index in range(len(self._now.pieces)):
             self._telemetry.end(self._piece_row(index))
 
@@ -104,6 +100,12 @@ class LaneRecords:
         piece = self._now.pieces[index]
         part = f"part {piece.part} of " if piece.parts > 1 else ""
         return f"{part}bucket {piece.bucket} of {self._plan.name}"
+
+    def _waited(self, bucket: int) -> None:
+        """A bucket waits for its turn no longer, if it did."""
+        since, timeline = self._complete.pop(bucket, None), self._telemetry.timeline
+        if since is not None and timeline is not None:
+            timeline.span(self._row(bucket), "WAIT_FOR_TURN", since, perf_counter())
 
     def _row(self, bucket: int) -> str:
         return f"{self._plan.name}/bucket{bucket}"
