@@ -427,7 +427,8 @@ def case_what_casts_did_is_told(hvd: Any) -> None:
             continue
         ours = [stats.by_parameter[inner] for inner, _ in names]
         # Few ranks send short tensors to all at once, which takes more messages and fewer turns than two phases.
-        assert all(1 / hvd.size() <= one.ratio <= 2 for one in ours), ours
+        # A parameter's part of a bucket is rounded to whole bytes.
+        assert all(1 / hvd.size() <= one.ratio and one.bytes_before <= 2 * one.bytes_after + 2 for one in ours), ours
         assert max(one.ratio for one in ours) > 1, ours
         assert re.search(SENT, line), line
 
