@@ -77,24 +77,22 @@ def recorded(hvd: Any) -> Iterator[list[Shown]]:
 
 
 def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> None:
-    """Every rank acts; the last one only when rank 0 waits for it, and some time more has passed."""
-    flag = Path(directory, f"waits-{number}")
-    if hvd.rank() == 0:
+    """Every rank acts; the last one only when all others wait for it, and some time more has passed."""
+    flags = [Path(directory, f"waits-{number}-{rank}") for rank in range(hvd.size() - 1)]
+    if hvd.rank() < len(flags):
         engine = runtime.engine()
 
         def tell() -> None:
             while not engine.operations and not engine.submissions:
                 time.sleep(0.001)
-            flag.touch()
+            flags[hvd.rank()].touch()
 
         teller = threading.Thread(target=tell, daemon=True)
         teller.start()
         action()
         teller.join()
-    elif hvd.rank() < hvd.size() - 1:
-        action()
     else:
-        while not flag.exists():
+        while not all(flag.exists() for flag in flags):
             time.sleep(0.001)
         time.sleep(LATE_SECONDS)
         action()
