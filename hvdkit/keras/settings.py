@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdkit.api import checks
@@ -20,8 +21,8 @@ class OptimizerSettings(GradientSettings):
     average_aggregated_gradients: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSettings:
-        """The same: it does not change, and a process set must stay the one that it is."""
-        return self
+        """The same with a pairing of its own; a process set must stay the one that it is."""
+        return replace(self, pairing=copy.copy(self.pairing))
 
     def __getstate__(self) -> dict[str, Any]:
         """The process set of all ranks is every process's own; one of some ranks cannot be pickled."""

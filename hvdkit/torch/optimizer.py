@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvdkit.api.checks import check_name
 from hvdkit.api.gradients.settings import check_settings
+from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
@@ -31,6 +33,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     overlap_forward: bool = False,
+    name: str | None = None,
 ) -> Optimizer:
     """An optimizer that steps with gradients reduced over all ranks.
 
@@ -66,6 +69,9 @@ def DistributedOptimizer(
             ``model.zero_grad()`` waits for them all. ``step()`` waits, as without it, where clipping or a GradScaler
             need all gradients, with a closure, with hooks on steps, where parameters are compared (HVDKIT_VERIFY) and
             in the first step. For parameters in host memory and PyTorch's own optimizers.
+        name: what this optimizer is called in errors and in the timeline, its class otherwise. Optimizers of the ranks
+            belong together by their names and, where several have one name, by the order in which they were made. So
+            optimizers that are made in several threads need names of their own, the same on all ranks.
 
     Returns:
         The optimizer to use in the place of ``optimizer``. Gradients and parameters keep their shapes and dtypes.
@@ -98,6 +104,7 @@ def DistributedOptimizer(
         )
     if is_distributed(optimizer):
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
+    check_name("DistributedOptimizer", name)
     settings = check_settings(
         "DistributedOptimizer",
         op=op,
@@ -108,7 +115,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
         backward_passes_per_step=backward_passes_per_step,
-        title=type(optimizer).__name__,
+        title=name or type(optimizer).__name__,
         members="torch.Tensor",
         is_member=lambda member: isinstance(member, torch.Tensor),
     )
@@ -118,5 +125,7 @@ def DistributedOptimizer(
     alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
     op = ReduceOp.AVERAGE if alone else settings.op
     chosen = settings.as_kind(Settings, op=op, names=names, overlap_forward=bool(overlap_forward))
+    if runtime.is_initialized() and not runtime.is_forked():
+        chosen.label(runtime.engine())  # now: the order of first steps may be another on each rank
     wrapped: Optimizer = wrap(optimizer, chosen)
     return wrapped

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import unittest.mock
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 from tests.torch.optimizer_cases import distributed_sgd
 from tests.torch.optimizer_support import (
@@ -124,6 +127,114 @@ def case_closure_of_lbfgs_is_called_equally_often(hvd: Any) -> None:
         assert calls == expected_calls > 6
         assert_close(torch.tensor(losses), torch.tensor(expected), 1e-5)
         assert_identical(hvd, net)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation (Foret et al., ICLR 2021): it steps uphill, clears, and has the closure compute."""
+
+    def __init__(self, parameters: Any, rho: float = 0.05) -> None:
+        super().__init__(parameters, {"rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        held = [(one, group["rho"]) for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.stack([one.grad.norm() for one, _ in held]).norm()
+        climbs = [one.grad * (rho / norm) for one, rho in held]
+        torch._foreach_add_([one for one, _ in held], climbs)
+        self.zero_grad()
+        with torch.enable_grad():
+            result = closure()
+        torch._foreach_sub_([one for one, _ in held], climbs)
+        self.base.step()
+        return result
+
+
+def case_an_optimizer_that_clears_and_computes_in_its_step(hvd: Any) -> None:
+    net, alone = make_net().double(), make_net().double()
+    optimizer = hvd.DistributedOptimizer(SAM(net.parameters()), named_parameters=net.named_parameters())
+    plain = SAM(alone.parameters())
+    for step in range(4):
+
+        def closure(model: nn.Module, data: Any) -> torch.Tensor:
+            loss = loss_of(model, tuple(one.double() for one in data))
+            loss.backward()
+            return loss
+
+        own, joined = batch(hvd.rank(), step), joined_batch(hvd.size(), step)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        closure(net, own)
+        closure(alone, joined)
+        loss = optimizer.step(lambda own=own: closure(net, own))
+        expected = plain.step(lambda joined=joined: closure(alone, joined))
+        assert_close(loss, expected.detach(), 1e-12)
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.detach(), theirs.detach(), 1e-12)
+    assert_identical(hvd, net)
+
+
+def case_an_optimizer_that_computes_without_a_closure_is_an_error(hvd: Any) -> None:
+    net = make_net()
+
+    class Computing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss_of(net, batch(hvd.rank())).backward()
+            return super().step(closure)
+
+    optimizer = hvd.DistributedOptimizer(Computing(net.parameters(), lr=0.05), net.named_parameters())
+    with expect(AssertionError, "inside its own step()", "HINT: ", "optimizer.step(closure)"):
+        optimizer.step()
+
+
+def case_what_a_closure_returns_is_handed_through(hvd: Any) -> None:
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+
+    def stepped(returned: Any) -> Any:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss_of(net, batch(hvd.rank())).backward()
+            return returned
+
+        return optimizer.step(closure)
+
+    for returned in (None, "text", {"loss": 1.0}, (1.0, 2.0), [], True, 1j, torch.ones(3), torch.tensor(True)):
+        assert stepped(returned) is returned
+    assert stepped(None if hvd.rank() == 0 else 1.0) == (None if hvd.rank() == 0 else (hvd.size() - 1) / hvd.size())
+    mean = sum(1 / 3 + rank for rank in range(hvd.size())) / hvd.size()
+    for returned in (1 / 3 + hvd.rank(), torch.tensor(1 / 3 + hvd.rank(), dtype=torch.float64)):
+        assert abs(float(stepped(returned)) - mean) < 1e-15  # which float32 would round
+    single = stepped(torch.tensor([1 / 3 + hvd.rank()]))
+    assert single.dtype is torch.float32
+    assert single.shape == (1,)
+    assert abs(single.item() - mean) < 1e-6
+    assert stepped(hvd.rank()) == (hvd.size() - 1) / 2
+    assert stepped(torch.tensor(hvd.rank())).item() == (hvd.size() - 1) / 2
+    assert_identical(hvd, net)
+
+
+def case_reading_attributes_changes_nothing(hvd: Any) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS):
+        optimizer = hvd.DistributedOptimizer(kind([weight], lr=0.0), [("weight", weight)])
+        for step in range(3):
+            optimizer.zero_grad()
+            (weight * (hvd.rank() + 1)).sum().backward()
+            if hvd.rank() == step % hvd.size():  # while gradients are in flight, on one rank alone
+                inspect.getmembers(optimizer)
+                assert not hasattr(optimizer, "_step_supports_amp_scaling")
+                unittest.mock.create_autospec(optimizer)
+                repr(optimizer)
+            optimizer.synchronize()
+            assert weight.grad.item() == (hvd.size() + 1) / 2
+            if hvd.rank() == 0:
+                inspect.getmembers(optimizer)
+            with no_warnings(), optimizer.skip_synchronize():
+                optimizer.step(None if kind is not torch.optim.LBFGS else lambda: weight.sum())
+            if hvd.rank() == 0:
+                inspect.getmembers(optimizer)
 
 
 def scaled_step(scaler: Any, optimizer: Any, net: nn.Module, data: Any, poison: bool = False) -> None:
@@ -264,10 +375,74 @@ def case_checkpointed_layers(hvd: Any) -> None:
     for _ in range(2):
         optimizer.zero_grad()
         inputs, targets = batch(hvd.rank())
-        output = torch.utils.checkpoint.checkpoint(net, inputs, use_reentrant=False)
+        output = checkpoint(net, inputs, use_reentrant=False)
         nn.functional.mse_loss(output, targets).backward()
         optimizer.synchronize()
         assert_close(net.conv.weight.grad, alone.conv.weight.grad)
+
+
+class Twice(nn.Module):
+    """A block that is used twice, inside and outside of checkpoints, and a layer of which it has the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.block = nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 4))
+
+    def forward(self, x: torch.Tensor, way: str, keeps: Any) -> torch.Tensor:
+        x = self.first(x)
+        match way:
+            case "twice":
+                x = keeps(self.block, keeps(self.block, x))
+            case "inside, then outside":
+                x = self.block(keeps(self.block, x))
+            case "outside, then inside":
+                x = keeps(self.block, self.block(x))
+            case "inside of another":
+                x = keeps(lambda y: keeps(self.block, y) + self.block(y), keeps(self.block, x))
+            case "tied":
+                x = keeps(lambda y: self.first(self.block(y)), x)
+        return self.last(x).pow(2).mean()
+
+
+def reentrant(function: Any, *inputs: torch.Tensor) -> Any:
+    return checkpoint(function, *inputs, use_reentrant=True)
+
+
+def rows_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def case_reentrant_checkpoints_around_what_is_used_twice(hvd: Any) -> None:
+    ways = ("twice", "inside, then outside", "outside, then inside", "inside of another", "tied")
+    for way, options in [*((way, {}) for way in ways), ("twice", {"groups": 2}), ("twice", {"compression": Halves})]:
+        net, alone = Twice().double(), Twice().double()
+        optimizer = distributed_sgd(hvd, net, **options)
+        plain = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            net(rows_of(hvd.rank(), step), way, reentrant).backward()
+            optimizer.step()
+            plain.zero_grad()
+            joined = torch.cat([rows_of(rank, step) for rank in range(hvd.size())])
+            alone(joined, way, lambda function, *inputs: function(*inputs)).backward()
+            plain.step()
+            for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+                assert_close(ours.detach(), theirs.detach(), 1e-10)
+        assert_identical(hvd, net)
+
+
+class Halves:
+    """A compression of Horovod's kind, whose gradients go by name: all values, times two and back."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor * 2, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: None) -> torch.Tensor:
+        return tensor / 2
 
 
 def case_ranks_that_run_out_of_data_join(hvd: Any) -> None:

@@ -14,6 +14,10 @@ ADASUM = RankedCases("tests.torch.optimizer_adasum_cases")
 ORDER = RankedCases("tests.torch.optimizer_order_cases", HOROVOD_FUSION_THRESHOLD="0")
 LIFECYCLE = RankedCases("tests.torch.optimizer_lifecycle_cases")
 INTEGRATION = RankedCases("tests.torch.optimizer_integration_cases")
+KINDS = RankedCases("tests.torch.optimizer_kinds_cases")
+KINDS_APART = RankedCases("tests.torch.optimizer_kinds_cases", HVDKIT_NODE_MEMORY="0")
+PAIRING = RankedCases("tests.torch.optimizer_pairing_cases")
+PAIRING_APART = RankedCases("tests.torch.optimizer_pairing_cases", HVDKIT_NODE_MEMORY="0")
 UNWRAPPED = RankedCases("tests.torch.unwrapped_cases")
 
 
@@ -69,3 +73,25 @@ def test_lifecycle(case: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("case", INTEGRATION.names)
 def test_integration(case: str, ranks: int, transport: str) -> None:
     INTEGRATION.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", KINDS.names)
+def test_kinds_of_gradients(case: str, ranks: int, transport: str) -> None:
+    KINDS.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("case", KINDS_APART.names)
+def test_kinds_of_gradients_without_node_memory(case: str, transport: str) -> None:
+    KINDS_APART.check(case, 2, transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", PAIRING.names)
+def test_pairing(case: str, ranks: int, transport: str) -> None:
+    PAIRING.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("case", PAIRING_APART.names)
+def test_pairing_without_node_memory(case: str, transport: str) -> None:
+    PAIRING_APART.check(case, 2, transport)

@@ -10,6 +10,7 @@ from hvdkit.api import checks
 from hvdkit.api.gradients import planning
 from hvdkit.api.gradients.compression import NoneCompressor
 from hvdkit.api.gradients.compression_policy import Policy, check_policy
+from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -18,9 +19,10 @@ Kind = TypeVar("Kind", bound="GradientSettings")
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """What a user asked of a DistributedGradientTape or a DistributedOptimizer. ``title``: what the ranks call it."""
+    """What a user asked of a DistributedGradientTape or a DistributedOptimizer. ``title``: what messages call it."""
 
     title: str
+    pairing: Pairing = field(compare=False)  # which of the other ranks' optimizers belong to this one
     op: ReduceOp = ReduceOp.AVERAGE
     predivide: float = 1.0
     groups: int | list[list[Any]] | None = None
@@ -95,6 +97,7 @@ def check_settings(
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return GradientSettings(
         title=title or function,
+        pairing=Pairing(function, title or function),
         op=reduce_op,
         predivide=predivide,
         groups=planning.check_groups(function, groups, members, is_member),

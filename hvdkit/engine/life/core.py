@@ -112,9 +112,7 @@ class Engine(NamedOperations):
             self.telemetry,
         )
         self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive)
-        self.joining = Joining(
-            self.negotiation, self.lanes, self.submissions, self.operations, self.groups.forget_repetitions
-        )
+        self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations, self.groups)
         self.batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
         self.watch = Watch(settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations)
         if transport.size > 1:
@@ -148,8 +146,10 @@ class Engine(NamedOperations):
         groups: Sequence[Sequence[int]] = (),
         device: str = "cpu",
         overlaps_forward: bool = False,
-    ) -> Lane:
+    ) -> Lane | None:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
+
+        Returns None where a rank has joined, which has nothing to agree on: until all ranks have, gradients go by name.
 
         ``codecs``: those that slots number. ``device``: the one ("cuda:0") on which slots shall live if the transport
         has collectives for it. ``overlaps_forward``: see Plan.
@@ -159,7 +159,8 @@ class Engine(NamedOperations):
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
         plan = Plan(name, list(slots), reduction, process_set_id, groups, device, bool(overlaps_forward))
         lane = register(self, self.topology, self.settings, self.lanes, plan)
-        self.lanes[lane.lane_id] = lane
+        if lane is not None:
+            self.lanes[lane.lane_id] = lane
         return lane
 
     # -- facts --------------------------------------------------------------------------------------------------------

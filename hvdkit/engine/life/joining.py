@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Join, JoinDone, Joined, JoinFailed, LaneStarted
@@ -10,6 +9,7 @@ from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
 
@@ -30,9 +30,9 @@ class Joining:
         lanes: Lanes,
         submissions: Submissions,
         operations: list[Operation],
-        on_joined: Callable[[], None],
+        groups: Groups,
     ) -> None:
-        self._on_joined = on_joined
+        self._groups = groups
         self._negotiation, self._mailbox = negotiation, negotiation.mailbox
         self._open_lanes, self._submissions, self._operations = lanes, submissions, operations
         self._rank = self._mailbox.topology.rank
@@ -95,7 +95,7 @@ class Joining:
         """A rank takes part with zeros from now on; tell it how far the lanes are that wait for it."""
         rank = message.rank
         self._ranks.add(rank)
-        self._on_joined()
+        self._groups.forget_repetitions()
         if rank != self._rank:
             for lane in list(self._open_lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:
@@ -113,6 +113,7 @@ class Joining:
         self._ranks.clear()
         self.over += 1
         self._submissions.count_names_anew()
+        self._groups.end_join()
         self.last = message.rank
 
     def _join_failed(self, sender: int, message: JoinFailed) -> None:

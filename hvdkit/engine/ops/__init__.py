@@ -1,6 +1,6 @@
 """The operations that ranks negotiate, by name: a new one is a row here and the module that it stands in."""
 
-from hvdkit.engine.ops.agreements import ADD_PROCESS_SET, BARRIER, PLAN, REMOVE_PROCESS_SET
+from hvdkit.engine.ops.agreements import ADD_PROCESS_SET, BARRIER, DETAILS, PLAN, REMOVE_PROCESS_SET
 from hvdkit.engine.ops.allgather import ALLGATHER
 from hvdkit.engine.ops.allreduce import ALLREDUCE
 from hvdkit.engine.ops.alltoall import ALLTOALL
@@ -18,6 +18,7 @@ KINDS: dict[str, Kind] = {
         ALLTOALL,
         REDUCESCATTER,
         BARRIER,
+        DETAILS,
         PLAN,
         ADD_PROCESS_SET,
         REMOVE_PROCESS_SET,

@@ -45,9 +45,14 @@ def _slot_text(slot: Sequence[Any]) -> str:
     return f"'{name}' {dtype}{list(shape)}"
 
 
-def new_lane(assigned: Assigned, key: Key, requests: Requests) -> int:
-    """The number of the lane."""
-    return assigned.next_lane()
+def new_lane(assigned: Assigned, key: Key, requests: Requests) -> int | None:
+    """Return the number of the lane, or None: a rank that has joined has no gradients to register."""
+    return assigned.next_lane() if len(requests) == len(assigned.members[key.process_set]) else None
+
+
+def details(assigned: Assigned, key: Key, requests: Requests) -> list[tuple[int, Any]]:
+    """Return each rank with its detail, in rank order, without ranks that have joined."""
+    return [(rank, request.detail) for rank, request in sorted(requests.items())]
 
 
 def new_process_set(assigned: Assigned, key: Key, requests: Requests) -> int | None:
@@ -70,13 +75,27 @@ def added(groups: Groups, signature: Signature, result: Any) -> None:
         groups.add(result, signature["ranks"])
 
 
+def planned(groups: Groups, signature: Signature, result: Any) -> None:
+    """Remember on all ranks that a plan was put off, since a rank has joined."""
+    groups.plans_put_off |= result is None
+
+
 def removed(groups: Groups, signature: Signature, result: Any) -> None:
     """No rank knows the set any more."""
     groups.remove(signature["id"])
 
 
 BARRIER = Kind("barrier", carries_tensors=False, joined=lambda signature: [])
-PLAN = Kind("plan", carries_tensors=False, comes_again=False, mismatch=plan_mismatch, decide=new_lane)
+DETAILS = Kind("details", carries_tensors=False, comes_again=False, joined=lambda signature: [], decide=details)
+PLAN = Kind(
+    "plan",
+    carries_tensors=False,
+    comes_again=False,
+    mismatch=plan_mismatch,
+    joined=lambda signature: [],
+    decide=new_lane,
+    ended=planned,
+)
 ADD_PROCESS_SET = Kind("add_process_set", carries_tensors=False, comes_again=False, decide=new_process_set, ended=added)
 REMOVE_PROCESS_SET = Kind(
     "remove_process_set",

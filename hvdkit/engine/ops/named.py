@@ -88,6 +88,11 @@ class NamedOperations(ABC):
         """Done when every rank of the process set has called it."""
         return self.submit("barrier", [], {}, Call(None, process_set_id, wake=False))
 
+    def gather_details(self, detail: Any, call: Call) -> list[Any]:
+        """Return what each rank tells, any JSON, in rank order; ranks that have joined are left out. Blocks."""
+        handle = self.submit("details", [], {}, call, detail)
+        return [detail for _, detail in handle.wait()]
+
     def add_process_set(self, ranks: Sequence[int]) -> int | None:
         """Collective over all ranks. The new id, or None where a set of these ranks exists."""
         handle = self.submit("add_process_set", [], {"ranks": list(ranks)}, Call(None, wake=False))

@@ -28,6 +28,9 @@ class Groups:
         self._making = threading.Lock()  # the driver and who registers gradients ask
         self.device: str | None = None  # ("cuda:0") that this rank's named operations have used last
         self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
+        # Whether a plan was put off since a rank has joined, and after how many joins that was so; alike on all ranks.
+        self.plans_put_off = False
+        self.plan_epoch = 0
 
     def group(self, process_set_id: int) -> Group:
         """The ranks of a process set that this rank is in."""
@@ -72,6 +75,11 @@ class Groups:
         """From now on the coordinator is asked for each operation."""
         for repetitions in list(self.repetitions.values()):  # one that registers gradients may add to it
             repetitions.forget_all()
+
+    def end_join(self) -> None:
+        """All ranks have joined. Where a plan was put off meanwhile, all ranks agree on their plans anew."""
+        self.plan_epoch += self.plans_put_off
+        self.plans_put_off = False
 
     def bytes_sent(self) -> int:
         """What this rank has sent in all process sets that there are."""

@@ -97,6 +97,10 @@ class Lane:
         if complete and not self.takes_turns:
             self._driver.wake()
 
+    def is_ready(self, slot: int) -> bool:
+        """True if a slot was handed over in this step."""
+        return slot in self._ready
+
     def unready_slots(self) -> list[int]:
         """The slots not handed over in this step."""
         with self._lock:

@@ -51,8 +51,11 @@ def idle_codecs(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], group: 
     return sorted(idle) if group.layout is not None and len(ours) == 1 and group.size > 1 else []
 
 
-def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane:
-    """Agree on a plan with all ranks of its process set. Blocks; raises HorovodInternalError where they differ."""
+def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane | None:
+    """Agree on a plan with all ranks of its process set. Blocks. Returns None where a rank has joined.
+
+    Raises HorovodInternalError where the ranks' plans differ.
+    """
     groups, reduction = named.groups, plan.reduction
     transport, group = groups.transport, groups.group(plan.process_set_id)
     device = lane_device(groups, topology, plan.device, reduction.codecs, plan.process_set_id)
@@ -68,6 +71,8 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         "device": device_type if device_type in transport.device_types else "cpu",
     }
     lane_id = named.submit("plan", [], signature, Call(plan.name, plan.process_set_id, wake=False)).wait()
+    if lane_id is None:
+        return None
     collectives = None
     if device_type in transport.device_types:
         collectives = transport.collectives_for(device, group.members, f"lane{lane_id}")

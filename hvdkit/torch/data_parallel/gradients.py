@@ -114,6 +114,7 @@ class Gradients:
             for (name, parameter), number in zip(named, numbers, strict=True)
         ]
         self.lane = engine.register_plan("ddp_hook", slots, op=ReduceOp.AVERAGE, codecs=codecs)
+        assert self.lane is not None, "a rank has joined in a session of the hook's own"
         self._slots = {parameter: slot for slot, (_, parameter) in enumerate(named)}
         self._shapes = [list(slot.shape) for slot in slots]
         return self.lane

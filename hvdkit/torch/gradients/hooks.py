@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,10 +23,19 @@ TOO_MANY_PASSES = (
     "optimizer.synchronize() before the next backward(); where another model's loss also reaches these parameters, as "
     "in a GAN, turn their requires_grad off for that pass."
 )
+COMPUTED_AGAIN = (
+    "The gradient of '{name}' was added to by a backward pass inside of the backward pass that had completed it, after "
+    "it was handed over to be reduced.\n"
+    "HINT: the model calls torch.utils.checkpoint with use_reentrant=True where it did not before; pass "
+    "use_reentrant=False."
+)
 GRAPH_IN_GRADIENT = (
     "The gradient of '{name}' requires a gradient itself and cannot be reduced.\n"
     "HINT: use torch.autograd.grad(..., create_graph=True) for the inner gradient, and loss.backward() without it."
 )
+
+# PyTorch runs the backward() of an autograd.Function by this method.
+_APPLY = BackwardCFunction.apply.__code__
 
 # The hooks that a parameter has from us. A parameter's gradient can live in one optimizer's buffer only.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -35,6 +46,16 @@ def in_flight(parameter: torch.Tensor) -> bool | None:
     owner = _OWNERS.get(parameter)
     hooks = owner() if owner is not None else None
     return None if hooks is None else hooks.touched
+
+
+def is_inside_backward() -> bool:
+    """True if the calling hook runs in a backward pass that the backward() of a Python function started."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 class ParameterHooks(ABC):
@@ -97,6 +118,10 @@ class GradientHooks(ParameterHooks):
         super().__init__(complete, name_of)
         self.passes = passes
         self._left: dict[int, int] = {}
+        # Ids of parameters that backward passes inside of backward passes reach, as with reentrant checkpoints. How
+        # often these add to a gradient is unknown before the outer pass ends.
+        self.reentered: set[int] = set()
+        self._graph_task, self._is_inside = -1, False
 
     @property
     def touched(self) -> bool:
@@ -127,8 +152,15 @@ class GradientHooks(ParameterHooks):
     def _computed(self, parameter: torch.Tensor) -> None:
         if runtime.is_forked() or not runtime.is_initialized():
             return  # a child's gradients are its own, and no rank's; after shutdown() all are
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task, self._is_inside = task, is_inside_backward()
+        if self._is_inside:
+            self.reentered.add(id(parameter))
         left = self._left.get(id(parameter), self.passes) - 1
-        if left < 0:
+        if id(parameter) in self.reentered:
+            left = 0
+        elif left < 0:
             raise AssertionError(TOO_MANY_PASSES.format(passes=self.passes, name=self._name(parameter)))
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise AssertionError(GRAPH_IN_GRADIENT.format(name=self._name(parameter)))

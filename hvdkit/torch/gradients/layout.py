@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,9 +22,21 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
-def can_be_planned(parameter: torch.Tensor) -> bool:
-    """True for the gradients that fusion buffers hold: real floating point, dense."""
-    return parameter.dtype in _NUMPY_DTYPES and parameter.layout is torch.strided
+class Kinds(NamedTuple):
+    """The gradients of parameters, alike on all ranks: by id their dtypes, and how many axes of sparse ones are."""
+
+    dtypes: dict[int, torch.dtype]
+    sparse_dims: dict[int, int]
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients as far as PyTorch fixes it (``grad_dtype``), else its own."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def can_be_planned(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True for parameters whose gradients, of ``dtype``, fusion buffers hold: real floating point, dense."""
+    return dtype in _NUMPY_DTYPES and parameter.layout is torch.strided
 
 
 def memory_order(parameter: torch.Tensor) -> list[int] | None:
@@ -39,8 +51,8 @@ def memory_order(parameter: torch.Tensor) -> list[int] | None:
     return order if parameter.permute(order).is_contiguous() else None
 
 
-def slot_of(name: str, parameter: torch.Tensor, codec: int = 0) -> Slot:
-    """A parameter's slot; ``codec`` is the number of its codec in the plan.
+def slot_of(name: str, parameter: torch.Tensor, dtype: torch.dtype, codec: int = 0) -> Slot:
+    """Return the slot of a parameter's gradients, of ``dtype``; ``codec`` is the number of its codec in the plan.
 
     Ranks whose memory orders differ (channels_last on some) differ in the slot's name.
     """
@@ -48,7 +60,7 @@ def slot_of(name: str, parameter: torch.Tensor, codec: int = 0) -> Slot:
     order = memory_order(parameter)
     if order is not None:
         name, shape = f"{name} (axes in memory: {order})", tuple(parameter.shape[axis] for axis in order)
-    return Slot(name, shape, _NUMPY_DTYPES[parameter.dtype], codec)
+    return Slot(name, shape, _NUMPY_DTYPES[dtype], codec)
 
 
 def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
@@ -56,10 +68,10 @@ def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
     return as_tensor(memory).as_strided(like.shape, like.stride())
 
 
-def layout_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, of a parameter's shape and dtype, whose strides are those of its slot."""
+def layout_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory, of a parameter's shape and of ``dtype``, whose strides are those of its slot."""
     fills_memory = parameter.is_contiguous() or memory_order(parameter) is not None
-    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
     return meta.as_strided(parameter.shape, parameter.stride()) if fills_memory else meta
 
 

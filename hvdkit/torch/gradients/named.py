@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,22 +12,23 @@ import torch
 from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.ops.hints import SPARSE
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.gradients.layout import overlapping
+from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
+from hvdkit.torch.gradients.layout import Kinds, gradient_dtype, overlapping
 from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_
 from hvdkit.torch.ops.sparse import sparse_allreduce_async
 from hvdkit.torch.ops.sync import synchronize
 
 # Parameters, and their gradients as all ranks have them.
-Results = list[tuple[torch.Tensor, torch.Tensor]]
+Results = list[tuple[torch.Tensor, torch.Tensor | None]]
 # An operation in flight: what waits for its result, and what makes gradients of that.
 Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
 
 
-def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+def empty_sparse(parameter: torch.Tensor, sparse_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """A sparse gradient without elements: what a rank contributes that computed none."""
     return torch.sparse_coo_tensor(
         torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device),
-        torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device),
+        torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device),
         parameter.shape,
         check_invariants=False,
     )
@@ -36,8 +37,8 @@ def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
 class NamedGradients:
     """One operation for each parameter, or for each group, submitted as soon as its gradients are complete.
 
-    ``names`` are the operations' names by the parameters' ids. ``sparse_dims`` (by id) says which gradients are sparse
-    on some rank and by how many of their axes. ``groups`` holds dense parameters that one operation reduces.
+    ``names`` are the operations' names by the parameters' ids. ``kinds``: dtypes, and which gradients are sparse on
+    some rank. ``groups`` holds dense parameters that one operation reduces.
     """
 
     def __init__(
@@ -45,21 +46,33 @@ class NamedGradients:
         parameters: Sequence[torch.Tensor],
         names: dict[int, str],
         settings: GradientSettings,
-        sparse_dims: dict[int, int],
+        kinds: Kinds,
         groups: Sequence[Sequence[torch.Tensor]] = (),
     ) -> None:
         self.parameters = list(parameters)
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._names = names
         self._settings = settings
-        self._sparse_dims = sparse_dims
+        self._dtypes, self._sparse_dims = kinds
         self._group_of = {id(member): group for group in groups for member in group}
         self._ready: set[int] = set()
         self._submitted: set[int] = set()
         self._pending: list[Pending] = []
+        self._left_out: set[int] = set()
 
-    def hand_over(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete: submit it, or its group if it was the last of it."""
+    def leave_out(self, ids: Collection[int]) -> None:
+        """Do not reduce these parameters in this step, the last one of these operations, on all ranks alike."""
+        self._left_out = set(ids)
+
+    def hand_over(self, parameter: torch.Tensor, may_grow: bool = False) -> None:
+        """A gradient is complete: submit it, or its group if it was the last of it; one that ``may_grow``, later."""
+        if may_grow:
+            if id(parameter) in self._submitted:
+                raise AssertionError(COMPUTED_AGAIN.format(name=self._names[id(parameter)]))
+            return
+        gradient, dtype = parameter.grad, self._dtypes[id(parameter)]
+        if gradient is not None and gradient.dtype is not dtype and gradient_dtype(parameter) is not dtype:
+            return  # finish() knows more
         self._ready.add(id(parameter))
         group = self._group_of.get(id(parameter), (parameter,))
         if all(id(member) in self._ready for member in group):
@@ -68,8 +81,9 @@ class NamedGradients:
     def finish(self) -> None:
         """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
         for parameter in self.parameters:
-            if id(parameter) not in self._submitted:
-                self._submit(self._group_of.get(id(parameter), (parameter,)))
+            if id(parameter) not in self._submitted and id(parameter) not in self._left_out:
+                group = self._group_of.get(id(parameter), (parameter,))
+                self._submit([member for member in group if id(member) not in self._left_out])
         able = _able_to_hold(self.parameters)
         for wait, adopt in self._take_pending():
             for parameter, result in adopt(wait()):
@@ -104,6 +118,7 @@ class NamedGradients:
             gradient = torch.zeros_like(parameter, requires_grad=False, memory_format=torch.contiguous_format)
         elif gradient.is_sparse:
             gradient = gradient.to_dense()
+        gradient = gradient.to(self._dtypes[id(parameter)])
         compressed, context = self._settings.compressor.compress(gradient)
         compressed = compressed.detach().contiguous()
         # What is summed in place must be nobody else's, and the gradient may be.
@@ -112,7 +127,7 @@ class NamedGradients:
 
     def _decompressed(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> torch.Tensor:
         gradient: torch.Tensor = self._settings.compressor.decompress(reduced, context)
-        gradient = gradient.to(dtype=parameter.dtype, device=parameter.device).view(parameter.shape)
+        gradient = gradient.to(dtype=self._dtypes[id(parameter)], device=parameter.device).view(parameter.shape)
         sparse_dim = self._sparse_dims.get(id(parameter))
         return gradient if sparse_dim is None else gradient.to_sparse(sparse_dim)
 
@@ -141,12 +156,17 @@ class NamedGradients:
     def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
         gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
         if gradient is None or not parameter.requires_grad:
-            gradient = empty_sparse(parameter, sparse_dim)
+            gradient = empty_sparse(parameter, sparse_dim, self._dtypes[id(parameter)])
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(sparse_dim)
         name = f"{self._names[id(parameter)]}{SPARSE}"
         wait = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
-        return wait, lambda reduced: [(parameter, reduced.to(parameter.device))]
+
+        def adopt(reduced: torch.Tensor) -> Results:
+            # A row that no rank computed is no gradient: SparseAdam would count a step for it.
+            return [(parameter, reduced.to(parameter.device) if reduced._nnz() else None)]
+
+        return wait, adopt
 
 
 def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
@@ -164,9 +184,9 @@ def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
     }
 
 
-def _give_back(parameter: torch.Tensor, result: torch.Tensor, is_able: bool) -> None:
+def _give_back(parameter: torch.Tensor, result: torch.Tensor | None, is_able: bool) -> None:
     """The tensor that the gradient is holds the result; a new one where it cannot."""
-    if is_able and parameter.grad is not None and result.layout is torch.strided:
+    if is_able and parameter.grad is not None and result is not None and result.layout is torch.strided:
         parameter.grad.copy_(result)
     else:
         parameter.grad = result

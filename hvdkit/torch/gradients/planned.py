@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -13,9 +13,12 @@ from hvdkit.arena import ARENA
 from hvdkit.engine.steps.arrangement import UNSEEN
 from hvdkit.engine.steps.offers import FILLED
 from hvdkit.torch.gradients.half_summed import mark_half_summed
+from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import (
     ALONE,
+    Kinds,
     fits,
+    gradient_dtype,
     has_storage_alone,
     layout_of,
     offer_from,
@@ -25,6 +28,12 @@ from hvdkit.torch.gradients.layout import (
     tensor_on,
 )
 from hvdkit.torch.gradients.watch import Watched, changed_since, raise_if_changed, watch
+
+TOO_WIDE = (
+    "The gradient of '{name}' is {dtype} in this step, and all ranks have agreed to reduce it as {agreed}, which would "
+    "round it.\n"
+    "HINT: the parameter's grad_dtype is None, which leaves the dtype open: set it to {dtype} on all ranks."
+)
 
 
 class PlannedGradients:
@@ -36,18 +45,19 @@ class PlannedGradients:
     lane's memory.
     """
 
-    def __init__(
-        self, lane: Any, parameters: Sequence[torch.Tensor], sparse_dims: dict[int, int], device: torch.device
-    ) -> None:
+    def __init__(self, lane: Any, parameters: Sequence[torch.Tensor], kinds: Kinds, device: torch.device) -> None:
         self.lane = lane
         self.parameters = list(parameters)
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
-        self._sparse_dims = sparse_dims  # by id: gradients that optimizers must see as sparse tensors
+        self._sparse_dims = kinds.sparse_dims  # by id: gradients that optimizers must see as sparse tensors
         self._device = device
-        self._like = [layout_of(parameter) for parameter in self.parameters]  # .to() may change a parameter
+        # .to() may change a parameter
+        self._like = [layout_of(parameter, kinds.dtypes[id(parameter)]) for parameter in self.parameters]
         self._small = {
             i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
         }
+        self._declared = [gradient_dtype(parameter) for parameter in self.parameters]
+        self._left_out: set[int] = set()
         # All at the end take less time than each at its own, when caches hold what the backward pass needs.
         self._hands_over_late = lane.takes_turns
         self._start_step()
@@ -61,21 +71,34 @@ class PlannedGradients:
 
     def _takes_part(self, i: int) -> bool:
         """Whether a gradient counts in this step: also that of a parameter that was frozen after it was complete."""
-        return self.parameters[i].requires_grad or i in self._watched
+        return i not in self._left_out and (self.parameters[i].requires_grad or i in self._watched)
 
-    def hand_over(self, i: int, since: float | None = None, watched: Watched | None = None) -> None:
+    def leave_out(self, ids: Collection[int]) -> None:
+        """Reduce zeros for parameters whose gradients have another dtype now: this step is the last one of this lane.
+
+        On all ranks alike.
+        """
+        self._left_out = {index for key in ids if (index := self.index.get(key)) is not None}
+
+    def hand_over(
+        self, i: int, since: float | None = None, watched: Watched | None = None, may_grow: bool = False
+    ) -> None:
         """A gradient is complete, ``since`` if not just now: let it be reduced, now or when the step is completed.
 
-        ``watched``: as it was then.
+        ``watched``: as it was then. ``may_grow``: this backward pass may add to it once more and call this again.
         """
         gradient = self.parameters[i].grad
+        if gradient is not None and gradient.dtype is not self._like[i].dtype and not self._fits_dtype(i, gradient):
+            return
         if watched is not None:
             self._watched[i] = watched
             if watched.is_moved(gradient):
                 return  # check_unchanged() will say so
         elif gradient is not None:
             self._watched[i] = watch(gradient)
-        if self._hands_over_late:
+        if may_grow and self.lane.is_ready(i):
+            raise AssertionError(COMPUTED_AGAIN.format(name=self.lane.slots[i].name))
+        if self._hands_over_late or may_grow:
             self.lane.begin()
             self._waiting[i] = perf_counter() if since is None else since
             return
@@ -88,6 +111,19 @@ class PlannedGradients:
             self._waiting[i] = perf_counter() if since is None else since
         else:
             self._hand_over(i, since, is_free)
+
+    def _fits_dtype(self, i: int, gradient: torch.Tensor) -> bool:
+        """True if the slot holds a gradient of this dtype; False if its parameter's dtype was changed on all ranks.
+
+        Raises:
+            ValueError: the dtype was left open, and this gradient would be rounded.
+        """
+        dtype, agreed = gradient.dtype, self._like[i].dtype
+        if gradient_dtype(self.parameters[i]) is not self._declared[i]:
+            return False
+        if torch.promote_types(dtype, agreed) is not agreed:
+            raise ValueError(TOO_WIDE.format(name=self.lane.slots[i].name, dtype=dtype, agreed=agreed))
+        return True
 
     def _hand_over(self, i: int, since: float | None, is_free: bool | None = None) -> None:
         """``is_free``: what ``_is_free`` says of the gradient, where that was asked already."""
@@ -188,6 +224,9 @@ class PlannedGradients:
 
     def _hand_over_rest(self) -> None:
         unready = self.lane.unready_slots()
+        for i in unready:
+            if i not in self._watched and i not in self._left_out and (gradient := self.parameters[i].grad) is not None:
+                self._fits_dtype(i, gradient)
         # What is to be copied for one parameter must not be reduced where it lies for another.
         storages = Counter(storage_of(self.parameters[i].grad) for i in unready)
         self._repeated = {storage for storage, times in storages.items() if times > 1}
@@ -229,7 +268,9 @@ class PlannedGradients:
             if sparse_dim is None and gradient is not None and gradient.is_sparse:
                 sparse_dim = gradient.sparse_dim()  # sparse for the first time, and only this rank knows it
             if sparse_dim is not None and result is not None:
-                parameter.grad = result.to_sparse(sparse_dim).to(parameter.device)
+                sparse = result.to_sparse(sparse_dim)
+                # Without any row it is no gradient: SparseAdam would count a step for it.
+                parameter.grad = sparse.to(parameter.device) if sparse._nnz() else None
             elif gradient is None or (result is not None and torch._debug_has_internal_overlap(gradient) == 1):
                 self._replace(i, parameter, result)
             else:
@@ -255,7 +296,7 @@ class PlannedGradients:
         """A gradient of its own for a parameter that had none, or one that cannot hold the result."""
         if result is not None:
             own = result if i in self._copies else result.clone()
-            parameter.grad = own.to(parameter.device, parameter.dtype)
+            parameter.grad = own.to(parameter.device)
 
     def abandon(self) -> None:
         """Forget what was handed over in this step."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from hvdkit.api.checks import check_registered
-from hvdkit.api.gradients.planning import form_groups, next_title
+from hvdkit.api.gradients.planning import form_groups
 from hvdkit.api.gradients.settings import GradientSettings
+from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.steps.registration import HOST
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.gradients.layout import can_be_planned, slot_of
+from hvdkit.torch.gradients.layout import Kinds, can_be_planned, gradient_dtype, slot_of
 from hvdkit.torch.gradients.named import NamedGradients
 from hvdkit.torch.gradients.planned import PlannedGradients
+from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.watch import Watched
-from hvdkit.torch.ops.allgather import allgather_async
-from hvdkit.torch.ops.sync import synchronize
 
 NOTHING_TO_ENCODE = (
     "Compression.{name} encodes nothing here, since all ranks are on one node, and so gradients get no momentum from "
@@ -29,59 +29,116 @@ NOTHING_TO_ENCODE = (
 NameOf = Callable[[torch.Tensor], str]
 
 
-def agree_on_sparse(parameters: Sequence[torch.Tensor], title: str, process_set: Any) -> dict[int, int]:
-    """The number of sparse axes, by id, of each parameter whose gradient is sparse on some rank now."""
+def agree_on_kinds(
+    engine: Any, parameters: Sequence[torch.Tensor], title: str, process_set_id: int, sparse_only: bool
+) -> Kinds:
+    """Learn from the ranks that have gradients now which are sparse, and the dtypes that PyTorch leaves open.
+
+    ``sparse_only``: the optimizer takes no dense gradients, so that those that no rank has yet are sparse too.
+    """
     rows = [
-        (i, parameter.grad.sparse_dim())
+        (i, gradient.sparse_dim() if gradient.is_sparse else 0, str(gradient.dtype).removeprefix("torch."))
         for i, parameter in enumerate(parameters)
-        if parameter.grad is not None and parameter.grad.is_sparse
+        if (gradient := parameter.grad) is not None
+        and (gradient.is_sparse or gradient.dtype is not gradient_dtype(parameter))
     ]
-    mine = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
-    everyones = synchronize(allgather_async(mine, name=f"{title}.sparse", process_set=process_set))
-    return {id(parameters[i]): sparse_dim for i, sparse_dim in everyones.tolist() if i < len(parameters)}
+    dtypes = {id(parameter): gradient_dtype(parameter) for parameter in parameters}
+    sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
+    open_dtypes: dict[int, torch.dtype] = {}
+    for told in engine.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False)):
+        for i, sparse_dim, name in told:
+            if i >= len(parameters):
+                continue  # the ranks' models differ, as the plan will say
+            key, dtype = id(parameters[i]), getattr(torch, name)
+            if sparse_dim:
+                sparse_dims[key] = sparse_dim
+            if dtype is not dtypes[key]:
+                open_dtypes[key] = torch.promote_types(open_dtypes.get(key, dtype), dtype)
+    return Kinds({**dtypes, **open_dtypes}, sparse_dims)
 
 
 class Routes:
-    """Who reduces which gradient. To construct it is collective; ranks whose parameters differ raise there."""
+    """Who reduces which gradient. To construct it is collective; ranks whose parameters differ raise there.
+
+    While another rank has joined there is no plan: gradients go by name, and all ranks agree anew in the next step.
+    """
 
     def __init__(
-        self, engine: Any, parameters: dict[int, torch.Tensor], name_of: NameOf, settings: GradientSettings
+        self,
+        engine: Any,
+        parameters: dict[int, torch.Tensor],
+        name_of: NameOf,
+        settings: Settings,
+        sparse_only: bool = False,
     ) -> None:
-        self.ids = list(parameters)
         members = list(parameters.values())
-        process_set = settings.process_set
-        title = next_title(engine, check_registered(settings.title, process_set), settings.title)
-        sparse_dims = agree_on_sparse(members, title, process_set)
-        self.sparse_dims = sparse_dims
+        self._kinds = [(id(member), gradient_dtype(member)) for member in members]
+        self._groups, self._epoch = engine.groups, engine.groups.plan_epoch
+        process_set_id = check_registered(settings.title, settings.process_set)
+        self.title = settings.pairing.next_title(engine, process_set_id)
+        self.kinds = agree_on_kinds(engine, members, self.title, process_set_id, sparse_only)
+        self.sparse_dims = sparse_dims = self.kinds.sparse_dims
 
         def is_planned(parameter: torch.Tensor) -> bool:
             is_sparse = id(parameter) in sparse_dims and not settings.sparse_as_dense
-            return not settings.policy.whole_tensors and can_be_planned(parameter) and not is_sparse
+            can_be = can_be_planned(parameter, self.kinds.dtypes[id(parameter)])
+            return not settings.policy.whole_tensors and can_be and not is_sparse
 
         planned = [parameter for parameter in members if is_planned(parameter)]
-        named = [parameter for parameter in members if not is_planned(parameter)]
-        self.planned = self._register(engine, planned, name_of, settings, title) if planned else None
-        dense = [parameter for parameter in named if id(parameter) not in sparse_dims]
-        self.named = NamedGradients(
-            named,
-            {id(parameter): f"{title}.{name_of(parameter)}" for parameter in named},
-            settings,
-            sparse_dims,
-            form_groups(dense, settings.groups),
-        )
+        self.planned = self._register(engine, planned, name_of, settings) if planned else None
+        self._is_put_off = bool(planned) and self.planned is None
+        named = members if self._is_put_off else [member for member in members if not is_planned(member)]
+        self.named = self._by_name(named, name_of, settings)
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the parameters that ranks agreed on, in order."""
+        return [key for key, _ in self._kinds]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether all ranks agree anew in the next step, because a rank had joined."""
+        return self._is_put_off or self._epoch != self._groups.plan_epoch
+
+    def changed(self, parameters: dict[int, torch.Tensor]) -> list[int]:
+        """Return the ids of those of these parameters whose gradients have another dtype than ranks agreed on."""
+        agreed = dict(self._kinds)
+        return [
+            key
+            for key, parameter in parameters.items()
+            if key in agreed and agreed[key] is not gradient_dtype(parameter)
+        ]
+
+    def leave_out(self, ids: Collection[int]) -> None:
+        """Reduce nothing of these parameters in this step, the last one on these routes, on all ranks alike."""
+        if self.planned is not None:
+            self.planned.leave_out(ids)
+        self.named.leave_out(ids)
+
+    def fit(self, parameters: dict[int, torch.Tensor]) -> bool:
+        """Whether these are the parameters that ranks agreed on, with gradients of the same dtypes."""
+        return self._kinds == [(key, gradient_dtype(parameter)) for key, parameter in parameters.items()]
+
+    def _by_name(
+        self, parameters: list[torch.Tensor], name_of: NameOf, settings: GradientSettings, prefix: str = ""
+    ) -> NamedGradients:
+        names = {id(parameter): f"{self.title}.{prefix}{name_of(parameter)}" for parameter in parameters}
+        dense = [parameter for parameter in parameters if id(parameter) not in self.sparse_dims]
+        groups = [] if prefix else form_groups(dense, settings.groups)
+        return NamedGradients(parameters, names, settings, self.kinds, groups)
 
     def _register(
-        self, engine: Any, parameters: list[torch.Tensor], name_of: NameOf, settings: GradientSettings, title: str
-    ) -> PlannedGradients:
+        self, engine: Any, parameters: list[torch.Tensor], name_of: NameOf, settings: GradientSettings
+    ) -> PlannedGradients | None:
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
         prescale, postscale = settings.scales
         # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
         devices = {parameter.device for parameter in parameters}
         codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
         lane = engine.register_plan(
-            title,
+            self.title,
             [
-                slot_of(name_of(parameter), parameter, number)
+                slot_of(name_of(parameter), parameter, self.kinds.dtypes[id(parameter)], number)
                 for parameter, number in zip(parameters, numbers, strict=True)
             ],
             op=settings.op,
@@ -93,25 +150,34 @@ class Routes:
             overlaps_forward=settings.overlap_forward,
             groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
         )
+        if lane is None:
+            return None
         idle = {codec.name for codec in codecs if codec.has_momentum and not lane.reducer.residuals.keeps_anything}
         for name in sorted(idle) if lane.group.rank == 0 else ():
             warnings.warn(NOTHING_TO_ENCODE.format(name=name), stacklevel=2)
         complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])
         if complaint is not None and lane.group.rank == 0:
-            warnings.warn(f"{title}: {complaint}", stacklevel=2)
+            warnings.warn(f"{self.title}: {complaint}", stacklevel=2)
         device = parameters[0].device if lane.on_device else torch.device("cpu")
-        return PlannedGradients(lane, parameters, self.sparse_dims, device)
+        return PlannedGradients(lane, parameters, self.kinds, device)
 
-    def hand_over(self, parameter: torch.Tensor, since: float | None = None, watched: Watched | None = None) -> None:
+    def hand_over(
+        self,
+        parameter: torch.Tensor,
+        since: float | None = None,
+        watched: Watched | None = None,
+        may_grow: bool = False,
+    ) -> None:
         """A gradient is complete, ``since`` (perf_counter) if not just now; ``watched``: as it was then.
 
+        ``may_grow``: this backward pass may add to it once more, so that it is reduced when the step is completed.
         Parameters that were no part of the agreement are left for the next one.
         """
         i = self.planned.index.get(id(parameter)) if self.planned is not None else None
         if i is not None and self.planned is not None:
-            self.planned.hand_over(i, since, watched)
+            self.planned.hand_over(i, since, watched, may_grow)
         elif id(parameter) in self.named.index:
-            self.named.hand_over(parameter)
+            self.named.hand_over(parameter, may_grow)
 
     @property
     def in_flight(self) -> bool:
@@ -139,8 +205,7 @@ class Routes:
 
     def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf, settings: GradientSettings) -> None:
         """Reduce gradients that were computed before these routes were agreed on, one by one."""
-        names = {id(parameter): f"newcomer.{name_of(parameter)}" for parameter in parameters}
-        NamedGradients(parameters, names, settings, self.sparse_dims).finish()
+        self._by_name(list(parameters), name_of, settings, "newcomer.").finish()
 
     def abandon(self) -> None:
         """Forget what was handed over in this step."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.checks import check_registered
 from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.life.process_sets import global_process_set
 
@@ -21,5 +22,14 @@ class Settings(GradientSettings):
     names: Sequence[tuple[str, torch.Tensor]] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
-        """Parameters are copied (to the model's copies, if it is copied along); the rest is shared."""
-        return replace(self, names=copy.deepcopy(self.names, memo), groups=copy.deepcopy(self.groups, memo))
+        """Copy parameters (to the model's copies, if it is copied along) and the pairing; the rest is shared."""
+        return replace(
+            self,
+            names=copy.deepcopy(self.names, memo),
+            groups=copy.deepcopy(self.groups, memo),
+            pairing=copy.copy(self.pairing),
+        )
+
+    def label(self, engine: Any) -> str:
+        """Return the optimizer's name, which is the same on all ranks; see Pairing."""
+        return self.pairing.label(engine, check_registered(self.title, self.process_set))

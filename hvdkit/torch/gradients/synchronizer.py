@@ -19,7 +19,7 @@ from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitialized
 from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.half_summed import HALF_SUMMED, STEP_FAILED, is_half_summed, some_are_half_summed
 from hvdkit.torch.gradients.hooks import GradientHooks
-from hvdkit.torch.gradients.layout import can_be_planned, slot_of
+from hvdkit.torch.gradients.layout import can_be_planned, gradient_dtype, slot_of
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.routes import Routes
 from hvdkit.torch.gradients.settings import Settings
@@ -64,8 +64,8 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._routes: Routes | None = None
-        # Complete before there were routes: when (perf_counter), and as it was then.
-        self._early: list[tuple[torch.Tensor, float, Watched | None]] = []
+        # By id, complete before there were routes: when (perf_counter), and as it was then.
+        self._early: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
         self._kept: Any = None  # what was loaded, or kept by codecs before, for when there are routes
         self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was given up
@@ -137,9 +137,11 @@ class GradientSynchronizer:
         """Have gradients of these parameters born where the node's other ranks can reach them."""
         parameters = self._trainable().values()
         sizes = [
-            parameter.nbytes
+            nbytes
             for parameter in parameters
-            if parameter.is_cpu and not is_lazy(parameter) and parameter.nbytes >= SMALLEST_BYTES
+            if parameter.is_cpu
+            and not is_lazy(parameter)
+            and (nbytes := parameter.numel() * gradient_dtype(parameter).itemsize) >= SMALLEST_BYTES
         ]
         if sizes and ARENA.open(self._engine.settings.arena) >= 0:
             ARENA.serve_torch()
@@ -159,11 +161,11 @@ class GradientSynchronizer:
         self.hooks.set_passes(passes)
 
     def _complete(self, parameter: torch.Tensor) -> None:
-        if self._routes is None or not is_current(self._engine):
+        if self._routes is None or self._routes.is_outdated or not is_current(self._engine):
             watched = None if parameter.grad is None else watch(parameter.grad)
-            self._early.append((parameter, perf_counter(), watched))
+            self._early[id(parameter)] = parameter, perf_counter(), watched
         else:
-            self._routes.hand_over(parameter)
+            self._routes.hand_over(parameter, may_grow=id(parameter) in self.hooks.reentered)
 
     @_disable_dynamo  # a compiled step must not trace what waits for other ranks
     def synchronize(self, updates: bool = False) -> None:
@@ -173,6 +175,7 @@ class GradientSynchronizer:
         held other parameters after the last update.
         """
         self._check_owner()
+        self.settings.pairing.check()
         self._bind()
         self._check_cleared()
         if self._distributed:
@@ -196,7 +199,7 @@ class GradientSynchronizer:
         self._check_cleared()
         routes = self._routes
         planned = None if routes is None or self._unraised is not None else routes.planned
-        if routes is None or planned is None or routes.ids != list(self._trainable()):
+        if routes is None or planned is None or routes.is_outdated or not routes.fit(self._trainable()):
             return None
         is_compared = planned.lane.verifies or self.verification.wants(planned.lane.steps + 1)
         if is_compared or planned.lane.on_device or not planned.can_be_collected_apart():
@@ -226,12 +229,16 @@ class GradientSynchronizer:
         trainable = self._trainable()
         try:
             self._raise_unraised()
+            if self._routes is not None and self._routes.is_outdated:
+                self._save_kept(self._routes)
+                self._routes.close()
+                self._routes = None
             if self._routes is None:
-                self._routes = self._agree(self._trainable({id(parameter) for parameter, _, _ in self._early}))
-                for parameter, since, watched in self._early:
+                self._routes = self._agree(self._trainable(self._early))
+                for parameter, since, watched in self._early.values():
                     self._routes.hand_over(parameter, since, watched)
                 self._routes.finish(self.name_of)
-            elif self._routes.ids == list(trainable):
+            elif self._routes.fit(trainable):
                 self._routes.finish(self.name_of)
             else:
                 self._change_routes(self._routes, trainable)
@@ -243,7 +250,11 @@ class GradientSynchronizer:
     def _finish_alone(self) -> None:
         """On one rank nothing is reduced, but what would have been changed in flight is an error as on several."""
         if not self.settings.policy.whole_tensors:
-            early = [(parameter, one) for parameter, _, one in self._early if can_be_planned(parameter)]
+            early = [
+                (parameter, one)
+                for parameter, _, one in self._early.values()
+                if can_be_planned(parameter, gradient_dtype(parameter))
+            ]
             raise_if_changed(changed_of(early), self.name_of)
         self._attach(self._trainable())
         self._start_step()
@@ -270,10 +281,11 @@ class GradientSynchronizer:
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
         self._attach(trainable)
         self._serve()
-        routes = Routes(self._engine, trainable, self.name_of, self.settings)
+        sparse_only = isinstance(self._optimizer(), torch.optim.SparseAdam)
+        routes = Routes(self._engine, trainable, self.name_of, self.settings, sparse_only)
         self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)
-        saved, self._kept = self._kept, None
-        if saved is not None and routes.planned is not None:
+        if self._kept is not None and routes.planned is not None:
+            saved, self._kept = self._kept, None
             self._resume(routes.planned, saved)
         return routes
 
@@ -284,15 +296,20 @@ class GradientSynchronizer:
     def _save_kept(self, routes: Routes) -> None:
         """Routes are given up between two steps: what codecs kept goes on with the next ones."""
         if routes.planned is not None and routes.planned.lane.error is None and not routes.in_flight:
-            self._kept = self.kept_by_codecs()
+            self._kept = self._kept_in(routes.planned)
 
     def _change_routes(self, old: Routes, trainable: dict[int, torch.Tensor]) -> None:
-        """Parameters were frozen, unfrozen or added: this step ends on the old routes, the next goes on new ones."""
+        """Parameters were frozen, unfrozen, added or cast: this step ends on the old routes, the next has new ones."""
+        changed = old.changed(trainable)
+        old.leave_out(changed)
         old.finish(self.name_of)
         self._routes = self._agree(trainable)
-        newcomers = [parameter for key, parameter in trainable.items() if key not in set(old.ids)]
+        settled = set(old.ids).difference(changed)
+        newcomers = [parameter for key, parameter in trainable.items() if key not in settled]
         self._routes.finish_newcomers(newcomers, self.name_of, self.settings)
-        if self._routes.planned is not None and old.planned is not None:
+        if self._routes.planned is None:
+            self._save_kept(old)
+        elif old.planned is not None:
             compression_state.move(
                 old.planned.lane, old.planned.index, self._routes.planned.lane, self._routes.planned.index
             )
@@ -307,7 +324,10 @@ class GradientSynchronizer:
         """What this rank's codecs keep, or what was loaded and could not be used yet; None if nothing."""
         if self._routes is None or self._routes.planned is None:
             return self._kept
-        return compression_state.save(self._routes.planned.lane, self._indices_of(self._routes.planned))
+        return self._kept_in(self._routes.planned)
+
+    def _kept_in(self, planned: PlannedGradients) -> Any:
+        return compression_state.save(planned.lane, self._indices_of(planned))
 
     def check_compression_state(self, saved: Any) -> None:
         """Raises TypeError or ValueError for what codecs cannot go on from. Nothing is changed."""
@@ -316,9 +336,9 @@ class GradientSynchronizer:
 
     def _shapes(self) -> compression_state.Shapes:
         return {
-            index: (self.name_of(parameter), slot_of("", parameter).shape)
+            index: (self.name_of(parameter), slot_of("", parameter, gradient_dtype(parameter)).shape)
             for index, parameter in enumerate(parameters_of(self._groups()))
-            if not is_lazy(parameter) and can_be_planned(parameter)
+            if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
         }
 
     def load_compression_state(self, saved: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch._compile import _disable_dynamo
 
 from hvdkit import kernels
-from hvdkit.api.gradients.planning import next_title
 from hvdkit.api.gradients.verification import Verification
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
@@ -111,14 +110,14 @@ class OptimizerVerification(Verification):
             self.compare_at_once(self._process_set.process_set_id)
 
     @_disable_dynamo
-    def combined(self, engine: Any, class_name: str, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
+    def combined(self, engine: Any, label: str, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
         """The same where all ranks have combined their updates by name, and are here.
 
         Ranks that had joined have not counted what they left out, so all begin anew after a join.
         """
         if engine is not self._engine:
             self._engine, self._every, self._joins = engine, engine.settings.verify, -1
-            self._title = next_title(engine, self._process_set.process_set_id, class_name)
+            self._title = label
         if engine.joining.over != self._joins:
             self._joins, self._count = engine.joining.over, 0
         self._count += 1

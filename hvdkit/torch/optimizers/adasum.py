@@ -47,13 +47,13 @@ class AdasumSynchronizer(OptimizerSynchronizer):
                 wait()
         self.hooks.reset()
         if self._distributed:
-            self.verification.combined(self._engine, self.settings.title, self._groups(), self.name_of)
+            self.verification.combined(self._engine, self.settings.label(self._engine), self._groups(), self.name_of)
         return result
 
     def _combine(self, parameter: torch.Tensor, start: torch.Tensor) -> Callable[[], None]:
         compression = self.settings.compressor
         delta, context = compression.compress(parameter.detach() - start)
-        name = f"adasum.{self.settings.title}.{self.name_of(parameter)}"
+        name = f"adasum.{self.settings.label(self._engine)}.{self.name_of(parameter)}"
         handle = allreduce_async_(delta.contiguous(), name=name, op=ReduceOp.ADASUM)
 
         def wait() -> None:

@@ -100,18 +100,6 @@ def distributed_class(base: Any) -> Any:
             """By parameter, the names that it was given, or its place: scripts made for Horovod read it."""
             return {parameter: name for name, parameter in self._synchronizer.settings.names}
 
-        @property
-        def _step_supports_amp_scaling(self) -> bool:
-            # GradScaler.step() asks this just before it unscales the gradients.
-            self._synchronizer.synchronize_for_scaler()
-            return bool(
-                self.__dict__.get("_step_supports_amp_scaling", getattr(base, "_step_supports_amp_scaling", False))
-            )
-
-        @_step_supports_amp_scaling.setter
-        def _step_supports_amp_scaling(self, value: bool) -> None:
-            self.__dict__["_step_supports_amp_scaling"] = value
-
         def _reads_gradients_too_early(self) -> bool:
             # With Adasum they stay their rank's.
             return self._synchronizer.in_flight and self.op is not ReduceOp.ADASUM

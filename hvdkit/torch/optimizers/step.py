@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,19 @@ SKIPPED_IN_FLIGHT = (
     "optimizer.synchronize(). The gradients are those of this rank alone, and the ranks would diverge.\n"
     "HINT: call optimizer.synchronize() before optimizer.skip_synchronize(), or call optimizer.step() outside of it."
 )
+COMPUTED_IN_STEP = (
+    "The wrapped optimizer computed gradients inside its own step(). They are those of this rank alone and were not "
+    "reduced, so the ranks have diverged.\n"
+    "HINT: pass the computation to it as a closure, optimizer.step(closure): gradients are reduced after each call of "
+    "the closure."
+)
+
+
+def scalar_of(loss: Any) -> float | torch.Tensor | None:
+    """Return the loss if it is one real number, as a Python number or a tensor of one element; else None."""
+    if isinstance(loss, torch.Tensor):
+        return None if loss.numel() != 1 or loss.is_complex() or loss.dtype is torch.bool else loss
+    return float(loss) if isinstance(loss, numbers.Real) and not isinstance(loss, bool) else None
 
 
 class OptimizerSynchronizer(GradientSynchronizer):
@@ -92,8 +106,10 @@ class OptimizerSynchronizer(GradientSynchronizer):
         """Synchronise and then call the wrapped optimizer's ``step``, whose closure, if any, synchronises itself."""
         self.complete()
         if args and callable(args[0]):
+            self._synchronize_before_closure()
             args = (self._synchronized_closure(args[0]), *args[1:])
         elif callable(kwargs.get("closure")):
+            self._synchronize_before_closure()
             kwargs = {**kwargs, "closure": self._synchronized_closure(kwargs["closure"])}
         elif self.should_synchronize and not (self._for_scaler and self.is_synchronized):
             if self.is_synchronized:
@@ -106,10 +122,28 @@ class OptimizerSynchronizer(GradientSynchronizer):
         self.forget_synchronized()
         try:
             result = base_step(*args, **kwargs)
-        finally:  # the others compare what they have then, also if it raised here
+        except BaseException:  # the others compare what they have then
             self.verification.updated(self._groups(), self.name_of)
+            raise
+        if self.in_flight:
+            raise AssertionError(COMPUTED_IN_STEP)
+        self.verification.updated(self._groups(), self.name_of)
         self.forget_synchronized()
         return result
+
+    def _synchronize_before_closure(self) -> None:
+        """Reduce gradients that were computed before ``step(closure)``: optimizers such as SAM use them first.
+
+        Collective: all ranks learn whether some rank has any, since every rank must then take part.
+        """
+        if not self.should_synchronize or not self.settings.process_set.included():
+            return
+        self._bind()
+        has_gradients = torch.tensor([self.in_flight], dtype=torch.uint8)
+        if self._distributed:
+            has_gradients = self._allreduced(has_gradients, "before_closure", ReduceOp.MAX)
+        if has_gradients.item():
+            self.synchronize()
 
     def _check_synchronized(self) -> None:
         if self.in_flight:
@@ -143,12 +177,23 @@ class OptimizerSynchronizer(GradientSynchronizer):
         return closure_and_synchronize
 
     def _reduce_loss(self, loss: Any) -> Any:
-        if not self._distributed or loss is None:
+        """Return the average (with ``op=Sum`` the sum) of the ranks' losses, computed in float64.
+
+        A loss that is no real number is returned as it is. Such a rank takes part with zero, so that no rank waits.
+        """
+        scalar = scalar_of(loss)
+        if not self._distributed:
             return loss
-        value = torch.as_tensor(loss).detach().to(torch.float64).reshape(1).clone()
-        op = ReduceOp.SUM if self.settings.op is ReduceOp.SUM else ReduceOp.AVERAGE
-        name = f"loss.{self.settings.title}"
-        value = synchronize(allreduce_async_(value, name=name, op=op, process_set=self.settings.process_set))
-        if isinstance(loss, torch.Tensor):
-            return value.reshape(loss.shape).to(loss)
-        return value.item()
+        value = torch.as_tensor(0.0 if scalar is None else scalar, dtype=torch.float64).detach().reshape(1).clone()
+        value = self._allreduced(value, "loss", ReduceOp.SUM if self.settings.op is ReduceOp.SUM else ReduceOp.AVERAGE)
+        if scalar is None:
+            return loss
+        if not isinstance(loss, torch.Tensor):
+            return value.item()
+        return value.reshape(loss.shape).to(loss if loss.is_floating_point() else loss.device)
+
+    def _allreduced(self, tensor: torch.Tensor, what: str, op: ReduceOp) -> torch.Tensor:
+        name = f"{what}.{self.settings.label(self._engine)}"
+        handle = allreduce_async_(tensor, name=name, op=op, process_set=self.settings.process_set)
+        reduced: torch.Tensor = synchronize(handle)
+        return reduced
