@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import Counter
@@ -13,7 +14,7 @@ MADE_IN_THREADS = (
     "HINT: give each one a name of its own, the same on all ranks: {function}(..., name='critic')."
 )
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # collecting garbage runs finalizers
 
 
 class _Titled:
@@ -22,6 +23,10 @@ class _Titled:
     def __init__(self) -> None:
         self.count = 0
         self.alive: weakref.WeakSet[Pairing] = weakref.WeakSet()
+
+    def made_elsewhere(self) -> list[Pairing]:
+        """Return the living ones that other threads than the calling one made."""
+        return [pairing for pairing in self.alive if pairing._thread is not threading.current_thread()]
 
 
 class _Job:
@@ -45,7 +50,7 @@ class Pairing:
         self._function, self.title = function, title
         self._engine: weakref.ref[Any] | None = None
         self._number = 0
-        self._thread: threading.Thread | None = None
+        self._thread = threading.current_thread()
         self._error: str | None = None  # why its place in the order is unknown
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,11 +88,12 @@ class Pairing:
     def _join(self, engine: Any, process_set_id: int) -> None:
         titled = _JOBS.setdefault(engine, _Job()).titled.setdefault((process_set_id, self.title), _Titled())
         self._engine, self._thread, self._error = weakref.ref(engine), threading.current_thread(), None
-        for other in titled.alive:
-            if other._thread is not None and other._thread is not self._thread:
-                self._error = other._error = MADE_IN_THREADS.format(
-                    function=self._function, title=self.title, first=other._thread.name, second=self._thread.name
-                )
+        if any(titled.made_elsewhere()):
+            gc.collect()  # what nobody uses any more is no reason, and must be none on some ranks only
+        for other in titled.made_elsewhere():
+            self._error = other._error = MADE_IN_THREADS.format(
+                function=self._function, title=self.title, first=other._thread.name, second=self._thread.name
+            )
         self._number = titled.count
         titled.count += 1
         titled.alive.add(self)
