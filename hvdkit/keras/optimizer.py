@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from hvdkit.api.gradients import planning
 from hvdkit.api.gradients.compression import Compressions
 from hvdkit.api.gradients.settings import check_settings
+from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
@@ -47,6 +48,8 @@ def DistributedOptimizer(
     Args:
         optimizer: a keras.optimizers.Optimizer, also of a class of one's own, or one of tf_keras.
         name: what its gradients are called in the timeline and in errors, "Distributed" and its class otherwise.
+            Optimizers of the ranks belong together by their names and, where several have one name, by the order in
+            which they were made. So optimizers that several threads make need names of their own.
         device_dense: where reduced gradients are put, as in ``tf.device`` (TensorFlow only).
         device_sparse: where reduced gradients that are tf.IndexedSlices are put.
         compression: one of hvd.Compression, or for each variable a mapping ``{pattern of names: codec}`` or a function
@@ -120,6 +123,8 @@ def DistributedOptimizer(
         average_aggregated_gradients=bool(average_aggregated_gradients),
         overlap_forward=bool(overlap_forward),
     )
+    if runtime.is_initialized() and not runtime.is_forked():
+        chosen.label(runtime.engine())  # now: the order of first steps may be another on each rank
     wrapped: Optimizer = wrap(optimizer, chosen)
     return wrapped
 

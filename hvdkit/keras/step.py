@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdkit.api.backends import Gradients
 from hvdkit.api.gradients.guard import WATCH
+from hvdkit.engine.life import runtime
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.overlap import OneStep
 from hvdkit.keras.settings import OptimizerSettings
@@ -153,7 +154,7 @@ class DistributedStep:
         process_set = self.settings.process_set
         if not values or not process_set.included():
             return values
-        name = f"{self.settings.title}.overwritten"
+        name = f"{self.settings.label(runtime.engine())}.overwritten"
         largest = adapter().grouped_allreduce(values, name=name, op=ReduceOp.MAX, process_set=process_set)
         return list(largest)
 

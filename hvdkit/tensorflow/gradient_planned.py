@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.api.gradients.planning import next_title
+from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.compression import Codec
 from hvdkit.engine.life import runtime
+from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.engine.steps.registration import HOST, lane_device
@@ -57,7 +58,7 @@ class PlannedGradients:
     Where other ranks use it, all ranks fail.
     """
 
-    title: str
+    pairing: Pairing
     slots: Sequence[Slot]
     op: ReduceOp
     scales: tuple[float, float]
@@ -67,7 +68,9 @@ class PlannedGradients:
 
     def __post_init__(self) -> None:
         self._engine: Any = None
-        self._lane: Any = None
+        self._lane: Any = None  # None within a step: a rank has joined, and gradients go by name
+        self._epoch = 0  # see Groups.end_join
+        self._title = ""
         self._device: Device | None = None  # that of the lane, if it may live on one
         self.verification = VariableVerification()
         self._left: set[int] = set()  # slots of this step that were not handed over yet
@@ -103,12 +106,13 @@ class PlannedGradients:
         Raises HorovodInternalError once for a lane that failed since the last step; the next step makes a new one.
         """
         engine = runtime.engine()
-        if engine is not self._engine:
+        if engine is not self._engine or self._lane is None or self._epoch != engine.groups.plan_epoch:
             self.close()
             self._device = self.device()
             prescale, postscale = self.scales
+            self._epoch, self._title = engine.groups.plan_epoch, self.pairing.next_title(engine, self.process_set_id)
             self._lane = engine.register_plan(
-                next_title(engine, self.process_set_id, self.title),
+                self._title,
                 self.slots,
                 op=self.op,
                 prescale=prescale,
@@ -118,7 +122,8 @@ class PlannedGradients:
                 device=HOST if self._device is None else self._device.torch_name,
                 groups=self.groups,
             )
-            self.verification.attach(self._lane, engine)
+            if self._lane is not None:
+                self.verification.attach(self._lane, engine)
             self._engine = engine
         else:
             with self._closing_what_failed():
@@ -130,6 +135,11 @@ class PlannedGradients:
 
     def hand_over(self, indices: Sequence[int], gradients: Sequence[Any]) -> None:
         """Let gradients, eager tensors or arrays, be reduced: TensorFlow's own are read, and never written."""
+        if self._lane is None:
+            for index, gradient in zip(indices, gradients, strict=True):
+                self._results[index] = copy_of(np.reshape(as_array(gradient), -1))
+            self._left.difference_update(indices)
+            return
         started = perf_counter()
         if self._on_device is not None:
             copies = self._on_device.copies(gradients)
@@ -158,7 +168,9 @@ class PlannedGradients:
         Raises ParametersDifferError, on all ranks, where these held other variables than they do here.
         """
         if self._left:
-            raise HorovodInternalError(f"{self.title}: a step was finished of which gradients were never handed over")
+            raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
+        if self._lane is None:
+            return self._finish_by_name()
         with self._closing_what_failed():
             self._lane.finish()
         self.verification.finished()
@@ -172,9 +184,16 @@ class PlannedGradients:
             for index, slot in enumerate(self.slots)
         ]
 
+    def _finish_by_name(self) -> list[Any]:
+        arrays = [self._results.pop(index) for index in range(len(self.slots))]
+        self._engine.allreduce(
+            arrays, ReduceRequest(self.op, *self.scales), Call(self._title, self.process_set_id)
+        ).wait()
+        return [array.reshape(slot.shape) for array, slot in zip(arrays, self.slots, strict=True)]
+
     @property
     def _on_device(self) -> Device | None:
-        return self._device if self._lane.on_device else None
+        return self._device if self._lane is not None and self._lane.on_device else None
 
     @contextmanager
     def _closing_what_failed(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.api.checks import check_name
 from hvdkit.api.gradients import guard, planning
 from hvdkit.api.gradients.settings import GradientSettings, check_settings
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
@@ -31,6 +32,7 @@ def DistributedGradientTape(
     groups: int | list[list[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    name: str | None = None,
 ) -> Any:
     """A tape with what ``gradtape`` has recorded, whose ``gradient()`` reduces over all ranks of ``process_set``.
 
@@ -50,6 +52,9 @@ def DistributedGradientTape(
         groups: how many groups of gradients are reduced together, or the groups as lists of variables.
         process_set: the ranks that take part; on other ranks the tape is an ordinary one.
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
+        name: what its gradients are called in errors and in the timeline. Tapes of the ranks belong together by their
+            names and, where several have one name, by the order in which their variables are first asked for. So
+            models that are trained in several threads need tapes with names of their own, the same on all ranks.
 
     Returns:
         The tape to ask for gradients, which have the shapes and dtypes of what they are of.
@@ -72,6 +77,7 @@ def DistributedGradientTape(
         raise TypeError(f"{_FUNCTION}: gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
     if hasattr(type(gradtape), "register_local_source"):
         raise ValueError(f"{_FUNCTION}: gradtape is a DistributedGradientTape already\nHINT: wrap it once.")
+    check_name(_FUNCTION, name)
     settings = check_settings(
         _FUNCTION,
         op=op,
@@ -84,6 +90,8 @@ def DistributedGradientTape(
         scale_local_gradients=scale_local_gradients,
         device_dense=device_dense,
         device_sparse=device_sparse,
+        title=name,
+        is_kept=False,
     )
     base: Any = type(gradtape)
     distributed = object.__new__(_tape_class(base))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.api import checks
+from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.api.gradients.planning import form_groups, plain_name
 from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_of
 from hvdkit.api.operations import Asked
@@ -54,6 +57,9 @@ def reduce_gradients(
     """
     if not takes_part(settings):
         return list(gradients)
+    if settings.pairing is None:
+        settings = replace(settings, pairing=_pairing_of(settings, sources))
+    settings.label(runtime.engine())  # on the user's thread, in the order of the program
     results = list(gradients)
     names = names_of(sources, use_generic_names)
     planned: list[int] = []
@@ -96,6 +102,20 @@ def takes_part(settings: GradientSettings) -> bool:
 
         in_order(lambda: tf.numpy_function(check, [], tf.int64, name="hvdkit_check"))
     return len(traced[1]) > 1
+
+
+_PAIRINGS: dict[Any, Pairing] = {}  # of this process, by the variables that tapes are asked for
+
+
+def _pairing_of(settings: GradientSettings, sources: Sequence[Any]) -> Pairing | None:
+    """Return what tapes of these variables have in common; None without variables. It goes when one of them does."""
+    variables = [source for source in sources if is_variable(source)]
+    key = settings.title, settings.process_set.process_set_id, tuple(map(id, variables))
+    if variables and key not in _PAIRINGS:
+        _PAIRINGS[key] = Pairing("DistributedGradientTape", settings.title)
+        for variable in variables:
+            weakref.finalize(variable, _PAIRINGS.pop, key, None)
+    return _PAIRINGS.get(key)
 
 
 def _ranks(process_set: ProcessSet) -> tuple[int | None, list[int]]:
@@ -184,7 +204,8 @@ def _plan(
 
     def make() -> PlannedGradients:
         _warn(settings, settings.policy.complaint(names))
-        return PlannedGradients(settings.title, slots, settings.op, settings.scales, codecs, groups, process_set_id)
+        assert settings.pairing is not None, "what is planned has variables"
+        return PlannedGradients(settings.pairing, slots, settings.op, settings.scales, codecs, groups, process_set_id)
 
     return plan_of(key, sources, make)
 
@@ -208,7 +229,7 @@ def _named(
         postscale_factor=postscale,
         process_set=settings.process_set,
         ignore_name_scope=True,
-        name=f"{settings.title}.{names[0]}",
+        name=f"{settings.label(runtime.engine())}.{names[0]}",
     )
 
 
@@ -223,5 +244,5 @@ def _sparse(
         op=settings.op,
         process_set=settings.process_set,
         ignore_name_scope=True,
-        name=f"{settings.title}.{names[0]}{hints.SPARSE}",
+        name=f"{settings.label(runtime.engine())}.{names[0]}{hints.SPARSE}",
     )

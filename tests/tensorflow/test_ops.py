@@ -15,7 +15,11 @@ RUNNER = "tests.tensorflow.runner"
 PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")
 OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER, preload=PRELOAD)
 GRADIENTS = RankedCases(
-    "tests.tensorflow.batch_norm_cases", "tests.tensorflow.gradient_cases", runner=RUNNER, preload=PRELOAD
+    "tests.tensorflow.batch_norm_cases",
+    "tests.tensorflow.gradient_cases",
+    "tests.tensorflow.pairing_cases",
+    runner=RUNNER,
+    preload=PRELOAD,
 )
 VERIFIED = RankedCases("tests.tensorflow.verification_cases", runner=RUNNER, preload=PRELOAD, HVDKIT_VERIFY="1")
 

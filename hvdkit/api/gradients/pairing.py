@@ -24,9 +24,9 @@ class _Titled:
         self.count = 0
         self.alive: weakref.WeakSet[Pairing] = weakref.WeakSet()
 
-    def made_elsewhere(self) -> list[Pairing]:
-        """Return the living ones that other threads than the calling one made."""
-        return [pairing for pairing in self.alive if pairing._thread is not threading.current_thread()]
+    def made_elsewhere(self, thread: threading.Thread) -> list[Pairing]:
+        """Return the living ones that other threads made."""
+        return [pairing for pairing in self.alive if pairing._thread is not thread]
 
 
 class _Job:
@@ -65,7 +65,7 @@ class Pairing:
         with _LOCK:
             if self._engine is None or self._engine() is not engine:
                 self._join(engine, process_set_id)
-        self.check()
+            self.check()
         return f"{self.title}.{self._number}" + (f".process_set{process_set_id}" if process_set_id else "")
 
     def check(self) -> None:
@@ -87,10 +87,12 @@ class Pairing:
 
     def _join(self, engine: Any, process_set_id: int) -> None:
         titled = _JOBS.setdefault(engine, _Job()).titled.setdefault((process_set_id, self.title), _Titled())
-        self._engine, self._thread, self._error = weakref.ref(engine), threading.current_thread(), None
-        if any(titled.made_elsewhere()):
+        self._engine, self._error = weakref.ref(engine), None
+        if not isinstance(threading.current_thread(), threading._DummyThread):  # else one of TensorFlow's, of no order
+            self._thread = threading.current_thread()
+        if titled.made_elsewhere(self._thread):
             gc.collect()  # what nobody uses any more is no reason, and must be none on some ranks only
-        for other in titled.made_elsewhere():
+        for other in titled.made_elsewhere(self._thread):
             self._error = other._error = MADE_IN_THREADS.format(
                 function=self._function, title=self.title, first=other._thread.name, second=self._thread.name
             )

@@ -1,13 +1,11 @@
-"""What ranks agree on before gradients are reduced together: a name for the agreement, and groups."""
+"""What ranks agree on before gradients are reduced together: factors, names and groups."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from hvdkit.api.checks import check_factor
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -18,16 +16,6 @@ NO_GROUPS = (
 )
 
 Item = TypeVar("Item")
-
-# Agreeing on a plan is collective, so the n-th time that ranks of a process set do it is the same time on all of them.
-_AGREEMENTS: WeakKeyDictionary[Any, dict[int, Iterable[int]]] = WeakKeyDictionary()
-
-
-def next_title(engine: Any, process_set_id: int, class_name: str) -> str:
-    """A name for the next agreement, the same on all ranks of the process set."""
-    counts = _AGREEMENTS.setdefault(engine, {})
-    number = next(iter(counts.setdefault(process_set_id, itertools.count())))
-    return f"{class_name}.{number}" if process_set_id == 0 else f"{class_name}.{number}.process_set{process_set_id}"
 
 
 def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any], bool]) -> int | list[Any] | None:

@@ -22,7 +22,8 @@ class GradientSettings:
     """What a user asked of a DistributedGradientTape or a DistributedOptimizer. ``title``: what messages call it."""
 
     title: str
-    pairing: Pairing = field(compare=False)  # which of the other ranks' optimizers belong to this one
+    # Which of the other ranks' optimizers belong to this one; None: it is made for each step, as tapes are.
+    pairing: Pairing | None = field(default=None, compare=False)
     op: ReduceOp = ReduceOp.AVERAGE
     predivide: float = 1.0
     groups: int | list[list[Any]] | None = None
@@ -44,6 +45,12 @@ class GradientSettings:
     def compressor(self) -> Any:
         """What compresses tensor by tensor, for gradients that are not in a plan."""
         return self.policy.compression if self.policy.by_tensor else NoneCompressor
+
+    def label(self, engine: Any) -> str:
+        """Return the optimizer's name, which is the same on all ranks; see Pairing."""
+        if self.pairing is None:
+            return self.title
+        return self.pairing.label(engine, checks.check_registered(self.title, self.process_set))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Raises ValueError for what an older hvdkit has pickled: it would train by defaults, not by what was asked."""
@@ -79,13 +86,14 @@ def check_settings(
     device_dense: str = "",
     device_sparse: str = "",
     title: str | None = None,
+    is_kept: bool = True,
     members: str = "variables",
     is_member: Callable[[Any], bool] = is_variable,
 ) -> GradientSettings:
     """The settings of ``function``'s arguments, which it was given by the user itself.
 
-    ``title`` if they are to be told by another name; ``members``, ``is_member``: what groups consist of. Raises
-    TypeError or ValueError for what makes no sense.
+    ``title`` if messages call them by another name; ``is_kept``: their owner makes many steps; ``members``,
+    ``is_member``: what groups consist of. Raises TypeError or ValueError for what makes no sense.
     """
     passes = checks.check_passes(function, backward_passes_per_step)
     reduce_op = checks.check_op(function, op)
@@ -97,7 +105,7 @@ def check_settings(
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return GradientSettings(
         title=title or function,
-        pairing=Pairing(function, title or function),
+        pairing=Pairing(function, title or function) if is_kept else None,
         op=reduce_op,
         predivide=predivide,
         groups=planning.check_groups(function, groups, members, is_member),

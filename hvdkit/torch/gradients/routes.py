@@ -75,6 +75,7 @@ class Routes:
         self._kinds = [(id(member), gradient_dtype(member)) for member in members]
         self._groups, self._epoch = engine.groups, engine.groups.plan_epoch
         process_set_id = check_registered(settings.title, settings.process_set)
+        assert settings.pairing is not None, "an optimizer is kept"
         self.title = settings.pairing.next_title(engine, process_set_id)
         self.kinds = agree_on_kinds(engine, members, self.title, process_set_id, sparse_only)
         self.sparse_dims = sparse_dims = self.kinds.sparse_dims

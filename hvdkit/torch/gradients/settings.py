@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hvdkit.api.checks import check_registered
 from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.life.process_sets import global_process_set
 
@@ -29,7 +28,3 @@ class Settings(GradientSettings):
             groups=copy.deepcopy(self.groups, memo),
             pairing=copy.copy(self.pairing),
         )
-
-    def label(self, engine: Any) -> str:
-        """Return the optimizer's name, which is the same on all ranks; see Pairing."""
-        return self.pairing.label(engine, check_registered(self.title, self.process_set))

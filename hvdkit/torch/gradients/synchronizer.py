@@ -175,7 +175,8 @@ class GradientSynchronizer:
         held other parameters after the last update.
         """
         self._check_owner()
-        self.settings.pairing.check()
+        if self.settings.pairing is not None:
+            self.settings.pairing.check()
         self._bind()
         self._check_cleared()
         if self._distributed:
