@@ -91,14 +91,14 @@ def case_tapes_with_names_are_paired_by_them(hvd: Any) -> None:
         close(model.weights, alone.weights, 1e-10)
 
 
-def case_tapes_without_names_in_two_threads_are_an_error(hvd: Any) -> None:
+def case_tapes_of_one_name_in_two_threads_are_an_error(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("one rank reduces nothing")
     models, errors = [Model() for _ in range(2)], []
 
     def ask(index: int) -> None:
         try:
-            stepping(hvd, models[index])(batch(hvd.rank()))
+            stepping(hvd, models[index], name="model")(batch(hvd.rank()))
         except ValueError as error:
             errors.append(str(error))
 
@@ -107,6 +107,6 @@ def case_tapes_without_names_in_two_threads_are_an_error(hvd: Any) -> None:
         thread.start()
         thread.join()
     assert len(errors) == 1
-    assert "made in the threads 'trainer 0' and 'trainer 1'" in errors[0]
+    assert "'model' was made in the threads 'trainer 0' and 'trainer 1'" in errors[0]
     assert "HINT: " in errors[0]
     assert "DistributedGradientTape(..., name='critic')" in errors[0]
