@@ -57,7 +57,7 @@ class _Synchronizer(GradientSynchronizer):
     def begin(self, local: Collection[int]) -> None:
         """A backward pass begins, whose gradients come to ``synchronize()`` as they are."""
         routes = self._routes
-        if routes is None or routes.planned is None or any(key in local for key in routes.ids):
+        if routes is None or routes.planned is None or routes.is_outdated or any(key in local for key in routes.ids):
             return
         if not routes.planned.lane.on_device:  # where a collective that others have begun cannot be given up
             self.hooks.begin()
