@@ -610,6 +610,29 @@ def case_join_lets_others_go_on(hvd: Any) -> None:
     assert 0 <= int(hvd.join()) < hvd.size()
 
 
+def case_at_the_end_of_the_data_nothing_is_begun(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("needs other ranks")
+    weight = tf.Variable(float(hvd.rank()))
+
+    def total(iterator: Any) -> Any:
+        next(iterator)
+        return hvd.allreduce(weight, op=hvd.Sum, name="independent_of_data")
+
+    def join(iterator: Any) -> Any:
+        next(iterator)
+        return hvd.join()
+
+    for function in (tf.function(total), tf.function(join)):
+        if hvd.rank() == 0:  # the others never learn of it
+            with pytest.raises(tf.errors.OutOfRangeError):
+                function(iter(tf.data.Dataset.range(0)))
+            weight.assign(100.0)
+        results = hvd.allgather_object(float(function(iter(tf.data.Dataset.range(1)))))
+        assert len(set(results)) == 1
+    assert float(hvd.allreduce(weight, op=hvd.Sum)) == 100.0 + sum(range(1, hvd.size()))
+
+
 def case_half_precision_is_summed_in_single(hvd: Any) -> None:
     for dtype in FLOATS[:2]:
         result = hvd.allreduce(tf.cast(tf.fill([10], 1.0 + hvd.rank() / 8), dtype), op=hvd.Sum)
