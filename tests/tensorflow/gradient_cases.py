@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.errors import HorovodInternalError
-from hvdkit.tensorflow.gradient_planned import PLANS
+from hvdkit.tensorflow.gradient_planned import PART_BYTES, PLANS
 from tests.ranks import Skip
-from tests.tensorflow.data import ways
+from tests.tensorflow.data import slow_end, ways
 from tests.told import told, warned
 
 ROWS = 4
@@ -425,22 +425,24 @@ def case_tape_adasum_travels_in_16_bits(hvd: Any) -> None:
 def case_tape_at_the_end_of_the_data_nothing_is_begun(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("needs other ranks")
-    weight, penalised = tf.Variable([1.0, 2.0], name="weight"), tf.Variable([3.0], name="penalised")
+    weight = tf.Variable([1.0, 2.0], name="weight")
+    penalised = tf.Variable(tf.fill([PART_BYTES // 4], 3.0), name="penalised")  # whose gradient is a part of its own
 
     @tf.function
     def step(iterator: Any) -> Any:
         x = next(iterator)
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weight * x) + tf.reduce_sum(tf.square(penalised)) * float(hvd.rank() + 1)
-        return hvd.DistributedGradientTape(tape).gradient(loss, [weight, penalised])
+        first, second = hvd.DistributedGradientTape(tape).gradient(loss, [weight, penalised])
+        return first, second[:2]
 
     mean = (hvd.size() + 1) / 2
     for number in (1.0, 2.0):
         data = tf.data.Dataset.from_tensors(tf.constant([1.0, number]) * float(hvd.rank() + 1))
-        close(step(iter(data)), [tf.constant([1.0, number]) * mean, tf.constant([6.0]) * mean])
+        close(step(iter(data)), [tf.constant([1.0, number]) * mean, tf.constant([6.0, 6.0]) * mean])
         if hvd.rank() == 0:  # the others never learn of it
             with told(tf.errors.OutOfRangeError):
-                step(iter(data.take(0)))
+                step(iter(slow_end()))
 
 
 def case_tape_reading_attributes_on_one_rank_changes_nothing(hvd: Any) -> None:

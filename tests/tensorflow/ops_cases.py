@@ -610,27 +610,38 @@ def case_join_lets_others_go_on(hvd: Any) -> None:
     assert 0 <= int(hvd.join()) < hvd.size()
 
 
-def case_at_the_end_of_the_data_nothing_is_begun(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("needs other ranks")
-    weight = tf.Variable(float(hvd.rank()))
+def case_in_a_graph_all_waits_for_the_data(hvd: Any) -> None:
+    """At the end of an iterator TensorFlow runs all that does not wait for the next element."""
+    weight = tf.Variable([1.0, 2.0])
 
-    def total(iterator: Any) -> Any:
-        next(iterator)
-        return hvd.allreduce(weight, op=hvd.Sum, name="independent_of_data")
+    def twice(iterator: Any) -> Any:
+        return hvd.allreduce(weight + 0.0 * next(iterator)), next(iterator), hvd.allgather(weight)
 
-    def join(iterator: Any) -> Any:
-        next(iterator)
-        return hvd.join()
+    for operation in (
+        twice,
+        lambda iterator: (next(iterator), hvd.allreduce(weight)),
+        lambda iterator: (next(iterator), hvd.broadcast_variables([weight], root_rank=0)),
+        lambda iterator: (next(iterator), hvd.join()),
+    ):
+        iterator = iter(tf.data.Dataset.from_tensors(tf.zeros([2])))
+        graph = tf.function(operation).get_concrete_function(iterator).graph
+        elements = [one for one in graph.get_operations() if one.type == "IteratorGetNext"]
+        begun = [one for one in graph.get_operations() if one.name.startswith(("hvdkit_begin", "hvdkit_join"))]
+        assert len(begun) == len(elements) > 0
+        for one, element in zip(begun, elements, strict=True):
+            assert element in ancestors_of(one)
 
-    for function in (tf.function(total), tf.function(join)):
-        if hvd.rank() == 0:  # the others never learn of it
-            with pytest.raises(tf.errors.OutOfRangeError):
-                function(iter(tf.data.Dataset.range(0)))
-            weight.assign(100.0)
-        results = hvd.allgather_object(float(function(iter(tf.data.Dataset.range(1)))))
-        assert len(set(results)) == 1
-    assert float(hvd.allreduce(weight, op=hvd.Sum)) == 100.0 + sum(range(1, hvd.size()))
+
+def ancestors_of(operation: Any) -> set[Any]:
+    """All that an operation of a graph waits for."""
+    found: set[Any] = set()
+    left = [operation]
+    while left:
+        one = left.pop()
+        before = {*one.control_inputs, *(tensor.op for tensor in one.inputs)} - found
+        found |= before
+        left += before
+    return found
 
 
 def case_half_precision_is_summed_in_single(hvd: Any) -> None:
