@@ -102,7 +102,13 @@ def objects(module: Any) -> Iterator[tuple[str, Any]]:
         from hvdkit.tensorflow.gradient_tape import _tape_class
 
         made = _tape_class(importlib.import_module("tensorflow").GradientTape)
-        for name in ("gradient", "register_local_source", "get_local_and_global_gradients"):
+        for name in (
+            "gradient",
+            "jacobian",
+            "batch_jacobian",
+            "register_local_source",
+            "get_local_and_global_gradients",
+        ):
             yield f"DistributedGradientTape.{name}", vars(made)[name]
     else:
         from hvdkit.keras.optimizer_class import Distributed

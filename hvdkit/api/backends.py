@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ ADAPTERS = {"tensorflow": "hvdkit.tensorflow", "torch": "hvdkit.torch"}
 
 # Makes the update of some variables by their reduced gradients.
 Update = Callable[[Sequence[Any], Sequence[Any]], None]
+
+# Makes a context in which a graph orders all after tensors (None is left out) and after the data of its step.
+After = Callable[[Sequence[Any]], AbstractContextManager[None]]
 
 
 class Gradients(ABC):
@@ -57,3 +61,4 @@ class Backend:
     gradients: Callable[[GradientSettings], Gradients]  # of an optimizer with these settings
     broadcast_variables: Callable[[Sequence[Any], int], None]  # writes a root's values into Keras variables
     as_written: Callable[[Any], Any]  # the same function, which the framework does not translate
+    after: After

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdkit.api.gradients.guard import WATCH, is_marked
 from hvdkit.keras import keras_2
+from hvdkit.keras.backend import backend
 from hvdkit.keras.step import distributed_step, step_of
 
 SKIPPED = (
@@ -59,7 +60,7 @@ def reducing_pairs_first(of_class: Any) -> Any:
         if skips is not None:
             if not (any(map(is_marked, grads)) or any(map(WATCH.knows, variables))):
                 warnings.warn(SKIPPED.format(name=keras_2.name_of(self), flag=skips), stacklevel=2)
-            with WATCH.reduced():
+            with backend().after(grads), WATCH.reduced():
                 return of_class(self, pairs, *args, **options)
         with keras_2.init_scope():  # in a graph no variable can be made
             step.prepare(variables)

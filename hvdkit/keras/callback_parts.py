@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdkit.api import job, objects
 from hvdkit.engine.life.process_sets import global_process_set
-from hvdkit.keras.functions import average_numbers, broadcast_variables
+from hvdkit.keras.functions import average_arrays, broadcast_variables
 from hvdkit.keras.keras_2 import build, is_built, needs_other_callbacks, variables_of, velocities_of
 from hvdkit.keras.step import distributed_step
 
@@ -92,7 +93,11 @@ class MetricAverage(ForModel):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average ``logs``. Raises ValueError on all ranks where they have different metrics, or learning rates."""
         logs = {} if logs is None else logs
-        names = sorted(name for name, value in logs.items() if isinstance(value, int | float) or _is_scalar(value))
+        values = keras.tree.flatten(logs)
+        arrays = [_numbers_of(value) for value in values]
+        names = _described(
+            keras.tree.pack_sequence_as(logs, [None if one is None else str(one.shape) for one in arrays])
+        )
         gathered = objects.allgather_object((names, _shared_rate(self.model)), name="MetricAverageCallback.names")
         everyones, rates = [others for others, _ in gathered], [rate for _, rate in gathered]
         if any(others != names for others in everyones):
@@ -109,8 +114,11 @@ class MetricAverage(ForModel):
                 "HINT: have all ranks set the same. A callback that follows a metric, as ReduceLROnPlateau does, comes "
                 "after MetricAverageCallback in the list; before it, each rank follows its own."
             )
-        averages = average_numbers([float(logs[name]) for name in names], "MetricAverageCallback")
-        logs.update(zip(names, averages, strict=True))
+        averages = iter(average_arrays([one for one in arrays if one is not None], "MetricAverageCallback"))
+        averaged = [
+            one if array is None else _like(one, next(averages)) for one, array in zip(values, arrays, strict=True)
+        ]
+        logs.update(keras.tree.pack_sequence_as(logs, averaged))
 
 
 class LearningRateSchedule(ForModel):
@@ -232,8 +240,28 @@ def _shared_rate(model: Any) -> float | None:
     return _rate_of(optimizer)
 
 
-def _is_scalar(value: Any) -> bool:
-    return getattr(value, "shape", None) == ()
+def _numbers_of(value: Any) -> Any:
+    """Return a number, an array or a tensor as an array; None for what has no real numbers, as a string."""
+    if not (isinstance(value, int | float) or hasattr(value, "shape")):
+        return None
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return array if np.can_cast(array.dtype, np.float64, "same_kind") else None
+
+
+def _like(value: Any, average: Any) -> Any:
+    """Return the average of a value as what the value was: a number, an array, or a tensor; of integers in float64."""
+    if average.ndim == 0:
+        return float(average)
+    return average if isinstance(value, np.ndarray) else keras.ops.convert_to_tensor(average)
+
+
+def _described(shapes: Mapping[str, Any]) -> list[str]:
+    """Return what all ranks must have alike of metrics: the names, with the shapes of all but numbers.
+
+    ``shapes`` has text for each number or array of a metric, and None for what is not averaged.
+    """
+    averaged = {name: shape for name, shape in shapes.items() if any(keras.tree.flatten(shape))}
+    return sorted(name if shape == "()" else f"{name} of shape {shape}" for name, shape in averaged.items())
 
 
 def _slots_of(optimizer: Any, local: set[int]) -> set[int]:

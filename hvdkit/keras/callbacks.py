@@ -33,12 +33,15 @@ class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, keras.cal
 class MetricAverageCallback(parts.MetricAverage, keras.callbacks.Callback):  # type: ignore[misc]
     """Averages metrics over all ranks at the end of each epoch, in place, for the callbacks that come after it.
 
+    A metric of several values (an array, a tensor, or a list, tuple or dictionary of these and of numbers) is averaged
+    element by element and keeps its form; averages of integers and booleans are floating. Text and None stay.
+
     Args:
         device: taken for compatibility.
 
     Raises:
-        ValueError: at the end of an epoch, on all ranks where they have different metrics, or other learning rates for
-            one optimizer: what sets these by a metric comes after this callback.
+        ValueError: at the end of an epoch, on all ranks where they have different metrics, or metrics of different
+            shapes, or other learning rates for one optimizer: what sets these by a metric comes after this callback.
 
     Examples:
         >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")

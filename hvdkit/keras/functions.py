@@ -164,9 +164,16 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
     broadcast_variables([*model.variables, *(variables_of(optimizer) if optimizer is not None else ())], root_rank)
 
 
-def average_numbers(numbers: Sequence[float], name: str) -> list[float]:
-    """The averages over all ranks of a few numbers."""
-    array = np.array(numbers, np.float64)
-    if array.size:
-        runtime.engine().allreduce([array], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
-    return [float(number) for number in array]
+def average_arrays(arrays: Sequence[Any], name: str) -> list[Any]:
+    """Return the averages over all ranks of a few small arrays, element by element.
+
+    They are computed in float64; those of integers and booleans stay so, others have the dtype of their array.
+    """
+    numbers = np.concatenate([np.zeros(0), *(array.astype(np.float64).ravel() for array in arrays)])
+    if numbers.size:
+        runtime.engine().allreduce([numbers], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
+    parts = np.split(numbers, np.cumsum([array.size for array in arrays]))[: len(arrays)]
+    return [
+        part.reshape(array.shape).astype(np.float64 if array.dtype.kind in "biu" else array.dtype)
+        for part, array in zip(parts, arrays, strict=True)
+    ]

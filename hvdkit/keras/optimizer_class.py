@@ -34,6 +34,13 @@ from hvdkit.keras.early import scale_loss_and_begin
 from hvdkit.keras.settings import OptimizerSettings
 from hvdkit.keras.step import SETTINGS, STEP, step_of
 
+LOCAL_IN_COPY = (
+    "A distributed optimizer that leaves variables to each rank ({names}) has no deep copy and no pickle: these are "
+    "variables of its own model, and a copy would reduce those of another one.\n"
+    "HINT: copy the optimizer before it is wrapped, and give PartialDistributedOptimizer or register_local_var() the "
+    "layers or variables of the model that the copy trains."
+)
+
 
 class Distributed:
     """What every distributed optimizer has beside what its own class has."""
@@ -41,7 +48,7 @@ class Distributed:
     @property
     def process_set(self) -> Any:
         """The ranks among which gradients are reduced."""
-        return step_of(self).settings.process_set
+        return getattr(type(self), SETTINGS).process_set
 
     @property
     def variables(self) -> Any:
@@ -61,7 +68,8 @@ class Distributed:
 
         Args:
             var: a variable of the model, of any shape; it may differ between ranks. Raises nothing for one of
-                another model.
+                another model. An optimizer with local variables has no deep copy and no pickle, and what
+                ``from_config`` makes of it knows none of them.
 
         Examples:
             >>> optimizer = hvd.DistributedOptimizer(optimizer)
@@ -69,13 +77,28 @@ class Distributed:
         """
         step_of(self).register_local(var)
 
+    def __copy__(self) -> Any:
+        """Return an optimizer that shares this one's variables and settings, and leaves the same variables to ranks."""
+        copied = wrap(self._hvdkit_plain(), step_of(self).settings)
+        step_of(copied).local.update(step_of(self).local)
+        return copied
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of a copy, or a pickle: that of the plain optimizer, wrapped again."""
+        """Of a deep copy, or a pickle: that of the plain optimizer, wrapped again.
+
+        Raises TypeError where variables are local: those of the copy's model are others, and would be reduced.
+        """
+        if local := step_of(self).local:
+            names = ", ".join(getattr(one, "path", one.name) for one in local.values())
+            raise TypeError(LOCAL_IN_COPY.format(names=names))
+        return wrap, (self._hvdkit_plain(), step_of(self).settings)
+
+    def _hvdkit_plain(self) -> Any:
+        """Return the optimizer under its own class, with this one's attributes as the last step leaves them."""
         step_of(self).complete()
-        *_, base = type(self).__bases__
-        plain: Any = object.__new__(base)
+        plain: Any = object.__new__(type(self).__bases__[-1])
         vars(plain).update({key: value for key, value in vars(self).items() if key != STEP})
-        return wrap, (plain, step_of(self).settings)
+        return plain
 
 
 def wrap(optimizer: Any, settings: OptimizerSettings) -> Any:

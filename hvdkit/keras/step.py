@@ -66,6 +66,11 @@ class DistributedStep:
             if not self._leave_to_background(gradients, variables, optimizer):
                 self._apply(gradients, variables, apply)
             return
+        with backend().after(gradients):
+            self._add_up(gradients, variables, apply)
+
+    def _add_up(self, gradients: list[Any], variables: list[Any], apply: Apply) -> None:
+        """Add the gradients of one pass to those of the passes before it; the last one makes the step."""
         import keras
 
         for gradient, variable in zip(gradients, variables, strict=True):
@@ -114,7 +119,8 @@ class DistributedStep:
 
     def _apply(self, gradients: list[Any], variables: list[Any], apply: Apply) -> None:
         reduced = self.reduce(gradients, variables)
-        with WATCH.reduced():
+        # The optimizer counts its updates too, and that does not depend on gradients.
+        with backend().after(reduced), WATCH.reduced():
             apply(reduced, variables)
 
     @contextmanager

@@ -11,6 +11,7 @@ from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.tensorflow.functions import broadcast_variables
 from hvdkit.tensorflow.gradients import reduce_gradients
+from hvdkit.tensorflow.ops.bridge import after
 from hvdkit.tensorflow.ops.unconverted import as_written
 
 
@@ -25,4 +26,4 @@ class TensorFlowGradients(backends.Gradients):
         return reduce_gradients(self._settings, gradients, variables, local)
 
 
-BACKEND = backends.Backend(tf.convert_to_tensor, TensorFlowGradients, broadcast_variables, as_written)
+BACKEND = backends.Backend(tf.convert_to_tensor, TensorFlowGradients, broadcast_variables, as_written, after)

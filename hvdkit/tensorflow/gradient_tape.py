@@ -37,6 +37,7 @@ def DistributedGradientTape(
     """A tape with what ``gradtape`` has recorded, whose ``gradient()`` reduces over all ranks of ``process_set``.
 
     ``gradient()`` is collective: all ranks ask for gradients with respect to the same variables in the same order.
+    ``jacobian()`` and ``batch_jacobian()`` are this rank's own, and not reduced.
     ``register_local_source(variable)`` of the result leaves the gradient of a variable to each rank.
 
     Args:
@@ -217,6 +218,52 @@ def _tape_class(base: Any) -> Any:
                 self._hvdkit_settings, flat, tf.nest.flatten(sources), self._hvdkit_local, use_generic_names
             )
             return tf.nest.pack_sequence_as(gradients, reduced)
+
+        @as_written
+        def jacobian(self, *args: Any, **options: Any) -> Any:
+            """As tf.GradientTape.jacobian(), of this rank alone: nothing is reduced.
+
+            Args:
+                args: those of TensorFlow, as are ``options``: ``target``, ``sources`` and how it is computed.
+
+            Returns:
+                Jacobians in the structure of ``sources``. Raises what TensorFlow raises.
+
+            Examples:
+                >>> weight = tf.Variable([1.0, 2.0])
+                >>> with tf.GradientTape() as tape:
+                ...     target = weight * (1.0 + hvd.rank())
+                >>> tape = hvd.DistributedGradientTape(tape)
+                >>> tape.jacobian(target, weight).numpy().tolist()  # on rank 1: [[2.0, 0.0], [0.0, 2.0]]
+                [[1.0, 0.0], [0.0, 1.0]]
+            """
+            return self._hvdkit_undistributed().jacobian(*args, **options)
+
+        @as_written
+        def batch_jacobian(self, *args: Any, **options: Any) -> Any:
+            """As tf.GradientTape.batch_jacobian(), of this rank alone: nothing is reduced.
+
+            Args:
+                args: those of TensorFlow, as are ``options``: ``target``, ``source`` and how it is computed.
+
+            Returns:
+                A tensor with a Jacobian for each row. Raises what TensorFlow raises.
+
+            Examples:
+                >>> inputs = tf.constant([[1.0], [2.0]])
+                >>> with tf.GradientTape() as tape:
+                ...     tape.watch(inputs)
+                ...     target = inputs * inputs
+                >>> hvd.DistributedGradientTape(tape).batch_jacobian(target, inputs).numpy().tolist()
+                [[[2.0]], [[4.0]]]
+            """
+            return self._hvdkit_undistributed().batch_jacobian(*args, **options)
+
+        def _hvdkit_undistributed(self) -> Any:
+            """Return the same tape under its own class, whose ``gradient()`` TensorFlow calls for each row."""
+            tape: Any = object.__new__(base)
+            tape.__dict__ = self.__dict__
+            return tape
 
         @as_written
         def get_local_and_global_gradients(

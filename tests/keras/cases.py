@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import pickle
 import tempfile
@@ -16,8 +18,18 @@ from sklearn.datasets import load_digits
 
 from hvdkit.engine.life import runtime
 from hvdkit.errors import HorovodInternalError
-from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, train
+from tests.keras.batches import (
+    FEATURES,
+    NOT_WRAPPED,
+    ROWS,
+    batches,
+    check_a_metric_of_several_values,
+    check_reading_changes_nothing,
+    joined,
+    train,
+)
 from tests.keras.models import check_close, check_same_bits, compiled, model, numbers, steps_of_one_process
+from tests.keras.unknown_lengths import check_the_end_is_no_pass, of_unknown_length
 from tests.ranks import Skip
 from tests.told import told, warned
 
@@ -254,6 +266,55 @@ def count(optimizer: Any) -> int:
     return int(keras.ops.convert_to_numpy(optimizer.iterations))
 
 
+def case_the_end_of_data_of_unknown_length_is_no_pass(hvd: Any) -> None:
+    only_tensorflow()
+
+    def scaled() -> Any:
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0)
+
+    check_the_end_is_no_pass(hvd, keras, lambda: keras.optimizers.Adam(0.01), 3)
+    check_the_end_is_no_pass(hvd, keras, scaled, 1)
+
+
+def case_the_end_of_an_iterator_in_a_graph_is_no_pass(hvd: Any) -> None:
+    only_tensorflow()
+    import tensorflow as tf
+
+    def one(step: Any, iterator: Any) -> None:
+        step(*next(iterator))
+
+    def four(step: Any, iterator: Any) -> None:
+        for _ in tf.range(4):
+            step(*next(iterator))
+
+    def step_of(made: Any, optimizer: Any, depends_on_data: bool) -> Any:
+        def step(x: Any, y: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = sum(tf.reduce_sum(tf.sin(tf.convert_to_tensor(one))) for one in made.trainable_variables)
+                if depends_on_data:
+                    loss += tf.reduce_mean(tf.square(made(x) - y))
+            optimizer.apply(tape.gradient(loss, made.trainable_variables), made.trainable_variables)
+
+        return step
+
+    for way, depends_on_data in ((four, True), (one, False)):
+        looped, alone = model(), model()
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.Adam(0.01), backward_passes_per_step=3, average_aggregated_gradients=True
+        )
+        run = tf.function(functools.partial(way, step_of(looped, optimizer, depends_on_data)))
+        for _ in range(2):
+            iterator = iter(of_unknown_length(batches(hvd.rank(), 6)))
+            with contextlib.suppress(tf.errors.OutOfRangeError):
+                while True:
+                    run(iterator)
+        step, data = step_of(alone, keras.optimizers.Adam(0.01), depends_on_data), joined(hvd, 6) * 2
+        for start in range(0, 12, 3):
+            step(*(np.concatenate(part) for part in zip(*data[start : start + 3], strict=True)))
+        assert count(optimizer) == 4
+        check_close(looped, alone, 1e-6, 1e-6)
+
+
 def case_what_had_a_gradient_in_one_of_several_passes_is_used_in_that_step(hvd: Any) -> None:
     variables = [keras.Variable(np.zeros(2), dtype="float64", name=name) for name in ("a", "b")]
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
@@ -403,6 +464,32 @@ def case_copies_are_distributed_too(hvd: Any) -> None:
         check_close(train(compiled(again), batches(hvd.rank())), alone)
         assert again is not optimizer
     assert not optimizer.built
+
+
+def case_copies_know_which_layers_stay_local(hvd: Any) -> None:
+    only_with_others(hvd)
+    ours = model()
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=ours.layers[0])
+    ours.compile(optimizer=copy.copy(optimizer), loss="mse")
+    train(ours, batches(hvd.rank()))
+    digests = hvd.allgather_object([value.tobytes() for value in numbers(ours.trainable_variables)])
+    alike = [len({one[index] for one in digests}) == 1 for index in range(4)]
+    assert alike == [False, False, True, True]
+    for copied in (copy.deepcopy, pickle.dumps):
+        with told(TypeError, "kernel", "bias", "HINT", "register_local_var"):
+            copied(optimizer)
+
+
+def case_reading_attributes_on_one_rank_changes_nothing(hvd: Any) -> None:
+    def scaled(one: Any) -> Any:
+        return keras.optimizers.LossScaleOptimizer(one)
+
+    for make in (
+        lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), backward_passes_per_step=2),
+        lambda: hvd.DistributedOptimizer(scaled(keras.optimizers.Adam(0.01))),
+        lambda: scaled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))),
+    ):
+        check_reading_changes_nothing(hvd, lambda make=make: compiled(make(), run_eagerly=True))
 
 
 def case_what_a_shell_completes_is_the_api_alone(hvd: Any) -> None:
@@ -588,6 +675,56 @@ def case_each_metric_gets_its_own_average(hvd: Any) -> None:
     mean = (hvd.size() - 1) / 2
     assert list(logs) == ["val_loss", "loss", "lr"]
     np.testing.assert_allclose(list(logs.values()), [mean, 10 + mean, 0.5])
+
+
+def case_each_element_of_a_metric_gets_its_own_average(hvd: Any) -> None:
+    rank, ranks = hvd.rank(), np.arange(hvd.size())
+    mean = float(ranks.mean())
+    logs = {
+        "tensor": keras.ops.convert_to_tensor(np.array([rank, 1.0], np.float32)),
+        "counts": keras.ops.convert_to_tensor(np.array([[rank], [2]], np.int32)),
+        "array": np.array([rank, np.inf, 3.0]),
+        "flags": np.array([True, rank == 0]),
+        "list": [rank, [2.0, np.float32(rank)]],
+        "by_class": {"b": rank, "a": (bool(rank), 4)},
+        "not_finite": float("nan") if rank == 0 else 1.0,
+        "none": None,
+        "text": "said",
+        "number": rank,
+    }
+    kinds = {name: type(value) for name, value in logs.items()}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    for name, expected in (
+        ("tensor", [mean, 1.0]),
+        ("counts", [[mean], [2.0]]),
+        ("array", [mean, np.inf, 3.0]),
+        ("flags", [1.0, 1 / hvd.size()]),
+    ):
+        assert isinstance(logs[name], kinds[name]), name
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(logs[name]), expected)
+    assert str(logs["tensor"].dtype).endswith("float32'>" if TENSORFLOW else "float32")
+    assert logs["list"] == [mean, [2.0, mean]]
+    assert logs["by_class"] == {"b": mean, "a": (float(np.mean(ranks > 0)), 4.0)}
+    assert np.isnan(logs["not_finite"])
+    assert (logs["none"], logs["text"], logs["number"]) == (None, "said", mean)
+
+
+def case_a_metric_of_several_values_is_averaged_by_fit(hvd: Any) -> None:
+    check_a_metric_of_several_values(hvd, keras)
+
+
+def case_metrics_of_another_form_are_told(hvd: Any) -> None:
+    only_with_others(hvd)
+    callback = hvd.callbacks.MetricAverageCallback()
+    for mine, others, texts in (
+        ({"f1": np.ones(4)}, {"f1": np.ones(3)}, ("rank 0: f1 of shape (4,)", "rank 1: f1 of shape (3,)")),
+        ({"f1": np.ones(3)}, {}, ("rank 0: f1 of shape (3,)", "rank 1: none")),
+        ({"f1": 1.0}, {"f1": None}, ("rank 0: f1;", "rank 1: none")),
+        ({"f1": {"a": 1.0}}, {"f1": {"b": 1.0}}, ("'a'", "'b'")),
+        ({"f1": [1.0, 2.0]}, {"f1": [1.0]}, ("different metrics",)),
+    ):
+        with told(ValueError, *texts):
+            callback.on_epoch_end(0, dict(mine if hvd.rank() == 0 else others))
 
 
 def case_ranks_with_other_metrics_are_told(hvd: Any) -> None:

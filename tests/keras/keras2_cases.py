@@ -12,7 +12,17 @@ import tensorflow as tf
 
 from hvdkit.errors import HorovodInternalError
 from hvdkit.keras.keras_2 import velocities_of
-from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, train
+from tests.keras.batches import (
+    FEATURES,
+    NOT_WRAPPED,
+    ROWS,
+    batches,
+    check_a_metric_of_several_values,
+    check_reading_changes_nothing,
+    joined,
+    train,
+)
+from tests.keras.unknown_lengths import check_the_end_is_no_pass
 from tests.ranks import Skip
 from tests.tensorflow.translated import ours as hvdkits
 from tests.tensorflow.translated import translated
@@ -147,6 +157,20 @@ def case_several_passes_make_a_step(hvd: Any) -> None:
             assert int(ours.optimizer.iterations) == 2
             check_same_bits(hvd, ours)
             check_close(ours, train(compiled(new()), joined(hvd, 2)))
+
+
+def case_the_end_of_data_of_unknown_length_is_no_pass(hvd: Any) -> None:
+    for new, passes in zip(of_both_kinds(), (1, 3), strict=True):
+        check_the_end_is_no_pass(hvd, keras, new, passes)
+
+
+def case_a_metric_of_several_values_is_averaged_by_fit(hvd: Any) -> None:
+    check_a_metric_of_several_values(hvd, keras)
+
+
+def case_reading_attributes_on_one_rank_changes_nothing(hvd: Any) -> None:
+    for new in of_both_kinds():
+        check_reading_changes_nothing(hvd, lambda new=new: compiled(hvd.DistributedOptimizer(new()), run_eagerly=True))
 
 
 def case_a_loss_scale_inside_or_around(hvd: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,16 @@ def ways(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The function as it is, and in a graph."""
     yield function
     yield tf.function(function)
+
+
+def slow_end() -> Any:
+    """A dataset without elements that takes so long to say so that all else in a graph could run before."""
+
+    def nothing() -> Iterator[float]:
+        time.sleep(0.3)
+        yield from ()
+
+    return tf.data.Dataset.from_generator(nothing, output_signature=tf.TensorSpec([2]))
 
 
 def tried_ways(dtypes: Sequence[Any], shapes: Sequence[Any]) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvdkit.errors import HorovodInternalError
-from hvdkit.tensorflow.gradient_planned import PLANS
+from hvdkit.tensorflow.gradient_planned import PART_BYTES, PLANS
 from tests.ranks import Skip
-from tests.tensorflow.data import ways
+from tests.tensorflow.data import slow_end, ways
 from tests.told import told, warned
 
 ROWS = 4
@@ -286,6 +288,27 @@ def case_tape_after_batches_of_unknown_size_kernels_are_compressed_too(hvd: Any)
     assert any("after_unknown_sizes" in name for name in hvd.compression_stats().by_parameter)
 
 
+def case_tape_jacobians_are_this_ranks_alone(hvd: Any) -> None:
+    weight = tf.Variable([1.0, 2.0, 3.0], name="weight")
+
+    def derivatives(x: Any, wrap: Callable[[Any], Any] = lambda tape: tape, **options: Any) -> Any:
+        persistent = "experimental_use_pfor" in options
+        with tf.GradientTape(persistent=True) as tape, tf.GradientTape(persistent=persistent) as other:
+            for one in (tape, other):
+                one.watch(x)
+            rows = tf.tanh(x * weight)
+            sums = tf.linalg.matvec(x, weight)
+        jacobians = wrap(tape).jacobian(sums, {"weight": weight, "x": x}, **options)
+        by_row = wrap(other).batch_jacobian(rows, x, **options)
+        return [jacobians["weight"], jacobians["x"], by_row, wrap(tape).gradient(sums, weight)]
+
+    for options in ({}, {"experimental_use_pfor": False}):
+        *expected, gradient = derivatives(batch(hvd.rank()), **options)
+        gradients = hvd.allgather_object(gradient.numpy())
+        for run in ways(lambda x, options=options: derivatives(x, hvd.DistributedGradientTape, **options)):
+            close(run(batch(hvd.rank())), [*expected, tf.constant(np.mean(gradients, axis=0))])
+
+
 def case_tape_gradients_of_gradients(hvd: Any) -> None:
     weight = tf.Variable([1.0, 2.0], name="weight")
 
@@ -397,6 +420,44 @@ def case_tape_adasum_travels_in_16_bits(hvd: Any) -> None:
 
     for run in ways(step):
         close(run(tf.constant(1 / 3)), [tf.cast(tf.cast(tf.fill([3], 1 / 3), tf.float16), tf.float32)], 1e-7)
+
+
+def case_tape_at_the_end_of_the_data_nothing_is_begun(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("needs other ranks")
+    weight = tf.Variable([1.0, 2.0], name="weight")
+    penalised = tf.Variable(tf.fill([PART_BYTES // 4], 3.0), name="penalised")  # whose gradient is a part of its own
+
+    @tf.function
+    def step(iterator: Any) -> Any:
+        x = next(iterator)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * x) + tf.reduce_sum(tf.square(penalised)) * float(hvd.rank() + 1)
+        first, second = hvd.DistributedGradientTape(tape).gradient(loss, [weight, penalised])
+        return first, second[:2]
+
+    mean = (hvd.size() + 1) / 2
+    for number in (1.0, 2.0):
+        data = tf.data.Dataset.from_tensors(tf.constant([1.0, number]) * float(hvd.rank() + 1))
+        close(step(iter(data)), [tf.constant([1.0, number]) * mean, tf.constant([6.0, 6.0]) * mean])
+        if hvd.rank() == 0:  # the others never learn of it
+            with told(tf.errors.OutOfRangeError):
+                step(iter(slow_end()))
+
+
+def case_tape_reading_attributes_on_one_rank_changes_nothing(hvd: Any) -> None:
+    model = Model()
+    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
+    for when in ("recording", "recorded"):
+        tape = hvd.DistributedGradientTape(tf.GradientTape(persistent=True))
+        with tape:
+            loss = model.loss(batch(hvd.rank()))
+            if hvd.rank() == 0 and when == "recording":
+                inspect.getmembers(tape)
+        if hvd.rank() == 0:
+            mock.create_autospec(tape)
+            assert not hasattr(tape, "nothing")
+        close(tape.gradient(loss, model.weights), expected)
 
 
 def case_tape_a_step_that_fails_leaves_the_next_one_whole(hvd: Any) -> None:

@@ -610,6 +610,40 @@ def case_join_lets_others_go_on(hvd: Any) -> None:
     assert 0 <= int(hvd.join()) < hvd.size()
 
 
+def case_in_a_graph_all_waits_for_the_data(hvd: Any) -> None:
+    """At the end of an iterator TensorFlow runs all that does not wait for the next element."""
+    weight = tf.Variable([1.0, 2.0])
+
+    def twice(iterator: Any) -> Any:
+        return hvd.allreduce(weight + 0.0 * next(iterator)), next(iterator), hvd.allgather(weight)
+
+    for operation in (
+        twice,
+        lambda iterator: (next(iterator), hvd.allreduce(weight)),
+        lambda iterator: (next(iterator), hvd.broadcast_variables([weight], root_rank=0)),
+        lambda iterator: (next(iterator), hvd.join()),
+    ):
+        iterator = iter(tf.data.Dataset.from_tensors(tf.zeros([2])))
+        graph = tf.function(operation).get_concrete_function(iterator).graph
+        elements = [one for one in graph.get_operations() if one.type == "IteratorGetNext"]
+        begun = [one for one in graph.get_operations() if one.name.startswith(("hvdkit_begin", "hvdkit_join"))]
+        assert len(begun) == len(elements) > 0
+        for one, element in zip(begun, elements, strict=True):
+            assert element in ancestors_of(one)
+
+
+def ancestors_of(operation: Any) -> set[Any]:
+    """All that an operation of a graph waits for."""
+    found: set[Any] = set()
+    left = [operation]
+    while left:
+        one = left.pop()
+        before = {*one.control_inputs, *(tensor.op for tensor in one.inputs)} - found
+        found |= before
+        left += before
+    return found
+
+
 def case_half_precision_is_summed_in_single(hvd: Any) -> None:
     for dtype in FLOATS[:2]:
         result = hvd.allreduce(tf.cast(tf.fill([10], 1.0 + hvd.rank() / 8), dtype), op=hvd.Sum)

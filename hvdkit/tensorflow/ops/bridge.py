@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,7 +43,8 @@ from hvdkit.tensorflow.ops.unconverted import as_written
 
 Output = tuple[Any, Any]  # dtype, static shape
 
-_last_begins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by graph
+# By graph: the last operation that was put in order, and how many operations the graph had by then.
+_last_begins: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
 
 
 def run(
@@ -164,10 +166,13 @@ def in_order(make: Callable[[], Any], first: bool = True, last: bool = True) -> 
     In this graph, and in those that call it: calls of functions, branches and loops before and after it are ordered by
     the variable that is written before and after. ``first`` and ``last`` are False where several are made one after the
     other and nothing else in between, which saves a few microseconds.
+
+    The graph has its data by then: at the end of the data nothing is begun.
     """
     graph = tf.compat.v1.get_default_graph()
-    before = _last_begins.get(graph)
-    with tf.control_dependencies([] if before is None else [before]):
+    before, seen = _last_begins.get(graph, (None, 0))
+    data, seen = _data_of(graph, seen), len(graph.get_operations())
+    with tf.control_dependencies(data if before is None else [before, *data]):
         turn = [_order().assign_add(1, read_value=False)] if first else []
         with tf.control_dependencies(turn):
             made = make()
@@ -175,8 +180,36 @@ def in_order(make: Callable[[], Any], first: bool = True, last: bool = True) -> 
     if last:
         with tf.control_dependencies([operation]):
             operation = _order().assign_add(1, read_value=False)
-    _last_begins[graph] = operation
+    _last_begins[graph] = (operation, seen)
     return made
+
+
+@contextmanager
+def after(tensors: Sequence[Any]) -> Iterator[None]:
+    """Order what a graph gets in this context after ``tensors`` (None is left out) and after the graph's data.
+
+    TensorFlow runs what does not depend on a batch also where there is none: Keras's ``fit`` finds the end of data of
+    unknown cardinality by running its train function once more. In eager execution this is the order anyway.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    data = _data_of(tf.compat.v1.get_default_graph())
+    with tf.control_dependencies([*data, *(tensor for tensor in tensors if tensor is not None)]):
+        there = tf.no_op(name="hvdkit_there")
+    with tf.control_dependencies([there]):
+        yield
+
+
+def _data_of(graph: Any, seen: int = 0) -> list[Any]:
+    """Return what gives a graph its data: its arguments, and the operations that take from an iterator.
+
+    ``seen``: how many operations the graph had when it was asked before; only those after them are looked at.
+    """
+    inputs = () if seen else getattr(graph, "inputs", ())  # TensorFlow 1's graphs have none
+    arguments = [one for one in inputs if one.dtype not in (tf.resource, tf.variant)]
+    taken = [one for one in graph.get_operations()[seen:] if one.type.startswith("IteratorGetNext")]
+    return [*arguments, *taken]
 
 
 @functools.lru_cache(maxsize=1)

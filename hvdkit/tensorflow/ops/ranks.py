@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdkit.api import checks, job
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.ops.bridge import in_order
 from hvdkit.tensorflow.ops.device import device_of_job
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
 from hvdkit.tensorflow.ops.unconverted import as_written
@@ -166,7 +167,9 @@ def join() -> Any:
         device = device_of_job()
         return int(runtime.engine().join(None if device is None else device.torch_name).wait())
 
-    return _asked(wait, "hvdkit_join")
+    if tf.executing_eagerly():
+        return _asked(wait, None)
+    return in_order(lambda: _asked(wait, "hvdkit_join"))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
