@@ -45,9 +45,9 @@ def _slot_text(slot: Sequence[Any]) -> str:
     return f"'{name}' {dtype}{list(shape)}"
 
 
-def new_lane(assigned: Assigned, key: Key, requests: Requests) -> int:
-    """The number of the lane."""
-    return assigned.next_lane()
+def new_lane(assigned: Assigned, key: Key, requests: Requests) -> tuple[int, int | None]:
+    """Return the id of the lane, and its number in tags."""
+    return assigned.next_lane(key.process_set)
 
 
 def new_process_set(assigned: Assigned, key: Key, requests: Requests) -> int | None:
