@@ -111,7 +111,7 @@ class Engine(NamedOperations):
             static_process_sets,
             self.telemetry,
         )
-        self.lanes = Lanes(self.driver, self.mailbox, self.telemetry, self.operations, network, sizes, self._drive)
+        self.lanes = Lanes(self.driver, self.negotiation, self.telemetry, self.operations, network, sizes, self._drive)
         self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations, self.groups)
         self.batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
         self.watch = Watch(settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
 
-# How many names of operations with a codec are remembered, to count how often each has come.
+# How many names of operations with a codec are remembered of a process set, to count how often each has come.
 KEYS_COUNTED = 10_000
 # By the coordinator's word for what went wrong.
 REJECTED: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}
@@ -40,7 +41,9 @@ class Batches:
     ) -> None:
         self._mailbox, self._groups, self._telemetry = mailbox, groups, telemetry
         self._submissions, self._operations = submissions, operations
-        self._turns: dict[Key, int] = {}
+        self._waiting: deque[Run] = deque()  # for tags; what comes after these waits too, in the order of all ranks
+        self._open: set[int] = set()  # the first tags of batches that are open
+        self._turns: dict[int, dict[Key, int]] = {}  # by process set, whose ranks so remember the same names
         mailbox.handlers.update({Run: self._run, Reject: self._reject})
 
     def _reject(self, sender: int, message: Reject) -> None:
@@ -55,9 +58,13 @@ class Batches:
             submission.handle.fail(error)
 
     def _run(self, sender: int, message: Run) -> None:
-        """Start a batch that all ranks run under the same sequence number."""
+        """Start a batch that all ranks run under the same sequence number, once its tags are free."""
         if self._mailbox.failed:
             return  # everyone is learning of it
+        tag = named_tag(message.sequence)
+        if tag in self._open or (self._waiting and self._waiting[0] is not message):
+            self._waiting.append(message)
+            return
         telemetry = self._telemetry
         process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
         group = self._groups.group(process_set_id)  # may fail, so before anything is taken from who waits
@@ -70,7 +77,6 @@ class Batches:
             if row.begun is not None:
                 row.begun(self._groups, submissions[-1], extra)
         on_device = submissions[0].signature.get("direct")
-        tag = named_tag(message.sequence)
 
         # It must not know the batch, which knows it: a cycle keeps arrays until Python looks for cycles.
         def trace(activity: str, about: Batch | None = None) -> None:
@@ -105,6 +111,7 @@ class Batches:
             for submission in submissions:
                 telemetry.met(submission.key)
             trace(kind.upper(), batch)
+        self._open.add(tag)
         steps = [self._on_device(batch, process_set_id)] if on_device else row.run(batch)
         unfinished = len(steps)
 
@@ -112,10 +119,18 @@ class Batches:
             nonlocal unfinished
             unfinished -= 1
             if not unfinished:
+                self._open.discard(tag)
                 completed(results)
+                if self._waiting:
+                    self._start_waiting()
 
         for one in steps:
             self._operations.append(Operation(batch, one, group.transport, finished, group.members, failed))
+
+    def _start_waiting(self) -> None:
+        while self._waiting and named_tag(self._waiting[0].sequence) not in self._open:
+            self._run(0, self._waiting[0])
+            self._waiting.popleft()
 
     def _zeros(self, key: Key, signatures: list[Signature] | None, index: int) -> Submission:
         """What this rank contributes to what it did not submit, because it has joined."""
@@ -128,9 +143,10 @@ class Batches:
 
     def _turn(self, key: Key) -> int:
         """A number for the next operation under a key: the same on all ranks, those that have joined too."""
-        count = self._turns[key] = self._turns.pop(key, -1) + 1
-        while len(self._turns) > KEYS_COUNTED:
-            del self._turns[next(iter(self._turns))]
+        turns = self._turns.setdefault(key.process_set, {})
+        count = turns[key] = turns.pop(key, -1) + 1
+        while len(turns) > KEYS_COUNTED:
+            del turns[next(iter(turns))]
         return zlib.crc32(key.name.encode()) + count
 
     def _on_device(self, batch: Batch, process_set_id: int) -> Steps[list[Any]]:

@@ -19,6 +19,7 @@ from hvdkit.engine.loop.messages import (
     JoinDone,
     Joined,
     JoinFailed,
+    LaneClosed,
     LaneFailed,
     Message,
     NewSignature,
@@ -28,6 +29,7 @@ from hvdkit.engine.loop.messages import (
 )
 from hvdkit.engine.loop.pending import Entry, Failure, Stall
 from hvdkit.engine.loop.recurring import Recurring
+from hvdkit.engine.loop.tags import LaneNumbers
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.hints import LEFT_EARLY, SAME_CALLS, for_joined
 from hvdkit.engine.ops.requests import Key, Request, Signature
@@ -54,6 +56,7 @@ class Coordinator:
         self._outgoing: list[tuple[Sequence[int], Message]] = []
         self._sequence = 0
         self._lanes = 0
+        self._lane_numbers = LaneNumbers()
         self._process_sets = 0
         self._recurring = Recurring()
         self._telemetry = telemetry or Telemetry(0)
@@ -70,6 +73,8 @@ class Coordinator:
                     self._request(rank, key, request, now)
             case NewSignature(number, signature):
                 self._signatures[rank, number] = signature
+            case LaneClosed(lane, sequence):
+                self._lane_numbers.closed(rank, lane, sequence)
             case Join():
                 self._join(rank)
             case Waits():
@@ -104,10 +109,10 @@ class Coordinator:
         self.members[self._process_sets] = list(ranks)
         return self._process_sets
 
-    def next_lane(self) -> int:
-        """A number that no lane has had."""
+    def next_lane(self, process_set: int) -> tuple[int, int | None]:
+        """Return an id that no lane has had, and a number that no lane has that is open, None if all are taken."""
         self._lanes += 1
-        return self._lanes
+        return self._lanes, self._lane_numbers.take(self._lanes, self.members[process_set])
 
     def next_region(self, what: object, signature: Signature) -> int | None:
         """A number that no operation has had, for one that comes for the second time as it was; None at other times.

@@ -43,6 +43,14 @@ class Ask(Message):
 
 
 @dataclass(slots=True)
+class LaneClosed(Message):
+    """The sender has closed a lane, and none of the ``sequence`` operations that it has begun there is open."""
+
+    lane: int
+    sequence: int
+
+
+@dataclass(slots=True)
 class Join(Message):
     """The sender has no more data."""
 
@@ -182,6 +190,7 @@ class Lost(Message):
 KINDS: dict[str, type[Message]] = {
     "signature": NewSignature,
     "request": Ask,
+    "lane_closed": LaneClosed,
     "join": Join,
     "blocked": Waits,
     "run": Run,

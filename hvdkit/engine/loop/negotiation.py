@@ -11,7 +11,7 @@ from time import monotonic
 
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.mailbox import Mailbox
-from hvdkit.engine.loop.messages import Ask, Bye, Join, Left, Message, NewSignature, Ping, Pong, Waits
+from hvdkit.engine.loop.messages import Ask, Bye, Join, LaneClosed, Left, Message, NewSignature, Ping, Pong, Waits
 from hvdkit.engine.ops import KINDS, Submission
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import PeerLostError
@@ -48,7 +48,7 @@ class Negotiation:
         if self._rank == 0:
             self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry)
             self.coordinator.add_static_process_sets(static_process_sets)
-            mailbox.handlers.update(dict.fromkeys((Ask, NewSignature, Join, Waits), self._coordinate))
+            mailbox.handlers.update(dict.fromkeys((Ask, NewSignature, LaneClosed, Join, Waits), self._coordinate))
 
     def announce(self, submission: Submission) -> None:
         """Ask the coordinator to run what was submitted."""

@@ -45,9 +45,10 @@ def _slot_text(slot: Sequence[Any]) -> str:
     return f"'{name}' {dtype}{list(shape)}"
 
 
-def new_lane(assigned: Assigned, key: Key, requests: Requests) -> int | None:
-    """Return the number of the lane, or None: a rank that has joined has no gradients to register."""
-    return assigned.next_lane() if len(requests) == len(assigned.members[key.process_set]) else None
+def new_lane(assigned: Assigned, key: Key, requests: Requests) -> tuple[int, int | None] | None:
+    """Return the id of the lane, and its number in tags; None: a rank that has joined has nothing to register."""
+    is_complete = len(requests) == len(assigned.members[key.process_set])
+    return assigned.next_lane(key.process_set) if is_complete else None
 
 
 def details(assigned: Assigned, key: Key, requests: Requests) -> list[tuple[int, Any]]:

@@ -21,8 +21,8 @@ class Assigned(Protocol):
 
     members: dict[int, list[int]]
 
-    def next_lane(self) -> int:
-        """A number that no lane has had."""
+    def next_lane(self, process_set: int) -> tuple[int, int | None]:
+        """Return an id that no lane has had, and a number that no lane has that is open, None if all are taken."""
 
     def next_region(self, what: object, signature: Signature) -> int | None:
         """The number of a region for an operation that comes for the second time; None at all other times."""

@@ -27,8 +27,9 @@ REGIONS = 256
 
 # How long ranks wait for each other here. Where one comes later than that, asking earlier would have gained nothing.
 PATIENCE_SECONDS = 200e-6
-# In a turn, above what is counted of one operation: how often its region was given before.
-_ROUND = 1 << 32
+# In a turn, above what is counted of one operation: how often its region was given before. A turn has 48 bits in the
+# region's memory (csrc/repeated); calls and numbers that would take more are for the coordinator.
+_ROUND, _ROUNDS = 1 << 32, 1 << 16
 
 
 def most_bytes(ranks: int) -> int:
@@ -84,7 +85,7 @@ class Repetitions:
 
     def learn(self, content: Content, nbytes: int, number: int, op: ReduceOp, scale: Scale) -> None:
         """An operation has the region ``number`` from now on; ``op`` and ``scale`` are how ranks do it."""
-        if nbytes > self._most_bytes:
+        if nbytes > self._most_bytes or number >= REGIONS * _ROUNDS:
             return
         new = _Repetition(number, op, scale)
         self._regions.setdefault(new.region, _Region())
@@ -107,7 +108,10 @@ class Repetitions:
         is_plain = request.prescale == 1.0 and not request.codec.encodes and call.device == "cpu"
         if known is None or not is_plain or not isinstance(array, np.ndarray):
             return False
-        turn = known.begin + 1 + (known.done if call.number is None else call.number)
+        count = known.done if call.number is None else call.number
+        if count + 1 >= _ROUND:
+            return False
+        turn = known.begin + 1 + count
         region = self._regions[known.region]
         if not region.lock.acquire(blocking=False):
             return False  # another thread is in this region; the other ranks see in moments that this one does not come

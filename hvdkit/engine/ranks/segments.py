@@ -8,6 +8,7 @@ from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.ranks.repetitions import REGIONS, Repetitions, most_bytes
+from hvdkit.transports.node import has_segment
 
 
 # The segments of the node's memory: 0 is the transport's, odd ones are process sets', even ones lanes'.
@@ -29,10 +30,13 @@ def lane_segment(lane_id: int) -> int:
 
 
 def layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
-    """How a process set lies on nodes, with the memory that its ranks on this node share; None if no two share any."""
+    """How a process set lies on nodes, with the memory that its ranks on this node share; None if no two share any.
+
+    None too where so many sets were made before that all segments are taken.
+    """
     transport, rank = group.transport, group.members[group.rank]
     nodes = [here for node in transport.nodes if (here := [member for member in node if member in group.members])]
-    if all(len(node) == 1 for node in nodes):
+    if all(len(node) == 1 for node in nodes) or not has_segment(staging_segment(process_set_id)):
         return None
     node = next(members for members in nodes if rank in members)
     if len(node) == 1:

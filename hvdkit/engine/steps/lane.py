@@ -11,7 +11,7 @@ from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.engine.loop.messages import Abandoned, Ended, LaneFailed
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.tags import lane_tag
+from hvdkit.engine.loop.tags import SPAN, lane_tag
 from hvdkit.engine.steps.abandoned import ABANDONED, ENDED, AbandonedSteps
 from hvdkit.engine.steps.arrangement import Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
@@ -20,9 +20,6 @@ from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.telemetry.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
-
-# How far the newest operation of a lane may be ahead of the oldest one in flight; see node_pass.CELLS.
-SPAN = 32
 
 
 class Lane:
@@ -34,8 +31,11 @@ class Lane:
     waits for all, and with that the order of all later steps. Where gradients lie is for ``reducer`` to know.
     """
 
-    def __init__(self, lanes: Lanes, lane_id: int, plan: Plan, group: Group, reducer: Reducer, verify: int) -> None:
+    def __init__(
+        self, lanes: Lanes, lane_id: int, number: int, plan: Plan, group: Group, reducer: Reducer, verify: int
+    ) -> None:
         self.lane_id, self.name = lane_id, plan.name
+        self._number = number  # in tags
         self.plan, self.slots = plan, plan.slots
         self.group = group
         self.error: HorovodInternalError | None = None
@@ -191,9 +191,15 @@ class Lane:
         self.lanes.keep_closed(self)
         if self.error is not None or not self._in_flight:
             self.reducer.end_step()
-        self.reducer.forget(quiet=self.error is None and not self._in_flight)
+        self.reducer.forget(quiet=self.is_left)
+        self.lanes.give_number_back_later(self)
 
     # -- the engine's driver ------------------------------------------------------------------------------------------
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the lane was closed and nothing of it is open here."""
+        return self.closed and self.error is None and not self._in_flight
 
     def idle(self) -> bool:
         """Whether nothing of this lane is on the wire and the step is over or has not begun."""
@@ -238,7 +244,7 @@ class Lane:
         """
         index, sequence = self._started, self.sequence
         self._started, self.sequence = index + 1, sequence + 1
-        tag = lane_tag(self.lane_id, sequence)
+        tag = lane_tag(self._number, sequence)
         if index < len(self.arrangement.pieces):
             self._in_flight[sequence] = self._loads[index]
             marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
@@ -257,6 +263,7 @@ class Lane:
             self._completed += 1  # from here on the training thread may begin the next step
             if self.closed and not self._in_flight:
                 self.reducer.end_step()  # until now others have read and written what was offered
+                self.lanes.give_number_back_later(self)
             # The training thread of a joined rank is in join(): nobody else will begin the next step.
             if joined and self._completed == self._planned():
                 self._end_step()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from hvdkit.engine.loop.driver import Driver
-from hvdkit.engine.loop.mailbox import Mailbox
-from hvdkit.engine.loop.messages import Abandoned, Ended, LaneFailed
+from hvdkit.engine.loop.messages import Abandoned, Ended, LaneClosed, LaneFailed
+from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.steps.schedule import Network, Sizes
 from hvdkit.engine.telemetry.telemetry import Telemetry
@@ -38,7 +38,7 @@ class Lanes(dict[int, "Lane"]):
     def __init__(
         self,
         driver: Driver,
-        mailbox: Mailbox,
+        negotiation: Negotiation,
         telemetry: Telemetry,
         operations: list[Operation],
         network: Network,
@@ -46,14 +46,15 @@ class Lanes(dict[int, "Lane"]):
         drive: Callable[[Lane, Callable[[], bool]], None],
     ) -> None:
         super().__init__()
-        self.driver, self.mailbox, self.telemetry, self.drive = driver, mailbox, telemetry, drive
+        self.driver, self.mailbox, self.telemetry, self.drive = driver, negotiation.mailbox, telemetry, drive
+        self._negotiation = negotiation
         self.network, self.sizes = network, sizes
         self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         # What users of lanes have still to do with the results of a step whose end they did not wait for.
         self.unended: dict[Lane, Unended] = {}
         self._operations = operations
-        mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned, Ended: self._ended})
+        self.mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned, Ended: self._ended})
 
     def find(self, lane_id: int) -> Lane | None:
         """The lane, also if it is closed."""
@@ -73,6 +74,18 @@ class Lanes(dict[int, "Lane"]):
             del self.closed[old.lane_id]
         while len(self.closed) > CLOSED_LANES:
             self.closed.pop(next(iter(self.closed)))
+
+    def give_number_back_later(self, lane: Lane) -> None:
+        """Have the driver tell the coordinator that a lane was closed, if nothing of it is open then.
+
+        Nobody is woken for that: what is said before the next agreement is soon enough.
+        """
+
+        def tell() -> None:
+            if lane.is_left:
+                self._negotiation.send_to_coordinator(LaneClosed(lane.lane_id, lane.sequence))
+
+        self.driver.inbox.append(tell)
 
     def end_steps(self) -> None:
         """This rank is about to join or to leave: have all users of lanes end their steps. Raises what that raises."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
+from hvdkit.engine.loop.tags import SPAN
 from hvdkit.engine.ranks.segments import lane_segment
 from hvdkit.engine.steps.plan import Slot, small_offsets
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
@@ -25,9 +26,9 @@ from hvdkit.transports.base import CACHE_LINE
 if TYPE_CHECKING:
     from hvdkit.transports.node.transport import NodeTransport
 
-# Counters of each rank, used in turn. A rank's operations in flight lie within half as many (lane.SPAN), so a counter
-# is used again only when this rank is through with its last use, and others wait for no less than what it says.
-CELLS = 64
+# Counters of each rank, used in turn. A rank's operations in flight lie within half as many, so a counter is used again
+# only when this rank is through with its last use, and others wait for no less than what it says.
+CELLS = 2 * SPAN
 PAGE = mmap.PAGESIZE
 
 

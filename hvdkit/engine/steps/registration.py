@@ -10,6 +10,7 @@ import numpy as np
 from hvdkit.collectives.group import Group
 from hvdkit.compression import Codec
 from hvdkit.config import Settings
+from hvdkit.engine.loop.tags import LANES
 from hvdkit.engine.ops.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.ranks.groups import Groups
@@ -21,6 +22,7 @@ from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.node_pass import node_pass
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
+from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
 
 logger = logging.getLogger("hvdkit")
@@ -31,6 +33,12 @@ IDLE = (
     "compression %s encodes nothing here: all ranks are on one node, where gradients are summed as they are, and "
     "nothing travels between nodes.\n"
     'HINT: compress="everywhere" encodes here too, to try it; on several nodes leave it as it is.'
+)
+
+NO_NUMBER = (
+    "{name} cannot be planned on {rank}: {count} optimizers or tapes are in use, and the messages of another could not "
+    "be told from theirs.\n"
+    "HINT: let go of optimizers that are not used any more; after errors, call hvd.shutdown() and hvd.init()."
 )
 
 
@@ -70,9 +78,12 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         "groups": [list(group) for group in plan.groups],
         "device": device_type if device_type in transport.device_types else "cpu",
     }
-    lane_id = named.submit("plan", [], signature, Call(plan.name, plan.process_set_id, wake=False)).wait()
-    if lane_id is None:
+    agreed = named.submit("plan", [], signature, Call(plan.name, plan.process_set_id, wake=False)).wait()
+    if agreed is None:
         return None
+    lane_id, number = agreed
+    if number is None:
+        raise HorovodInternalError(NO_NUMBER.format(name=plan.name, rank=topology.describe(topology.rank), count=LANES))
     collectives = None
     if device_type in transport.device_types:
         collectives = transport.collectives_for(device, group.members, f"lane{lane_id}")
@@ -87,7 +98,7 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         for name in set(idle_codecs(reduction.codecs, topology.nodes, group)) - lanes.told_idle:
             lanes.told_idle.add(name)
             logger.warning(IDLE, name)
-    return Lane(lanes, lane_id, plan, group, reducer, settings.verify)
+    return Lane(lanes, lane_id, number, plan, group, reducer, settings.verify)
 
 
 def _host_reducer(named: NamedOperations, topology: Topology, in_turns: bool, plan: Plan, lane_id: int) -> Reducer:

@@ -4,7 +4,8 @@
   socket, to processes of the same user that show a secret which travelled over the transport. It has no name and no
   place in ``/dev/shm``: its 64 MB in a container do not matter, no other user can open it, and nothing is left when all
   ranks are killed. The file is sparse and nearly endless, so every lane and every process set has a segment of its own
-  by its number (``engine/life/sharing.py``), and nobody allocates.
+  by its number (``engine/life/sharing.py``), and nobody allocates. No segment is used again; a lane or process set
+  for which there is none left goes by messages.
 - Who has it: ranks that the launcher or the host name puts on one node. If one of them cannot get it, none of that node
   uses it, which is said once with the reason, and all go by the transport. All ranks know which nodes share memory
   (``Transport.nodes``), since algorithms follow from it.
@@ -27,3 +28,11 @@
   checked against what was mapped before they are used.
 - A rank that dies loses its lock on one byte of the file; the others look five times a second while they wait.
 """
+
+SEGMENT_BYTES = 1 << 40
+SEGMENTS = 1 << 22
+
+
+def has_segment(number: int) -> bool:
+    """Return whether the memory of a node has a segment of this number."""
+    return number < SEGMENTS

@@ -21,12 +21,11 @@ from contextlib import suppress
 from time import monotonic
 
 from hvdkit.kernels._native import Window
+from hvdkit.transports.node import SEGMENT_BYTES, SEGMENTS, has_segment
 
 # The file is sparse: addresses cost nothing, so whoever needs memory under a number that all ranks know has a segment
 # of its own, and nobody allocates.
-FILE_BYTES = 1 << 62
-SEGMENT_BYTES = 1 << 40
-SEGMENTS = FILE_BYTES // SEGMENT_BYTES - 1
+FILE_BYTES = SEGMENTS * SEGMENT_BYTES
 
 # How long a process that has connected may take to show the secret.
 GREETING_SECONDS = 1.0
@@ -55,7 +54,9 @@ class NodeMemory:
             return found
         if nbytes > SEGMENT_BYTES:
             raise OSError(errno.EFBIG, f"{nbytes} bytes in one segment", None)
-        return Window(self._descriptor, segment % SEGMENTS * SEGMENT_BYTES, nbytes)
+        if not has_segment(segment):
+            raise OSError(errno.ENOSPC, f"all {SEGMENTS} segments were used", None)
+        return Window(self._descriptor, segment * SEGMENT_BYTES, nbytes)
 
     def map_in_advance(self, segment: int, nbytes: int) -> None:
         """Map what somebody will ask for, while it can still be done without. Raises OSError."""
@@ -67,7 +68,7 @@ class NodeMemory:
         Raises OSError where there is not enough: to touch it later would be fatal.
         """
         if not window.populate(begin, nbytes):  # this kernel can only set it aside
-            os.posix_fallocate(self._descriptor, segment % SEGMENTS * SEGMENT_BYTES + begin, nbytes)
+            os.posix_fallocate(self._descriptor, segment * SEGMENT_BYTES + begin, nbytes)
 
     def gone(self) -> list[int]:
         """The ranks (by index) whose process has ended or closed this memory."""

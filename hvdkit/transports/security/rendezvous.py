@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 import urllib.error
@@ -27,7 +28,7 @@ _served: dict[tuple[str, int], Any] = {}
 # More than an address and a port ever need, or an error that says why there are none.
 ADDRESS_BYTES = 1024
 SECRET_BYTES = 32
-ADDRESS_TAG = MEETING_TAG + 1  # and those above
+ADDRESS_TAG = MEETING_TAG + 1
 ADDRESS_LABEL = "where the store is"
 
 
@@ -109,27 +110,28 @@ def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> 
     """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
     MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
     served, message = None, bytearray(ADDRESS_BYTES)
+    # What an earlier start of these ranks, or of others, left behind is not this one's.
+    meeting = hashlib.sha256(repr((list(world.launched), generation)).encode()).hexdigest().encode() + b" "
     if world.rank == 0:
         try:
             served = _serve(addresses_for(world)[0])
             words = f"{secrets.token_hex(SECRET_BYTES)} {served.host} {served.port}"
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
-        message[:] = words.encode()[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
+        message[:] = (meeting + words.encode())[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
     late = (
         f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
     )
-    # What an earlier start left behind is not this one's.
-    tag = ADDRESS_TAG + generation % 1000
     with ends_process_after(timeout_seconds, late):
         if world.rank == 0:
-            sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, tag) for rank in world.launched[1:]]
+            sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, ADDRESS_TAG) for rank in world.launched[1:]]
             MPI.Request.Waitall(sent)
-        else:
-            MPI.COMM_WORLD.Recv([message, MPI.BYTE], world.launched[0], tag)
-    if message.startswith(b"!"):
-        raise TransportUnavailableError(message.decode(errors="replace").strip("! "))
-    secret, _, address = bytes(message).partition(b" ")
+        while not message.startswith(meeting):
+            MPI.COMM_WORLD.Recv([message, MPI.BYTE], world.launched[0], ADDRESS_TAG)
+    said = bytes(message).removeprefix(meeting)
+    if said.startswith(b"!"):
+        raise TransportUnavailableError(said.decode(errors="replace").strip("! "))
+    secret, _, address = said.partition(b" ")
     return served or _rendezvous_at(address), secret
 
 

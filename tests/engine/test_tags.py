@@ -1,0 +1,189 @@
+"""Tags of data messages: a number is not given again while an earlier use of it is open, however few there are."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.compression import RandomK
+from hvdkit.engine.life.session import Session
+from hvdkit.engine.loop import batches, tags
+from hvdkit.engine.loop.tags import LaneNumbers, lane_tag, named_tag
+from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.ranks import repetitions
+from hvdkit.engine.ranks.segments import lane_segment, staging_segment
+from hvdkit.engine.steps import node_pass
+from hvdkit.engine.steps.offers import FILLED, offer_of
+from hvdkit.engine.steps.plan import Slot
+from hvdkit.errors import HorovodInternalError
+from hvdkit.kernels import ReduceOp
+from hvdkit.transports.mpi import LARGEST_TAG
+from tests.ranks import RankedCases
+from tests.threads import on_threads
+
+CASES = "tests.engine.tags_cases"
+RESULTS = {
+    "messages": RankedCases(CASES, HVDKIT_NODE_MEMORY="0", HVDKIT_FUSION_THRESHOLD="1000"),
+    "node memory": RankedCases(CASES, HVDKIT_FUSION_THRESHOLD="1000"),
+}
+
+
+@pytest.mark.parametrize("by", list(RESULTS))
+@pytest.mark.parametrize("case", RESULTS["messages"].names)
+def test_tags(case: str, by: str, transport: str) -> None:
+    RESULTS[by].check(case, 2, transport)
+
+
+def test_tags_of_operations_that_may_be_open_at_once_are_apart_and_within_every_mpis() -> None:
+    named = {named_tag(sequence) + one for sequence in (0, 1, tags.NAMED_SEQUENCES - 1) for one in range(8)}
+    lanes = {
+        lane_tag(lane, 1000 + place) + phase
+        for lane in (0, 1, tags.LANES - 1)
+        for place in range(2 * tags.SPAN)
+        for phase in range(tags.PHASES)
+    }
+    assert len(named) == 3 * 8
+    assert len(lanes) == 3 * 2 * tags.SPAN * tags.PHASES
+    assert max(named) < tags.LANE_TAG <= min(lanes)
+    assert max(lanes) < LARGEST_TAG
+    assert node_pass.CELLS >= 2 * tags.SPAN
+
+
+@given(size=st.integers(1, 3), count=st.integers(1, 4), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_lanes_number_is_free_when_all_ranks_closed_it_at_the_same_operation(
+    size: int, count: int, data: Any
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tags, "LANES", count)
+        numbers = LaneNumbers()
+        taken: dict[int, int] = {}
+        closed: dict[int, dict[int, int]] = {}
+        for lane in range(12):
+            number = numbers.take(lane, range(size))
+            assert (number is None) == (len(taken) == count)
+            if number is not None:
+                assert number not in taken.values()
+                taken[lane], closed[lane] = number, {}
+            for _ in range(data.draw(st.integers(0, 2 * size))):
+                one = data.draw(st.integers(0, lane))  # also one that is closed already
+                rank, sequence = data.draw(st.integers(0, size - 1)), data.draw(st.integers(7, 8))
+                numbers.closed(rank, one, sequence)
+                if one in taken:
+                    closed[one][rank] = sequence
+                    if list(closed[one].values()) in ([7] * size, [8] * size):
+                        del taken[one]
+
+
+def test_lanes_that_are_agreed_on_anew_go_beside_one_that_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tags, "LANES", 3)
+    slots = [Slot(f"p{number}", (500 + number,), np.dtype(np.float32)) for number in range(8)]
+
+    def run(session: Session) -> None:
+        engine = session.engine
+        rank, size = engine.topology.rank, engine.topology.size
+        old = engine.register_plan("old", slots, op=ReduceOp.SUM)
+        for step in range(12):
+            new = engine.register_plan(f"new{step}", slots, op=ReduceOp.SUM)
+            work = [(old, 1, slot) for slot in range(8)] + [(new, 1000, slot) for slot in range(8)]
+            random.Random(step * size + rank).shuffle(work)
+            for lane, factor, slot in work:
+                lane.small(slot)[...] = factor * (rank + 1) * (slot + 1)
+                lane.ready(slot, FILLED)
+            for lane, factor in ((old, 1), (new, 1000)):
+                lane.finish()
+                for slot in range(8):
+                    assert (lane.small(slot) == factor * size * (size + 1) // 2 * (slot + 1)).all(), (step, slot)
+            new.close()
+
+    on_threads(3, run, fusion_threshold=0)
+
+
+def test_more_lanes_than_there_are_numbers_are_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tags, "LANES", 2)
+    monkeypatch.setattr("hvdkit.engine.steps.registration.LANES", 2)
+    slots = [Slot("p", (100_000,), np.dtype(np.float32))]
+
+    def run(session: Session) -> None:
+        engine = session.engine
+        lanes = [engine.register_plan(f"lane{number}", slots, op=ReduceOp.SUM) for number in range(2)]
+        with pytest.raises(HorovodInternalError, match=r"lane2 .* rank \d.* 2 optimizers .*\nHINT"):
+            engine.register_plan("lane2", slots, op=ReduceOp.SUM)
+        lanes[0].close()
+        lane = engine.register_plan("lane3", slots, op=ReduceOp.SUM)
+        own = np.ones(100_000, np.float32)
+        lane.ready(0, offer_of(own))
+        lane.finish()
+        assert (own == 2).all()
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_operations_of_one_tag_go_one_after_the_other(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tags, "NAMED_SEQUENCES", sequences)
+    count = 12
+
+    def run(session: Session) -> None:
+        engine, rank = session.engine, session.engine.topology.rank
+        for step in range(5):
+            order = list(range(count))
+            random.Random(step * 3 + rank).shuffle(order)
+            arrays = {number: np.full(1000 + 100 * number, float((rank + 1) * (number + 1))) for number in order}
+            handles = [
+                engine.allreduce([arrays[number]], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}", number % 2))
+                for number in order
+                if number % 2 == 0 or rank > 0
+            ]
+            for handle in handles:
+                handle.wait()
+            for number, array in arrays.items():
+                if number % 2 == 0 or rank > 0:
+                    assert (array == (6 if number % 2 == 0 else 5) * (number + 1)).all(), (step, number)
+
+    on_threads(3, run, process_sets=[[1, 2]], fusion_threshold=0, allreduce="two_phase")
+
+
+def test_ranks_draw_alike_whatever_else_some_of_them_did_in_another_process_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batches, "KEYS_COUNTED", 2)
+    codec = RandomK(0.1, compress="everywhere")
+
+    def run(session: Session) -> list[bytes]:
+        engine, seen = session.engine, []
+
+        def reduce(name: str, process_set: int) -> bytes:
+            own = np.arange(1000, dtype=np.float32)
+            engine.allreduce([own], ReduceRequest(ReduceOp.SUM, codec=codec), Call(name, process_set)).wait()
+            sent = np.flatnonzero(own)
+            assert (own[sent] == len(engine.groups.ranks[process_set]) * sent).all()  # all ranks sent the same ones
+            return own.tobytes()
+
+        for step in range(3):
+            seen.append(reduce("everyones", 0))
+            for number in range(3) if engine.topology.rank else ():
+                reduce(f"other{number}.{step}", 1)
+        engine.barrier(0).wait()
+        return seen
+
+    first, *others = on_threads(3, run, process_sets=[[1, 2]])
+    assert all(seen == first for seen in others)
+    assert first is not None
+    assert len(set(first)) == 3  # each time other elements
+
+
+def test_segments_of_a_nodes_memory_are_of_one_lane_or_process_set() -> None:
+    used = [0, *(staging_segment(number) for number in range(1000)), *(lane_segment(number) for number in range(1000))]
+    assert len(set(used)) == len(used)
+
+
+def test_a_repetition_has_no_turn_that_its_memory_cannot_tell_from_another() -> None:
+    last = repetitions.REGIONS * repetitions._ROUNDS - 1
+    begin = repetitions._Repetition(last, ReduceOp.SUM, None).begin  # type: ignore[arg-type]
+    assert begin + repetitions._ROUND <= 1 << 48
