@@ -184,7 +184,7 @@ class Settings:
         "HVDKIT_VERIFY",
         "steps",
         "after steps 1, 10, 100 and every so many, ranks compare hashes of the parameters and raise if they differ; "
-        "0 is off",
+        "after step 1, which a broadcast may follow, they warn; 0 is off",
     )
     cache_capacity: int = _setting(
         1024,

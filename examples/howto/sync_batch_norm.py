@@ -13,13 +13,13 @@ torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are 
 pixels, digits = load_digits(return_X_y=True)
 # In the order of their digits, so that the ranks' images differ much: of two ranks, rank 0 has no digit above 4.
 mine = digits[:1792].argsort(kind="stable").reshape(hvd.size(), -1)[hvd.rank()]
-images = torch.tensor(pixels[mine], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+images = torch.tensor(pixels[mine]).reshape(-1, 1, 8, 8) / 16  # in float64, so that results do not depend on rounding
 labels = torch.tensor(digits[mine])
 
 model = nn.Sequential(
     nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.BatchNorm1d(32), nn.ReLU()
 )
-model.append(nn.Linear(32, 10))
+model.append(nn.Linear(32, 10)).double()
 # Before the optimizer is made. Parameters and running averages stay the same tensors, so checkpoints fit.
 model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
 from hvdkit import kernels
-from hvdkit.api.gradients.verification import Verification
+from hvdkit.api.gradients.verification import Verification, rounding_limit
 from hvdkit.api.machine import machine
-from hvdkit.engine.telemetry.verifying import Statement
+from hvdkit.collectives.group import Array
+from hvdkit.engine.telemetry.verifying import Statement, sketch
 from hvdkit.tensorflow.ops.arrays import as_array
 from hvdkit.tensorflow.ops.exceptions import in_graph
 from hvdkit.tensorflow.ops.unconverted import as_written
@@ -55,23 +57,39 @@ class VariableVerification(Verification):
     def __init__(self) -> None:
         super().__init__(BROADCAST)
         self._hashes: dict[int, int] = {}  # by index, of the step that is under way
+        self._sketches: dict[int, Array] = {}
 
     def begin(self) -> int:
         """A step begins: what is wanted of it."""
         self._hashes.clear()
+        self._sketches.clear()
         return NOTHING if not self.wants(self.step) else ALL if self.wants_sparse(self.step) else DENSE
 
     def look(self, index: int, value: Any) -> None:
         """Hash one value, an array or an eager tensor; one at a time is copied from a device."""
-        self._hashes[index] = kernels.checksum(np.ascontiguousarray(as_array(value)).reshape(-1).view(np.uint8))
+        flat = np.ascontiguousarray(as_array(value)).reshape(-1)
+        self._hashes[index] = kernels.checksum(flat.view(np.uint8))
+        if self.wants_sketches:
+            real = flat.view(flat.real.dtype)
+            self._sketches[index] = sketch(real.size, lambda begin, end: real[begin:end])
 
     def looked(self, variables: Sequence[Verified]) -> None:
         """All that is wanted of these variables was looked at."""
         if self._hashes:
             threads = tf.config.threading.get_intra_op_parallelism_threads()
             where = machine(f"{threads} threads", f"tensorflow {tf.__version__}", *_devices())
-            hashes = np.array([self._hashes[index] for index in sorted(self._hashes)], dtype=np.uint64)
-            self.state([variables[index].name for index in sorted(self._hashes)], Statement(where, hashes))
+            indices = sorted(self._hashes)
+            hashes = np.array([self._hashes[index] for index in indices], dtype=np.uint64)
+            sketches = np.array([self._sketches[index] for index in indices]) if self._sketches else None
+            limits = [rounding_limit(_precision(variables[index].dtype)) for index in indices]
+            names = [variables[index].name for index in indices]
+            self.state(names, limits, Statement(where, hashes, sketches=sketches))
+
+
+def _precision(dtype: Any) -> float:
+    if not (dtype.is_floating or dtype.is_complex):
+        return 0.0
+    return float(ml_dtypes.finfo(dtype.as_numpy_dtype).eps)  # type: ignore[no-untyped-call]
 
 
 def _devices() -> list[str]:

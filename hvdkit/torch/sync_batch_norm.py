@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -83,12 +84,13 @@ class SyncBatchNorm(_BatchNorm):
                 0.0 if momentum is None else momentum,
                 self.eps,
             )
-        output, mean, variance, count = apply(SyncBatchNormFunction, input, self.weight, self.bias, self.eps)
-        if self.training and self.track_running_stats and self.running_mean is not None:
-            _update(self.running_mean, mean, momentum)
-            _update(self.running_var, variance * (count / (count - 1)), momentum)
-        result: Tensor = output
-        return result
+        return self._synchronized(input, momentum)
+
+    @_disable_dynamo  # a compiled model must not trace what waits for other ranks
+    def _synchronized(self, input: Tensor, momentum: float | None) -> Tensor:
+        running = (self.running_mean, self.running_var) if self.training and self.track_running_stats else (None, None)
+        output: Tensor = apply(SyncBatchNormFunction, input, self.weight, self.bias, self.eps, *running, momentum)
+        return output
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
@@ -159,11 +161,24 @@ def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """Normalisation with one exchange of statistics forward and one backward."""
+    """Normalisation with one exchange of statistics forward and one backward.
+
+    The running statistics are updated inside ``forward``, as in PyTorch's own kernel: ``torch.utils.checkpoint`` ends
+    its second forward pass at the last tensor that is saved for backward, so code after ``apply`` may not run.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        """The output, and the mean, biased variance and count of all ranks' values, which have no gradient."""
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float | None,
+    ) -> Tensor:
+        """Return the output and update the running statistics, if there are any, with all ranks' values."""
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         over = [dimension for dimension in range(input.dim()) if dimension != 1]
         channels = input.shape[1]
@@ -180,6 +195,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 f"{int(count)} over all ranks, with input of shape {tuple(input.shape)} on this one"
             )
         mean, variance = mean.to(wide), variance.to(wide)
+        _update(running_mean, mean, momentum)
+        _update(running_var, variance * (count / (count - 1)), momentum)
         output = nn.functional.batch_norm(
             input.to(wide),
             mean,
@@ -192,13 +209,12 @@ class SyncBatchNormFunction(torch.autograd.Function):
         ctx.count = count
         ctx.over = over
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, variance)
-        return output, mean, variance, count
+        return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
-        """The gradients of input, weight and bias, and None for eps."""
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Return the gradients of input, weight and bias, and None for the other arguments."""
         input, weight, mean, inverse_deviation = ctx.saved_tensors
         gradient = grad_output.to(mean.dtype)
         centered = input.to(mean.dtype) - _broadcastable(mean, input)
@@ -217,4 +233,4 @@ class SyncBatchNormFunction(torch.autograd.Function):
             grad_weight = (sum_product * inverse_deviation).to(weight.dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = sum_gradient.to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None

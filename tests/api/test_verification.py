@@ -6,16 +6,33 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.api.gradients.verification import MOST_NAMES, compare
+from hvdkit.api.gradients.verification import MOST_NAMES, Told, compare, rounding_limit
 from hvdkit.api.machine import machine, processor, processor_of
-from hvdkit.engine.telemetry.verifying import Heard, Statement, is_due, is_due_for_sparse
+from hvdkit.engine.telemetry.verifying import (
+    CHUNK,
+    FIELDS,
+    MACHINE_WORDS,
+    SKETCH,
+    Conversation,
+    Heard,
+    Statement,
+    converse,
+    is_due,
+    is_due_for_sparse,
+    sketch,
+)
 
 NAMES = ["conv.weight", "conv.bias", "out.weight"]
 
 
-def told(*values: list[int], machines: str = "aaaaaaaa", names: Any = NAMES, step: int = 7) -> tuple[str | None, bool]:
+def told(
+    *values: list[int], machines: str = "aaaaaaaa", names: Any = NAMES, step: int = 7, distances: Any = None
+) -> tuple[str | None, bool]:
     hashes = {rank: np.array(one, dtype=np.uint64) for rank, one in enumerate(values)}
-    return compare("SGD.0", step, names, hashes, dict(enumerate(machines)), "hvd.broadcast()")
+    measured = None if distances is None else {rank: np.array(one) for rank, one in enumerate(distances)}
+    limits = [rounding_limit(precision) for precision in (1e-7, 1e-7, 8e-3)]
+    everything = Told(hashes, {rank: machines[rank] for rank in hashes}, measured)
+    return compare("SGD.0", step, names, limits, everything, "hvd.broadcast()")
 
 
 def test_the_same_everywhere_is_nothing():
@@ -35,10 +52,13 @@ def test_who_differs_in_what_is_named():
 
 
 def test_the_first_step_asks_for_a_broadcast():
-    text, _ = told([1, 2, 3], [4, 5, 6], step=1)
-    assert (
-        "HINT: they most likely never were; have all ranks start from the same values: hvd.broadcast(). Else " in text
-    )
+    for machines in ("aa", "ab"):
+        text, is_error = told([1, 2, 3], [4, 5, 6], step=1, machines=machines)
+        assert "HINT: they most likely never were; have all ranks start from the same values: hvd.broadcast(). " in text
+        assert "a broadcast may follow the first step" in text
+        assert not is_error
+    _, is_error = told([1, 2, 3], [4, 5, 6], step=2)
+    assert is_error
 
 
 def test_many_names_are_cut_short_and_other_numbers_of_parameters_told():
@@ -57,6 +77,98 @@ def test_ranks_that_do_not_compute_alike_are_warned_about_unless_some_that_do_di
     assert told([1, 2, 3], [1, 2, 4], [1, 2, 3], machines="aba") == (text.replace("rank 0", "ranks 0, 2"), False)
     _, is_error = told([1, 2, 3], [1, 2, 4], [1, 2, 5], machines="abb")
     assert is_error
+    text, is_error = told([1, 2, 3], [1, 2], machines="ab")
+    assert is_error
+    assert "rank 0 has 3 of them; rank 1 has 2 of them" in text
+
+
+def test_what_rounding_does_not_explain_is_an_error_whatever_ranks_compute_on():
+    values = [1, 2, 3], [4, 5, 6], [4, 5, 6]
+    text, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [9e-4, 1e-7, 7e-3], [0, 0, 0]])
+    assert not is_error
+    assert "do not compute alike" in text
+    for distances in ([0, 1.1e-3, 0], [0, 1.1e-3, 7e-3], [1.05e-3, 1.1e-3, 0]):
+        text, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [1e-5, 0, 0], distances])
+        assert is_error
+        assert "the values of rank 2 differ from those of rank 0 by 0.0011 of the norm of 'conv.bias'" in text
+    text, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [0, 0, 9e-3], [0, 1e-3, 0]])
+    assert is_error
+    assert "by 0.009 of the norm of 'out.weight', more than 0.008" in text
+    _, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [0, np.inf, 0], [0, 0, 0]])
+    assert is_error
+
+
+def sketch_of(values: Any) -> Any:
+    return sketch(len(values), lambda begin, end: values[begin:end])
+
+
+def test_the_distance_of_sketches_is_that_of_tensors():
+    random = np.random.default_rng(1)
+    for elements in (1, 2, SKETCH, SKETCH + 1, 1000, CHUNK - 1, CHUNK, 2 * CHUNK + 7):
+        values = random.standard_normal(elements)
+        changes = {
+            "rounding": 1e-6 * random.standard_normal(elements),
+            "of one element": np.where(np.arange(elements) == elements // 2, 0.5, 0.0),
+            "of all alike": np.full(elements, 1e-3),
+            "a sign": -2 * values,
+            "another model": random.standard_normal(elements),
+        }
+        for what, change in changes.items():
+            distance, norm = np.linalg.norm(sketch_of(values + change) - sketch_of(values)), np.linalg.norm(change)
+            exact = elements <= SKETCH or what == "of one element"
+            assert abs(distance / norm - 1) < (1e-6 if exact else 0.5), (elements, what)
+    assert not sketch_of(np.zeros(0)).any()
+    assert sketch_of(np.array([np.nan, np.inf, -np.inf, 1.0])).tolist()[4:] == [0.0] * (SKETCH - 4)
+
+
+def conversation_of(*statements: Statement | None) -> tuple[list[Heard], int]:
+    """What all ranks hear, and in how many exchanges."""
+    conversations: list[Conversation] = [converse(rank, len(statements), one) for rank, one in enumerate(statements)]
+    said = [next(one) for one in conversations]
+    for exchange in range(1, 9):
+        words, lengths = [own for own, _ in said], [lengths for _, lengths in said]
+        assert all(one == [len(own) for own in words] for one in lengths)
+        said, heard = [], []
+        for one in conversations:
+            try:
+                said.append(one.send(words))
+            except StopIteration as end:
+                heard.append(end.value)
+        if heard:
+            assert not said
+            return heard, exchange
+    raise AssertionError("the ranks never end")
+
+
+def sketched(*values: list[float], machine: str = "a") -> Statement:
+    hashes = np.array([hash(tuple(one)) % 1000 for one in values], dtype=np.uint64)
+    return Statement(machine, hashes, sketches=np.array([sketch_of(np.array(one)) for one in values]))
+
+
+def test_ranks_say_as_much_as_they_must():
+    same = sketched([1.0, 2.0], [3.0])
+    assert conversation_of(same, None, same)[1] == 1
+    assert conversation_of(statement(1, 2), statement(1, 3))[1] == 2
+    heard, exchanges = conversation_of(None, same, sketched([1.0, 2.0], [3.3], machine="b"), None, sketched([0.0]))
+    assert exchanges == 3
+    for one in heard:
+        assert one.present == [1, 2, 4]
+        assert np.allclose(one.distances(1), [0, 0])
+        assert np.allclose(one.distances(2), [0, 0.1])
+        assert one.distances(4).tolist() == [np.inf]
+        assert [one.machine(rank) for rank in one.present] == ["a", "b", "a"]
+        assert len(one.details[4]) == 2 + MACHINE_WORDS
+    heard, exchanges = conversation_of(same, statement(1, 2))  # which had joined when hashes differed first
+    assert exchanges == 2
+    assert heard[0].distances(0) is None
+    assert heard[1].hashes(1).tolist() == [1, 2]
+
+
+def test_a_subnormal_number_that_one_rank_flushes_is_no_difference():
+    heard, _ = conversation_of(sketched([0.0]), sketched([1e-40]))
+    assert heard[0].distances(1)[0] < 1e-6
+    heard, _ = conversation_of(sketched([0.0]), sketched([1e-9]))
+    assert heard[0].distances(1)[0] > 1
 
 
 def test_steps_that_are_looked_at():
@@ -68,8 +180,8 @@ def test_steps_that_are_looked_at():
 
 
 def heard(*statements: Statement | None) -> Heard:
-    rows = [np.zeros(5, dtype=np.uint64) if one is None else one.row() for one in statements]
-    return Heard(np.stack(rows), [np.zeros(0) if one is None else one.details() for one in statements])
+    rows = [np.zeros(FIELDS, dtype=np.uint64) if one is None else one.row() for one in statements]
+    return Heard(np.stack(rows), [np.zeros(0) if one is None else one.details(None) for one in statements])
 
 
 def statement(*hashes: int, machine: str = "a", updates: bool = False) -> Statement:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from tests.ranks import Skip
 from tests.told import told
@@ -174,3 +177,71 @@ def case_convert_replaces_every_batch_norm_and_keeps_its_tensors(hvd):
 def case_convert_refuses_lazy_modules(hvd):
     with told(ValueError, "HINT"):
         hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+Way = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
+
+
+def _check_trained(hvd, build: Callable[..., nn.Sequential], run: Way, steps: int = 3, within: float = 1e-12) -> None:
+    """Train ``build(SyncBatchNorm)`` on this rank's rows and ``build(BatchNorm1d)`` on all, in float64; compare states.
+
+    In the middle each is evaluated once.
+    """
+    models = []
+    for norm in (hvd.SyncBatchNorm, nn.BatchNorm1d):
+        torch.manual_seed(1)
+        model = build(norm).double()
+        is_ours = norm is hvd.SyncBatchNorm
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer) if is_ours else hvd.unsynchronized(optimizer)
+        for step in range(steps):
+            rows = torch.randn(4 * hvd.size(), 3, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            mine = (rows[4 * hvd.rank() :][:4] if is_ours else rows).clone().requires_grad_()
+            optimizer.zero_grad()
+            (run(model, mine).tanh() ** 3).mean().backward()
+            optimizer.step()
+            if step == 1:
+                run(model.eval(), mine)
+                model.train()
+        models.append(model)
+    for (name, ours), expected in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+        assert torch.allclose(ours.double(), expected.double(), rtol=within, atol=within), name
+
+
+def _stack(norm: Callable[..., nn.Module], ends_in_norm: bool = True, frozen: bool = False, **options) -> nn.Sequential:
+    model = nn.Sequential(nn.Conv1d(3, 4, 1), norm(4, **options), nn.Tanh(), nn.Conv1d(4, 3, 1), norm(3, **options))
+    if not ends_in_norm:
+        model.append(nn.Tanh())
+    if frozen:
+        model[:2].requires_grad_(False)
+    return model
+
+
+def _nested(model: nn.Sequential, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+    inner = functools.partial(checkpoint, model[:2], use_reentrant=use_reentrant)
+    return checkpoint(lambda x: model[2:](inner(x)), x, use_reentrant=use_reentrant)
+
+
+def _to_its_end(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    with set_checkpoint_early_stop(False):
+        return checkpoint(model, x, use_reentrant=False)
+
+
+def case_training_in_float64_is_that_of_one_process(hvd):
+    _check_trained(hvd, _stack, lambda model, x: model(x), steps=20)
+
+
+def case_inside_a_checkpoint_statistics_are_those_of_batch_norm_inside_it(hvd):
+    ways: list[Way] = [_to_its_end]
+    for use_reentrant in (False, True):
+        ways.append(functools.partial(checkpoint, use_reentrant=use_reentrant))
+        ways.append(functools.partial(_nested, use_reentrant=use_reentrant))
+        ways.append(lambda model, x, how=use_reentrant: checkpoint_sequential(model, 2, x, use_reentrant=how))
+    options = [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"frozen": True}]
+    for run, kind, ends_in_norm in itertools.product(ways, options, (True, False)):
+        _check_trained(hvd, functools.partial(_stack, ends_in_norm=ends_in_norm, **kind), run)
+
+
+def case_a_compiled_model_inside_a_checkpoint(hvd):
+    compiled = functools.cache(functools.partial(torch.compile, backend="aot_eager"))
+    _check_trained(hvd, _stack, lambda model, x: checkpoint(compiled(model), x, use_reentrant=False))

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hvdkit.engine.life import runtime
 from hvdkit.errors import HorovodInternalError, ParametersDifferError
-from hvdkit.torch.gradients import verification
 from tests.ranks import Skip
 from tests.told import warned
 from tests.torch.optimizer_cases import distributed_sgd
 from tests.torch.optimizer_support import (
+    assert_close,
     assert_identical,
     batch,
     expect,
@@ -24,6 +25,8 @@ from tests.torch.optimizer_support import (
     no_warnings,
     train_step,
 )
+
+BROADCAST = "hvd.broadcast_parameters(model"
 
 
 def only_with_others(hvd: Any) -> None:
@@ -56,15 +59,37 @@ def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
         train_step(optimizer, net, batch(hvd.rank(), step))
 
 
-def case_other_weights_from_the_start_are_an_error_of_the_first_step(hvd: Any) -> None:
+def case_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) -> None:
     only_with_others(hvd)
     net = make_net(seed=1 + last(hvd))
     optimizer = distributed_sgd(hvd, net)
-    with differing(hvd, 1, "'conv.weight', 'conv.bias'", "(of 8) differ", "SGD.", "hvd.broadcast_parameters(model"):
+    with warned(BROADCAST):  # on every rank
+        train_step(optimizer, net, batch(hvd.rank()))
+    with differing(hvd, 2, "'conv.weight', 'conv.bias'", "(of 8) differ", "SGD.", BROADCAST):
         train_step(optimizer, net, batch(hvd.rank()))
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     train(hvd, optimizer, net)
     assert_identical(hvd, net)
+
+
+def case_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
+    only_with_others(hvd)
+    for options in ({}, {"op": hvd.Adasum} if hvd.size() != 3 else {"op": hvd.Sum}):
+        for waits in (False, True):
+            net = make_net(seed=1 + last(hvd))
+            optimizer = distributed_sgd(hvd, net, **options)
+            loss_of(net, batch(hvd.rank())).backward()
+            if waits and "op" not in options:
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            train(hvd, optimizer, net, 4)
+            assert_identical(hvd, net)
 
 
 def case_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -> None:
@@ -186,9 +211,11 @@ def case_sparse_and_dense_gradients_together(hvd: Any) -> None:
         dense(table(torch.arange(hvd.rank(), hvd.rank() + 4))).sum().backward()
         optimizer.step()
 
-    with differing(hvd, 1, "'table' (of 3) differ", against_the_last(hvd)):
+    with warned("'table' (of 3) differ"):
         step()
-    for _ in range(3):  # a large table is looked at seldom
+    for _ in range(8):  # a large table is looked at seldom
+        step()
+    with differing(hvd, 10, "'table' (of 3) differ", against_the_last(hvd)):
         step()
 
 
@@ -216,7 +243,9 @@ def case_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
             with differing(hvd, 4 + 2 * (hvd.size() - 1), "hvd.join() with nothing broadcast after it"):
                 train_step(optimizer, net, batch(hvd.rank()))
         else:
-            with differing(hvd, 1):
+            with warned("after step 1:"):  # counted from the join
+                train_step(optimizer, net, batch(hvd.rank()))
+            with differing(hvd, 2):
                 train_step(optimizer, net, batch(hvd.rank()))
         hvd.broadcast_parameters(net.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -265,26 +294,143 @@ def case_a_step_given_up_on_one_rank_is_the_lanes_error(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_other_processors_are_a_warning(hvd: Any) -> None:
-    only_with_others(hvd)
-    real = verification.machine_of
-    verification.machine_of = lambda tensors: f"{real(tensors)}, {'odd' if last(hvd) else 'even'}"
+@contextmanager
+def threads_by_rank(hvd: Any) -> Iterator[None]:
+    """In the block, which is no small one, no two ranks compute on as many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 + hvd.rank())
     try:
-        net = make_net(seed=1 + last(hvd))
-        optimizer = distributed_sgd(hvd, net)
-        with warned("do not compute alike", times=int(hvd.rank() == 0)):
-            train(hvd, optimizer, net)
-        net = make_net(seed=1 + (hvd.rank() == 0))
-        optimizer = distributed_sgd(hvd, net)
-        if hvd.size() > 2:  # ranks 0 and 1 compute alike
-            with differing(hvd, 1):
-                train(hvd, optimizer, net, 1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def case_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) -> None:
+    only_with_others(hvd)
+    for op in (hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum):
+        with threads_by_rank(hvd):
+            net = make_net()
+            optimizer = distributed_sgd(hvd, net, op=op)
+            train(hvd, optimizer, net, 2)
+            if last(hvd):
+                with torch.no_grad():
+                    net.hidden.weight.mul_(1 + 2e-6)
+            with warned("do not compute alike", times=int(hvd.rank() == 0)):
+                train(hvd, optimizer, net, 10)
+            if last(hvd):
+                with torch.no_grad():
+                    net.hidden.weight[0, 0] += 1
+            with differing(hvd, 13, "rounding does not explain this", "of the norm of 'hidden.weight'"):
+                train_step(optimizer, net, batch(hvd.rank()))
+            hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+            with no_warnings():
+                train(hvd, optimizer, net)
+
+
+def case_unrelated_models_are_an_error_whatever_ranks_compute_on(hvd: Any) -> None:
+    only_with_others(hvd)
+    for op in (hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum):
+        with threads_by_rank(hvd):
+            net = make_net(seed=1 + hvd.rank())
+            optimizer = distributed_sgd(hvd, net, op=op)
+            with warned(BROADCAST):
+                train_step(optimizer, net, batch(hvd.rank()))
+            with differing(hvd, 2, "rounding does not explain this"):
+                train_step(optimizer, net, batch(hvd.rank()))
+            net = make_net()
+            optimizer = distributed_sgd(hvd, net, op=op)
+            with no_warnings():
+                train(hvd, optimizer, net)
+
+
+def case_differences_are_measured_where_the_next_step_tells_them(hvd: Any) -> None:
+    only_with_others(hvd)
+    with threads_by_rank(hvd):
         net = make_net()
         optimizer = distributed_sgd(hvd, net)
-        with no_warnings():
-            train(hvd, optimizer, net)
-    finally:
-        verification.machine_of = real
+
+        def step() -> None:
+            loss_of(net, batch(hvd.rank())).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        if last(hvd):
+            net.out.bias.data *= 1 + 1e-5
+        with warned("do not compute alike", times=int(hvd.rank() == 0)):
+            for _ in range(4):
+                step()
+        if last(hvd):
+            net.out.bias.data *= 1.01
+        step()
+        with differing(hvd, 6, "rounding does not explain this", "of the norm of 'out.bias'"):
+            step()
+
+
+def strange_parameters() -> list[nn.Parameter]:
+    """Parameters whose sizes and strides are not those of most tensors."""
+    torch.manual_seed(1)
+    trained = [
+        torch.from_numpy(np.empty(0)),
+        torch.from_numpy(np.empty((0, 3), np.float32).T),
+        torch.ones(9)[3:3],
+        torch.tensor(1.0),
+        torch.ones(9)[::5][:1],
+        torch.ones(9).bfloat16()[::5][:1],
+        torch.randn(4, 3).t(),
+        torch.randn(12)[::2],
+        torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(3, dtype=torch.float16),
+        torch.randn(3, dtype=torch.bfloat16),
+        torch.randn(3, dtype=torch.float64),
+    ]
+    frozen = [
+        torch.ones(1).expand(5),
+        torch.arange(3),
+        torch.tensor([True, False]),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.ones(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ]
+    given_back = nn.Parameter(torch.ones(8), requires_grad=False)
+    given_back.untyped_storage().resize_(0)
+    parameters = [nn.Parameter(one) for one in trained] + [nn.Parameter(one, requires_grad=False) for one in frozen]
+    return [*parameters, given_back, nn.UninitializedParameter(requires_grad=False)]
+
+
+def case_parameters_of_strange_sizes_and_strides_are_no_different(hvd: Any) -> None:
+    optimizers = []
+    for is_ours in (True, False):
+        parameters = strange_parameters()
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer) if is_ours else hvd.unsynchronized(optimizer)
+        for step in range(3):
+            loss = sum((one.double() ** 2).sum() for one in parameters if one.requires_grad)
+            (loss * ((1 + step) * (1 + hvd.rank() if is_ours else (hvd.size() + 1) / 2))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers.append(parameters)
+    for ours, expected in zip(*optimizers, strict=True):
+        if ours.requires_grad and ours.numel():
+            assert_close(ours.double(), expected.double(), {2: 1e-2, 4: 1e-6, 8: 1e-12}[ours.element_size()])
+    if hvd.size() > 1:
+        with threads_by_rank(hvd):
+            parameters = strange_parameters()
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1e-3))
+            if last(hvd):
+                parameters[0] = nn.Parameter(parameters[0])
+                parameters[3].data *= 2
+            for step in (1, 2):
+                sum((one.double() ** 2).sum() for one in parameters[1:] if one.requires_grad).backward()
+                with differing(hvd, 2, "'allreduce.noname.0.3'") if step == 2 else warned(BROADCAST):
+                    optimizer.step()
+                optimizer.zero_grad()
 
 
 def case_two_optimizers_take_turns(hvd: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,15 @@ from hvdkit.errors import ParametersDifferError
 # Of each kind so many are told by name.
 MOST_NAMES = 8
 
+# Ranks that do not compute alike may differ by so much of a parameter's norm, or by its type's precision.
+ROUNDING = 1e-3
+
 DIFFER = "The parameters of '{title}' are not the same on all ranks after step {step}: {names}. {groups}."
-NEVER_BROADCAST = "HINT: they most likely never were; have all ranks start from the same values: {broadcast}. Else "
+NEVER_BROADCAST = (
+    "HINT: they most likely never were; have all ranks start from the same values: {broadcast}. This is a warning "
+    "because a broadcast may follow the first step; if they still differ at the next comparison, after step 10 at the "
+    "latest, it is an error. Else "
+)
 LATER = "HINT: {broadcast} brings them together; find out why they differ: "
 CAUSES = (
     "gradients were changed on one rank unseen (in PyTorch through .data) between backward() and step(); ranks stepped "
@@ -27,17 +34,37 @@ CAUSES = (
 )
 OTHER_MACHINES = (
     "The ranks that differ do not compute alike ({machines}), so that the same update may have been rounded "
-    "differently: this is told once, and is no error.\n"
+    "differently: this is told once, and is an error when parameters differ by more than rounding explains."
+)
+BEYOND_ROUNDING = (
+    "The ranks do not compute alike ({machines}), but rounding does not explain this: the values of {ranks} differ "
+    "from those of {first} by {distance:.2g} of the norm of '{name}', more than {limit:.2g}."
 )
 
 
+def rounding_limit(precision: float) -> float:
+    """Return how far parameters of a type may be apart by rounding; ``precision`` is the type's eps."""
+    return max(ROUNDING, precision)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all ranks told of the same step, by rank. ``distances``: from the lowest rank, None if not measured."""
+
+    hashes: dict[int, Array]
+    machines: dict[int, str]
+    distances: dict[int, Array] | None = None
+
+
 def compare(
-    title: str, step: int, names: Sequence[str], hashes: dict[int, Array], machines: dict[int, str], broadcast: str
+    title: str, step: int, names: Sequence[str], limits: Sequence[float], told: Told, broadcast: str
 ) -> tuple[str | None, bool]:
     """What is wrong with the parameters after a step, None if nothing, and whether it is an error or a warning.
 
-    ``hashes`` and ``machines`` by rank. Ranks on machines that round alike must hold the same; others may not.
+    Ranks on machines that round alike must hold the same. Others may differ by rounding: by ``limits``, relative to
+    each parameter's norm. After the first step all is a warning, since the broadcast may still follow.
     """
+    hashes, machines = told.hashes, told.machines
     alike: dict[bytes, list[int]] = {}
     for rank in sorted(hashes):
         alike.setdefault(hashes[rank].tobytes(), []).append(rank)
@@ -46,13 +73,38 @@ def compare(
     by_machine: dict[str, list[int]] = {}
     for rank in sorted(hashes):
         by_machine.setdefault(machines[rank], []).append(rank)
-    is_error = any(len({hashes[rank].tobytes() for rank in ranks}) > 1 for ranks in by_machine.values())
+    is_error = len({len(one) for one in hashes.values()}) > 1 or any(
+        len({hashes[rank].tobytes() for rank in ranks}) > 1 for ranks in by_machine.values()
+    )
     text = DIFFER.format(title=title, step=step, names=_differing(names, hashes), groups=_grouped(list(alike.values())))
-    hint = (NEVER_BROADCAST if step == 1 else LATER) + CAUSES
     if not is_error:
         listed = "; ".join(f"{_ranks(ranks)}: {machine}" for machine, ranks in by_machine.items())
-        text = f"{text} {OTHER_MACHINES.format(machines=listed).rstrip()}"
-    return f"{text}\n{hint.format(broadcast=broadcast)}", is_error
+        beyond = _beyond_rounding(names, limits, told, listed)
+        is_error = beyond is not None
+        text = f"{text} {beyond or OTHER_MACHINES.format(machines=listed)}"
+    hint = (NEVER_BROADCAST if step == 1 else LATER) + CAUSES
+    return f"{text}\n{hint.format(broadcast=broadcast)}", is_error and step > 1
+
+
+def _beyond_rounding(names: Sequence[str], limits: Sequence[float], told: Told, machines: str) -> str | None:
+    """Return what is said of the parameter that is farthest apart, if that is more than its limit."""
+    if told.distances is None:
+        return None
+    distance, rank, index = max(
+        (float(distance) / limit, rank, index)
+        for rank, distances in told.distances.items()
+        for index, (distance, limit) in enumerate(zip(distances, limits, strict=True))
+    )
+    if distance <= 1:
+        return None
+    return BEYOND_ROUNDING.format(
+        machines=machines,
+        ranks=_ranks([rank]),
+        first=_ranks([min(told.hashes)]),
+        distance=distance * limits[index],
+        name=names[index],
+        limit=limits[index],
+    )
 
 
 def _differing(names: Sequence[str], hashes: dict[int, Array]) -> str:
@@ -93,7 +145,9 @@ class Verification:
         self._every = 0
         self._steps_before = 0  # on earlier lanes
         self._warned = False
+        self._suspects = False  # whether hashes or machines have differed: from then on sketches are told
         self._names: list[str] = []
+        self._limits: list[float] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -120,15 +174,21 @@ class Verification:
 
     def wants(self, step: int) -> bool:
         """Whether hashes of the parameters are wanted as they are after ``step``."""
-        return not self._warned and is_due(step, self._every)
+        return is_due(step, self._every)
 
     def wants_sparse(self, step: int) -> bool:
         """Whether also of those whose gradients are sparse."""
         return self.wants(step) and is_due_for_sparse(step, self._every)
 
-    def state(self, names: Sequence[str], statement: Statement) -> None:
-        """The parameters of these names as they are after the last step."""
-        self._after, self._names, self._stated = self._lane.steps, list(names), statement
+    @property
+    def wants_sketches(self) -> bool:
+        """True if a statement is to have sketches as well as hashes."""
+        return self._suspects
+
+    def state(self, names: Sequence[str], limits: Sequence[float], statement: Statement) -> None:
+        """Receives what the parameters of these names are after the last step. ``limits``: see ``rounding_limit``."""
+        self._after, self._stated = self._lane.steps, statement
+        self._names, self._limits = list(names), list(limits)
 
     def _state(self) -> Statement:
         """What the lane asks for at the end of a step."""
@@ -158,13 +218,19 @@ class Verification:
     def _judge(self, heard: Heard, title: str, step: int, members: Sequence[int]) -> None:
         if not heard.differs:
             return
+        self._suspects = True
         ranks = {members[index]: index for index in heard.present}
-        hashes = {rank: heard.hashes(index) for rank, index in ranks.items()}
-        machines = {rank: heard.machine(index) for rank, index in ranks.items()}
-        text, is_error = compare(title, step, self._names, hashes, machines, self._broadcast)
+        distances = {rank: heard.distances(index) for rank, index in ranks.items()}
+        told = Told(
+            {rank: heard.hashes(index) for rank, index in ranks.items()},
+            {rank: heard.machine(index) for rank, index in ranks.items()},
+            {rank: one for rank, one in distances.items() if one is not None} or None,
+        )
+        text, is_error = compare(title, step, self._names, self._limits, told, self._broadcast)
         if text is not None and is_error:
             raise ParametersDifferError(text)
-        if text is not None:
-            self._warned = True
-            if self._engine.topology.rank == min(ranks):
-                warnings.warn(text, stacklevel=2)
+        if text is None or (self._warned and step > 1):
+            return
+        self._warned = True
+        if step == 1 or self._engine.topology.rank == min(ranks):
+            warnings.warn(text, stacklevel=2)

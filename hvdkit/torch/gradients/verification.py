@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 
 from hvdkit import kernels
-from hvdkit.api.gradients.verification import Verification
+from hvdkit.api.gradients.verification import Verification, rounding_limit
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import Statement, exchange_by_name
+from hvdkit.engine.telemetry.verifying import Statement, exchange_by_name, sketch
 from hvdkit.torch.optimizers.names import parameters_of
 
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.broadcast_optimizer_state(optimizer, 0)"
@@ -30,12 +31,17 @@ NameOf = Callable[[torch.Tensor], str]
 
 
 def can_be_hashed(parameter: torch.Tensor) -> bool:
-    """Whether it is a plain tensor with values: no part of one that is spread over ranks, no meta or sparse tensor."""
-    return parameter.layout is torch.strided and not parameter.is_meta and type(parameter.detach()) is torch.Tensor
+    """True for a plain tensor with values: no part of one that is spread over ranks, no lazy, meta or sparse tensor."""
+    if is_lazy(parameter) or parameter.layout is not torch.strided or parameter.is_meta:
+        return False
+    if parameter.is_quantized or parameter.is_nested or type(parameter.detach()) is not torch.Tensor:
+        return False
+    return parameter.numel() == 0 or parameter.untyped_storage().nbytes() > 0  # else its memory was given back
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,))  # of less than two elements the stride may be any number
 
 
 def device_hash(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,6 +75,17 @@ def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
         indices, values = zip(*found, strict=True)
         hashes[list(indices)] = torch.stack(values).cpu().numpy().view(np.uint64)
     return hashes
+
+
+def sketch_of(tensor: torch.Tensor) -> Array:
+    """The sketch of a tensor's values, of which one part at a time is copied from a device."""
+    flat = _flat(tensor)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return sketch(flat.numel(), lambda begin, end: flat[begin:end].to("cpu", torch.float64).numpy())
+
+
+def _precision(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def machine_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -122,16 +139,19 @@ class OptimizerVerification(Verification):
             self._joins, self._count = engine.joining.over, 0
         self._count += 1
         if self.wants(self._count):
-            self._names, stated = self._statement(groups, name_of, self.wants_sparse(self._count))
+            self._names, self._limits, stated = self._statement(groups, name_of, self.wants_sparse(self._count))
             heard = exchange_by_name(engine, self._title, self._process_set.process_set_id, stated)
             self._judge(heard, self._title, self._count, range(engine.topology.size))
 
     def _statement(
         self, groups: Sequence[dict[str, Any]], name_of: NameOf, sparse_too: bool
-    ) -> tuple[list[str], Statement]:
+    ) -> tuple[list[str], list[float], Statement]:
         parameters = [
             parameter
             for parameter in parameters_of(groups)
             if can_be_hashed(parameter) and (sparse_too or id(parameter) not in self._sparse)
         ]
-        return [name_of(one) for one in parameters], Statement(machine_of(parameters), hashes_of(parameters))
+        sketches = np.array([sketch_of(one) for one in parameters]) if self.wants_sketches else None
+        limits = [rounding_limit(_precision(one.dtype)) for one in parameters]
+        statement = Statement(machine_of(parameters), hashes_of(parameters), sketches=sketches)
+        return [name_of(one) for one in parameters], limits, statement
