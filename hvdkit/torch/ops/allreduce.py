@@ -145,8 +145,9 @@ def allreduce(
         compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``; nothing is kept here of
             what a codec loses, as an optimizer keeps it.
         op: hvd.Average, Sum, Min, Max, Product or Adasum. Averages of integers are cut off, not rounded.
-        prescale_factor: each element is multiplied by it before the reduction.
-        postscale_factor: each element is multiplied by it after the reduction.
+        prescale_factor: each element is multiplied by it before the reduction, as by ``tensor * prescale_factor``;
+            integers in float64, cut off.
+        postscale_factor: each element is multiplied by it after the reduction, in the same way.
         process_set: the ranks that take part.
 
     Returns:
