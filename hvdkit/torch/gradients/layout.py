@@ -23,8 +23,13 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 
 
 def can_be_planned(parameter: torch.Tensor) -> bool:
-    """True for the gradients that fusion buffers hold: real floating point, dense."""
-    return parameter.dtype in _NUMPY_DTYPES and parameter.layout is torch.strided
+    """True for the gradients that fusion buffers hold: floating point or complex, dense."""
+    return _real_dtype(parameter) in _NUMPY_DTYPES and parameter.layout is torch.strided
+
+
+def _real_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of the numbers in memory; a complex element is a pair of them."""
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
 
 
 def memory_order(parameter: torch.Tensor) -> list[int] | None:
@@ -42,18 +47,21 @@ def memory_order(parameter: torch.Tensor) -> list[int] | None:
 def slot_of(name: str, parameter: torch.Tensor, codec: int = 0) -> Slot:
     """A parameter's slot; ``codec`` is the number of its codec in the plan.
 
-    Ranks whose memory orders differ (channels_last on some) differ in the slot's name.
+    Ranks whose memory orders differ (channels_last on some) differ in the slot's name. A complex parameter's slot has
+    one axis more, as in DistributedDataParallel: of the real and the imaginary part.
     """
     shape = tuple(parameter.shape)
     order = memory_order(parameter)
     if order is not None:
         name, shape = f"{name} (axes in memory: {order})", tuple(parameter.shape[axis] for axis in order)
-    return Slot(name, shape, _NUMPY_DTYPES[parameter.dtype], codec)
+    if parameter.is_complex():
+        name, shape = f"{name} (complex)", (*shape, 2)
+    return Slot(name, shape, _NUMPY_DTYPES[_real_dtype(parameter)], codec)
 
 
 def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its dtype."""
-    return as_tensor(memory).as_strided(like.shape, like.stride())
+    """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its slot's dtype."""
+    return as_tensor(memory).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def layout_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -71,6 +79,7 @@ def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
         and gradient.shape == like.shape
         and (gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()))
         and not gradient.is_neg()
+        and not gradient.is_conj()
     )
 
 
@@ -103,9 +112,10 @@ ALONE = _references_of_a_gradient()
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The one block of memory that a tensor's elements fill."""
+    """The one block of memory that a tensor's elements fill; of complex ones real and imaginary parts in turn."""
     # .data: what the engine writes there must not count as a change of the tensor.
-    return tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    flat = tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
