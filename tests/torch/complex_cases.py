@@ -289,11 +289,25 @@ def case_a_gradient_that_is_a_conjugate_view_is_reduced(hvd: Any) -> None:
         weight = nn.Parameter(torch.zeros(elements, dtype=torch.complex64))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
         for _ in range(3):
-            weight.grad = values(hvd.rank(), (elements,), torch.complex64).conj()
-            assert weight.grad.is_conj()
+            gradient = values(hvd.rank(), (elements,), torch.complex64).conj()
+            weight.grad = gradient.resolve_conj() if hvd.rank() % 2 else gradient  # not on all ranks
+            assert weight.grad.is_conj() == (hvd.rank() % 2 == 0)
             optimizer.synchronize()
             mean = half(total(hvd, (elements,), torch.complex64), hvd.size()).conj()
             assert equal(weight.grad, mean)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+
+def case_a_real_gradient_that_is_a_negative_view_is_reduced(hvd: Any) -> None:
+    for elements in (50, 50_000):
+        weight = nn.Parameter(torch.zeros(elements))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+        for _ in range(3):
+            gradient = values(hvd.rank(), (elements,), torch.complex64)
+            weight.grad = gradient.conj().imag if hvd.rank() % 2 == 0 else -gradient.imag
+            optimizer.synchronize()
+            assert equal(weight.grad, half(total(hvd, (elements,), torch.complex64), hvd.size()).conj().imag.clone())
             with optimizer.skip_synchronize():
                 optimizer.step()
 
