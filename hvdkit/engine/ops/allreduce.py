@@ -66,10 +66,12 @@ def pieces_of(batch: Batch) -> list[tuple[int, int]]:
         return []
     if signature["prescale"] != 1.0 or signature["op"] == ReduceOp.ADASUM:
         return []
-    array, count = as_real(arrays[0].reshape(-1)), 1
+    array, count = arrays[0], 1
     if batch.side_by_side and not batch.codec.encodes:
         count, _ = choose_pieces(array.nbytes, nodes_of(batch.group), batch.group.choice.asked)
-    return partition(array.size, count, array.itemsize) if count > 1 else [(0, array.size)]
+    parts = 2 if array.dtype.kind == "c" else 1  # numbers of an element
+    numbers = array.size * parts
+    return partition(numbers, count, array.itemsize // parts) if count > 1 else [(0, numbers)]
 
 
 def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[Any]]:
