@@ -9,7 +9,7 @@ from typing import Any
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.errors import UnsupportedReductionError
-from hvdkit.kernels.dtypes import FLOATS
+from hvdkit.kernels.dtypes import COMPLEX, FLOATS
 from hvdkit.kernels.reduce_op import ReduceOp
 
 FLOATING = frozenset(map(str, FLOATS))
@@ -187,6 +187,16 @@ def check_adasum(function: str, dtypes: Iterable[str], process_set: ProcessSet, 
     for dtype in dtypes:
         if dtype not in FLOATING:
             raise ValueError(f"{function}: Adasum needs floating point tensors, got {dtype}")
+
+
+def check_op_for(function: str, op: ReduceOp, dtypes: Iterable[str]) -> None:
+    """Raises UnsupportedReductionError, a ValueError, for complex numbers where the reduction is no sum."""
+    for dtype in dtypes:
+        if dtype in COMPLEX and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise UnsupportedReductionError(
+                f"{function}: op=hvd.{op.name.capitalize()} is not defined for complex numbers, got a tensor of type "
+                f"{dtype}\nHINT: use hvd.Average or hvd.Sum, or reduce real and imaginary parts by themselves."
+            )
 
 
 def check_has_rows(function: str, shapes: Sequence[tuple[int, ...]], scalar_to_row: str) -> None:

@@ -66,8 +66,11 @@ class Operations(Generic[T]):
         if on_device is not None and reduces_directly(request, map(framework.dtype, tensors)):
             framework = on_device
         call = asked.call(framework.device(tensors[0]))
-        if request.op == ReduceOp.ADASUM:
-            checks.check_adasum(asked.function, map(framework.dtype, tensors), asked.process_set, engine.topology.size)
+        if request.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            dtypes = list(map(framework.dtype, tensors))
+            checks.check_op_for(asked.function, request.op, dtypes)
+            if request.op == ReduceOp.ADASUM:
+                checks.check_adasum(asked.function, dtypes, asked.process_set, engine.topology.size)
         if in_place:
             framework.check_writable(asked.function, tensors)
         sources = None

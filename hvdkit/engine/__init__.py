@@ -55,7 +55,8 @@
 - Averages are sums, divided: what happens to a sum at its end is one value from the operation to the kernel
   (``kernels.Scale``, a factor and a divisor). A rounded reciprocal would give other last bits, and 0 for an average of
   ones on 49 ranks. Where a product has the same bits it is one, as with powers of two, else it is a division in the
-  same pass over memory. A codec's sum is divided when it has been decoded.
+  same pass over memory. A scale factor of the user is one number with the divisor, rounded to the type of the
+  arithmetic, as Horovod has it. A codec's sum is divided when it has been decoded.
 - What every rank computes for itself (small tensors, decoded payloads, Adasum, low-rank products) must not depend on
   how its thread is set: a script may have it flush subnormal numbers to zero (``torch.set_flush_denormal``), and
   TensorFlow's threads do. Native kernels set how the processor computes when they begin, and set it back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS, HALVES, NAMES
+from hvdkit.kernels.dtypes import BFLOAT16, COMPLEX, DTYPES, FLOATS, HALVES, NAMES, as_real
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.kernels.scale import ONE, Scale
 
@@ -65,6 +65,7 @@ def backend() -> str:
 
 __all__ = [
     "BFLOAT16",
+    "COMPLEX",
     "DTYPES",
     "FLOATS",
     "HALVES",
@@ -75,6 +76,7 @@ __all__ = [
     "Scale",
     "abs_sample_into",
     "add_and_project_into",
+    "as_real",
     "backend",
     "checksum",
     "convert_into",

@@ -18,11 +18,19 @@ DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(name) for name in (*_INTEGERS, "float16", "bfloat16", "float32", "float64")
 }
 
+# Not the kernels' own: an element is a pair of real numbers, and pairs are summed, averaged and encoded as these.
+COMPLEX: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("complex64", "complex128")}
+
 # str(dtype) takes numpy microseconds.
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in {**DTYPES, **COMPLEX}.items()}
 
 # Summed in float32 and rounded once at the end.
 HALVES = frozenset({DTYPES["float16"], BFLOAT16})
 
 # What convert_into takes.
 FLOATS = HALVES | {DTYPES["float32"], DTYPES["float64"]}
+
+
+def as_real(flat: Array) -> Array:
+    """Return the memory of a flat contiguous array as real numbers, of which a complex element is a pair."""
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

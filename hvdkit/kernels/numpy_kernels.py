@@ -95,15 +95,13 @@ def _combined(op: ReduceOp, a: Array, b: Array) -> Array:
 
 def _scaled(values: Array, scale: Scale) -> Array:
     dtype = values.dtype
-    if dtype.kind != "f" and scale.factor == 1.0:
-        return _divided(values, scale.divisor)
-    # Of float32 this is the quotient rounded once: float64 has more than twice its digits (Figueroa, "When is double
-    # rounding innocuous?", 1995).
-    product = values.astype(np.float64) * scale.factor
-    if scale.divisor != 1:
-        product = product / scale.divisor
     if dtype.kind == "f":
-        return np.asarray(product.astype(dtype))
+        if scale.factor == 1.0:
+            return np.asarray(values / dtype.type(scale.divisor))
+        return np.asarray(values * dtype.type(scale.number))
+    if scale.factor == 1.0:
+        return _divided(values, scale.divisor)
+    product = values.astype(np.float64) * scale.factor / scale.divisor
     limits = np.iinfo(dtype)
     # The upper limit of 64 bits is no float64: compare with the power of two above it.
     too_high, too_low = product >= float(limits.max + 1), product <= float(limits.min)

@@ -6,17 +6,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-# So that every divisor is exact in float64.
-LARGEST_DIVISOR = 2**31 - 1
+# So that every divisor is exact in float32.
+LARGEST_DIVISOR = 2**24
 
 
 class Scale(NamedTuple):
     """``factor * x / divisor``; an average is a sum with the number of ranks as its divisor.
 
-    A number and its reciprocal are not the same: 1/3 cannot be written as a float, and 49 * (1 / 49) is less than one.
-    So the sum is divided, in its own arithmetic (halves: float32), and rounded once; integers toward zero, exactly. A
-    factor other than one is multiplied in float64, then comes the division there, and the result is rounded to the
-    dtype.
+    Without a factor the sum is divided, in its own arithmetic (halves: float32), and rounded once; integers toward
+    zero, exactly. A reciprocal would not do: 1/3 cannot be written as a float, and 49 * (1 / 49) is less than one.
+
+    A factor other than one is Horovod's: ``factor / divisor``, computed in float64, is rounded to the type of the
+    arithmetic, and the sum is multiplied by that number. So ``x * factor`` in the tensor's type has the same bits.
+    Integers are multiplied by the factor and divided in float64, then cut off.
+
+    Horovod multiplies averages without a factor as well, by the rounded reciprocal. For a power of two ranks the bits
+    are the same; for other numbers a float may differ in its last bit, and an integer average of Horovod's may be one
+    too small.
     """
 
     factor: float = 1.0
@@ -28,10 +34,11 @@ class Scale(NamedTuple):
         return self.factor / self.divisor
 
     def as_factor(self) -> float | None:
-        """A number that gives the same bits if float32 values are multiplied with it; None if there is none."""
-        number = self.number
-        halvings = self.divisor & (self.divisor - 1) == 0 and number * self.divisor == self.factor
-        return number if halvings and float(np.float32(number)) == number else None
+        """Return the float32 by which float32 values are multiplied; None where they are divided."""
+        if self.factor == 1.0 and self.divisor & (self.divisor - 1):
+            return None
+        with np.errstate(over="ignore"):
+            return float(np.float32(self.number))
 
 
 ONE = Scale()

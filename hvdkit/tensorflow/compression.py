@@ -13,19 +13,28 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 
 class FP16Compressor(Compressor):
-    """Sends floating point tensors as float16: half of float32's bytes, for range and precision."""
+    """Sends floating point tensors as float16: half of float32's bytes, for range and precision.
+
+    Of complex tensors both parts of each element.
+    """
 
     dtype = tf.float16
     cast = "fp16"
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """The tensor in 16 bits if it is floating point, and its own type."""
+        """The tensor in 16 bits if it is floating point or complex, and its own type."""
+        if tensor.dtype.is_complex:
+            pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], axis=-1)
+            return tf.cast(pairs, cls.dtype), tensor.dtype
         return (tf.cast(tensor, cls.dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
         """The tensor in the type that it had."""
+        if ctx.is_complex:
+            pairs = tf.cast(tensor, ctx.real_dtype)
+            return tf.complex(pairs[..., 0], pairs[..., 1])
         return tf.cast(tensor, ctx) if ctx.is_floating else tensor
 
 
@@ -58,4 +67,6 @@ def split_compression(
     function: str, compression: Any, op: ReduceOp, tensors: Sequence[Any]
 ) -> tuple[Codec, type[Compressor]]:
     """See ``hvdkit.api.gradients.compression.split``."""
-    return split(function, compression, op, {tensor.dtype.name: tensor.dtype.is_floating for tensor in tensors})
+    return split(
+        function, compression, op, {one.dtype.name: one.dtype.is_floating or one.dtype.is_complex for one in tensors}
+    )

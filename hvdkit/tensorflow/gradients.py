@@ -38,7 +38,7 @@ SPARSE = (
     "less, and compression= can leave it out by a pattern or a function."
 )
 
-_PLANNED_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_PLANNED_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 
 
 @as_written
@@ -174,9 +174,22 @@ def _planned(
     with raised_as_tensorflows(), tf.device(settings.device_dense):
         return differentiable(
             gradients,
-            lambda inputs: reduce_planned(plan, inputs, variables),
+            lambda inputs: _as_they_were(inputs, reduce_planned(plan, _as_real(inputs), variables)),
             lambda _, known: reduce(asked, known, request),
         )
+
+
+def _as_real(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors as their slots hold them: complex elements as pairs of real numbers, along one axis more."""
+    return [tf.bitcast(one, one.dtype.real_dtype) if one.dtype.is_complex else one for one in tensors]
+
+
+def _as_they_were(tensors: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Return results in the dtypes of tensors, from what ``_as_real`` made of them."""
+    return [
+        tf.bitcast(result, tensor.dtype) if tensor.dtype.is_complex else result
+        for tensor, result in zip(tensors, results, strict=True)
+    ]
 
 
 def _plan(
@@ -184,10 +197,11 @@ def _plan(
 ) -> PlannedGradients:
     """The plan of these gradients: the same one each time for the same variables and settings."""
     codecs, numbers = settings.policy.choose(list(zip(names, sources, strict=True)))
-    slots = [
-        Slot(name, tuple(gradient.shape), np.dtype(gradient.dtype.as_numpy_dtype), number)
-        for name, gradient, number in zip(names, gradients, numbers, strict=True)
-    ]
+    slots = []
+    for name, gradient, number in zip(names, gradients, numbers, strict=True):
+        kind, pair = (" (complex)", [2]) if gradient.dtype.is_complex else ("", [])
+        dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
+        slots.append(Slot(f"{name}{kind}", (*gradient.shape, *pair), dtype, number))
     index_of = {id(source): index for index, source in enumerate(sources)}
     groups = [[index_of[id(member)] for member in group] for group in form_groups(sources, settings.groups)]
     process_set_id = checks.check_process_set(settings.title, settings.process_set)

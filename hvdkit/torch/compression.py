@@ -11,23 +11,30 @@ from torch import Tensor
 from hvdkit.api.gradients.compression import Compressions, Compressor, around, split
 from hvdkit.api.operations import Asked
 from hvdkit.engine.ops.requests import ReduceRequest
-from hvdkit.torch.ops.framework import apply
+from hvdkit.torch.ops.framework import apply, resolved
 
 
 class FP16Compressor(Compressor):
-    """Sends floating point tensors as float16: half of float32's bytes, for range and precision."""
+    """Sends floating point tensors as float16: half of float32's bytes, for range and precision.
+
+    Of complex tensors both parts of each element.
+    """
 
     dtype = torch.float16
     cast = "fp16"
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor in 16 bits if it is floating point, and its own type."""
-        return (tensor.to(cls.dtype) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+        """The tensor in 16 bits if it is floating point or complex, and its own type."""
+        if tensor.is_complex():
+            return torch.view_as_real(resolved(tensor)).to(cls.dtype), tensor.dtype
+        return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
         """The tensor in the type that it had."""
+        if ctx.is_complex:
+            return torch.view_as_complex(tensor.to(ctx.to_real()))
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 
@@ -60,7 +67,7 @@ def reduced(
     function: Any, asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any
 ) -> list[Tensor]:
     """What an autograd function that reduces makes of tensors, which are compressed before or on the way."""
-    floating = {tensor.dtype: tensor.dtype.is_floating_point for tensor in tensors}
+    floating = {tensor.dtype: tensor.is_floating_point() or tensor.is_complex() for tensor in tensors}
     codec, compressor = split(asked.function, compression, request.op, floating)
     encoded = request._replace(codec=codec)
     return around(compressor, tensors, lambda sent: apply(function, asked, encoded, *sent))

@@ -99,5 +99,5 @@ def _own_elements(tensor: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a type that the engine does not know (complex, float8, ...) as a flat copy of their bytes."""
+    """The elements of a type that the engine does not know (float8, ...) as a flat copy of their bytes."""
     return tensor.resolve_conj().resolve_neg().reshape(-1).clone().view(torch.uint8)

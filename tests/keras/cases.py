@@ -425,6 +425,28 @@ def case_a_model_that_one_rank_loaded_is_given_to_all(hvd: Any) -> None:
         assert count(ours.optimizer) == 4
 
 
+class ComplexLayer(keras.layers.Layer):
+    """A complex kernel, and the square of what it gives."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 1), dtype="complex64", initializer="ones", name="kernel")
+
+    def call(self, inputs: Any) -> Any:
+        hidden = keras.ops.matmul(keras.ops.cast(inputs, "complex64"), self.kernel)
+        return keras.ops.real(hidden * keras.ops.conj(hidden)) + keras.ops.imag(hidden)
+
+
+def case_complex_weights_train_as_in_one_process(hvd: Any) -> None:
+    def made(optimizer: Any) -> Any:
+        one = keras.Sequential([keras.layers.Input((FEATURES,)), ComplexLayer()])
+        one.compile(optimizer=optimizer, loss="mse")
+        return one
+
+    ours = train(made(hvd.DistributedOptimizer(keras.optimizers.SGD(0.001))), batches(hvd.rank(), 3))
+    check_close(ours, train(made(hvd.unsynchronized(keras.optimizers.SGD(0.001))), joined(hvd, 3)), atol=1e-6)
+    check_same_bits(hvd, ours)
+
+
 def case_random_numbers_stay_each_ranks_own(hvd: Any) -> None:
     keras.utils.set_random_seed(hvd.rank())
     made = keras.Sequential([keras.layers.Input((FEATURES,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)])

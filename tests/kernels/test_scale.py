@@ -1,4 +1,4 @@
-"""An average is the sum divided by the size and rounded once, checked with fractions."""
+"""An average is the sum divided by the size and rounded once; a factor is rounded to the type of the arithmetic."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, HALVES
+from hvdkit.kernels.scale import LARGEST_DIVISOR
 from tests.kernels.arrays import BACKENDS
 
 pytestmark = pytest.mark.parametrize("kernels", BACKENDS)
@@ -64,7 +65,7 @@ def test_the_average_of_ones_is_one_on_any_number_of_ranks(kernels, dtype):
 
 
 @INTEGERS
-@pytest.mark.parametrize("divisor", [2, 3, 8, 49, 200, 65537, 2**31 - 1])
+@pytest.mark.parametrize("divisor", [2, 3, 8, 49, 200, 65537, LARGEST_DIVISOR - 1, LARGEST_DIVISOR])
 def test_integer_averages_are_exact_and_cut_off(kernels, dtype, divisor):
     limits, rng = np.iinfo(dtype), np.random.default_rng(divisor)
     source = rng.integers(limits.min, limits.max, 2000, dtype, endpoint=True)
@@ -81,15 +82,44 @@ def test_64_bits_keep_what_a_double_cannot_hold(kernels):
     assert reduced(kernels, [np.array([2**64 - 1], np.uint64)], Scale(1.0, 3)).tolist() == [(2**64 - 1) // 3]
 
 
-@pytest.mark.parametrize("scale", [Scale(1 / 3), Scale(0.1, 3), Scale(7.0, 49), Scale(1e-50, 2), Scale(2.0**127, 3)])
-def test_factors_are_multiplied_in_double(kernels, scale):
-    source = np.random.default_rng(4).standard_normal(5000).astype(np.float32)
+SCALES = [
+    Scale(1 / 3),
+    Scale(0.1, 3),
+    Scale(7.0, 49),
+    Scale(1e-50, 2),
+    Scale(2.0**127, 3),
+    Scale(0.7, 2),
+    Scale(-1e300),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_factor_is_rounded_to_the_type_of_a_float(kernels, dtype, scale):
+    source = np.random.default_rng(4).standard_normal(5000).astype(dtype)
     with np.errstate(over="ignore"):
-        expected = (source.astype(np.float64) * scale.factor / scale.divisor).astype(np.float32)
+        expected = source * np.float64(scale.factor / scale.divisor).astype(dtype)
     np.testing.assert_array_equal(reduced(kernels, [source], scale), expected)
     into = np.empty_like(source)
     kernels.scale_into(into, source, scale)
     np.testing.assert_array_equal(into, expected)
+
+
+@pytest.mark.parametrize("half", sorted(HALVES, key=str), ids=str)
+@pytest.mark.parametrize("scale", SCALES[:-1])
+def test_halves_are_multiplied_in_float32_and_rounded_once(kernels, half, scale):
+    source = np.random.default_rng(5).standard_normal(5000).astype(half)
+    with np.errstate(over="ignore"):
+        expected = (source.astype(np.float32) * np.float32(scale.factor / scale.divisor)).astype(half)
+        np.testing.assert_array_equal(reduced(kernels, [source], scale), expected)
+
+
+@INTEGERS
+def test_integers_are_multiplied_in_double_and_cut_off(kernels, dtype):
+    source = np.arange(100, dtype=dtype)
+    for scale in (Scale(0.7), Scale(1 / 3, 2), Scale(0.29), Scale(1.1)):
+        exact = [int(x * scale.factor / scale.divisor) for x in source.tolist()]
+        assert reduced(kernels, [source], scale).tolist() == exact
 
 
 def test_a_factor_and_a_divisor_that_cancel_give_whole_numbers(kernels):
@@ -97,14 +127,14 @@ def test_a_factor_and_a_divisor_that_cancel_give_whole_numbers(kernels):
     assert reduced(kernels, [np.full(3, 49, BFLOAT16)], Scale(7.0, 49)).tolist() == [7] * 3
 
 
-@pytest.mark.parametrize("scale", [Scale(1.0, 4), Scale(2.0, 8), Scale(0.5), Scale(-3.0, 1024)])
+@pytest.mark.parametrize("scale", [Scale(1.0, 4), Scale(2.0, 8), Scale(0.5), Scale(0.1), Scale(0.7, 3), Scale(1e300)])
 def test_a_scale_that_is_a_factor_says_so(kernels, scale):
     source = np.random.default_rng(6).standard_normal(100).astype(np.float32)
     factor = scale.as_factor()
-    assert factor == scale.number
+    assert np.float32(factor) == factor
     np.testing.assert_array_equal(reduced(kernels, [source], factor), reduced(kernels, [source], scale))
 
 
-@pytest.mark.parametrize("scale", [Scale(1.0, 3), Scale(0.1), Scale(1e-320, 2), Scale(float("nan"))])
+@pytest.mark.parametrize("scale", [Scale(1.0, 3), Scale(divisor=49)])
 def test_a_scale_that_is_no_factor_says_so(kernels, scale):
     assert scale.as_factor() is None

@@ -23,6 +23,7 @@ from hvdkit.tensorflow.ops.exceptions import as_tensorflows
 from hvdkit.tensorflow.ops.framework import OPERATIONS
 from tests.forking import in_child
 from tests.ranks import Skip
+from tests.scale_factors import BOTH, PRODUCTS
 from tests.tensorflow.data import (
     FLOATS,
     INTEGERS,
@@ -83,6 +84,32 @@ def case_allreduce_scales_before_and_after(hvd: Any) -> None:
     for run in ways(reduce):
         result = run(tf.fill([3, 2], float(hvd.rank() + 1)))
         np.testing.assert_allclose(result, np.full((3, 2), 1.5 * sum(range(1, hvd.size() + 1))), rtol=1e-6)
+
+
+def case_factors_have_horovods_rounding(hvd: Any) -> None:
+    def sums(tensor: Any, before: float, after: float) -> list[Any]:
+        options = {"op": hvd.Sum, "prescale_factor": before, "postscale_factor": after}
+        scattered = [hvd.reducescatter(tensor, **options), *hvd.grouped_reducescatter([tensor, tensor], **options)]
+        return [
+            hvd.allreduce(tensor, **options),
+            *hvd.grouped_allreduce([tensor, tensor], **options),
+            *hvd.grouped_allgather(scattered),
+        ]
+
+    rows = [(name, *row) for name, products in PRODUCTS.items() for row in products]
+    cases = [
+        (name, one, before, after, result)
+        for name, one, factor, result in rows
+        for before, after in ((factor, 1.0), (1.0, factor))
+    ]
+    cases += [(name, *row) for name, row in BOTH.items()]
+    for number, (name, element, before, after, result) in enumerate(cases):
+        tensor = tf.cast(tf.fill([5], element if hvd.rank() == 0 else 0), name)
+        run = sums if number % 8 else tf.function(sums)
+        for got in run(tensor, before, after):
+            np.testing.assert_array_equal(
+                got, tf.cast(tf.constant([result] * 5, tf.float64), name), str((name, before, after))
+            )
 
 
 def case_inputs_are_left_alone_and_results_are_ones_own(hvd: Any) -> None:

@@ -13,7 +13,7 @@ from tests.ranks import RankedCases, run_ranks
 
 RUNNER = "tests.tensorflow.runner"
 PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")
-OPERATIONS = RankedCases("tests.tensorflow.ops_cases", runner=RUNNER, preload=PRELOAD)
+OPERATIONS = RankedCases("tests.tensorflow.ops_cases", "tests.tensorflow.complex_cases", runner=RUNNER, preload=PRELOAD)
 GRADIENTS = RankedCases(
     "tests.tensorflow.batch_norm_cases",
     "tests.tensorflow.gradient_cases",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.ranks import Skip
+from tests.scale_factors import BOTH, PRODUCTS
 
 ELEMENTS = (5, 4097, 300_001)  # reduced whole by every rank of a node, by shares, and in several chunks
 TINY = 1e-40  # below the smallest normal float32
@@ -43,8 +44,7 @@ def case_gradients_are_averaged_so_too(hvd: Any) -> None:
         if predivide == 1.0 or hvd.size() == 1:
             expected = hvd.allreduce(mine, op=hvd.Sum) / hvd.size()
         else:
-            divided = hvd.allreduce((mine.double() * (1 / predivide)).float(), op=hvd.Sum)
-            expected = (divided.double() * predivide / hvd.size()).float()
+            expected = hvd.allreduce(mine * (1 / predivide), op=hvd.Sum) * (predivide / hvd.size())
         assert torch.equal(weight.grad, expected), predivide
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -71,12 +71,69 @@ def case_large_gradients_are_cut_alike_on_hosts_of_other_sizes(hvd: Any) -> None
                 assert torch.equal(one.grad, (factor * times).float())
 
 
-def case_factors_are_multiplied_in_double(hvd: Any) -> None:
-    mine = normal(hvd.rank(), 4097)
-    total = hvd.allreduce((mine.double() * 0.1).float(), op=hvd.Sum)
-    assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.1), total)
-    expected = (total.double() * 0.3 / hvd.size()).float()
-    assert torch.equal(hvd.allreduce(mine, prescale_factor=0.1, postscale_factor=0.3), expected)
+def reductions(hvd: Any, tensor: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    """The reduction of a tensor by each operation that takes factors, all of its elements."""
+    own = tensor.clone()
+    results = {
+        "allreduce": hvd.allreduce(tensor, **options),
+        "allreduce_": hvd.allreduce_(tensor.clone(), **options),
+        "allreduce_async": hvd.synchronize(hvd.allreduce_async(tensor, **options)),
+        "allreduce_async_": hvd.synchronize(hvd.allreduce_async_(tensor.clone(), **options)),
+        "grouped_allreduce": hvd.grouped_allreduce([tensor, tensor[:2]], **options)[0],
+        "grouped_allreduce_": hvd.grouped_allreduce_([tensor.clone(), tensor[:2].clone()], **options)[0],
+        "reducescatter": hvd.allgather(hvd.reducescatter(tensor, **options)),
+        "grouped_reducescatter": hvd.allgather(hvd.grouped_reducescatter([tensor[:2], tensor], **options)[1]),
+    }
+    assert torch.equal(tensor, own)
+    return results
+
+
+def check_reductions(hvd: Any, mine: float, expected: float, dtype: torch.dtype, elements: int, **options: Any) -> None:
+    for name, result in reductions(hvd, torch.full((elements,), mine, dtype=dtype), **options).items():
+        wanted = torch.full((elements,), expected, dtype=dtype)
+        assert torch.equal(result, wanted), (name, dtype, mine, options, result[0].item(), expected)
+
+
+def case_a_factor_has_horovods_rounding(hvd: Any) -> None:
+    size, is_first = hvd.size(), hvd.rank() == 0
+    for name, rows in PRODUCTS.items():
+        dtype = getattr(torch, name)
+        for number, (element, factor, product) in enumerate(rows):
+            elements = 300_001 if number == 0 and dtype.itemsize > 2 else 7
+            # One rank has the element, so that the sum is the element whatever the number of ranks.
+            for options in ({"prescale_factor": factor}, {"postscale_factor": factor}):
+                check_reductions(hvd, element if is_first else 0, product, dtype, elements, op=hvd.Sum, **options)
+            if dtype.is_floating_point and size & (size - 1) == 0:
+                check_reductions(
+                    hvd, element if is_first else 0, product / size, dtype, 7, op=hvd.Average, postscale_factor=factor
+                )
+            # All ranks have it. Horovod's own bound for floats on up to three ranks is none, too.
+            if size <= 3 and abs(product * size) <= 100:
+                check_reductions(hvd, element, product * size, dtype, 7, op=hvd.Sum, prescale_factor=factor)
+                if size < 3 or not dtype.is_floating_point:
+                    check_reductions(hvd, element, product, dtype, 7, op=hvd.Average, prescale_factor=factor)
+
+
+def case_factors_before_and_after_are_rounded_one_after_the_other(hvd: Any) -> None:
+    for name, (element, before, after, result) in BOTH.items():
+        for elements in (7, 5000):
+            mine = element if hvd.rank() == 0 else 0
+            factors = {"prescale_factor": before, "postscale_factor": after}
+            check_reductions(hvd, mine, result, getattr(torch, name), elements, op=hvd.Sum, **factors)
+
+
+def case_a_factor_is_rounded_as_pytorch_rounds_it(hvd: Any) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for elements in ELEMENTS:
+            mine = normal(hvd.rank(), elements, torch.float32).to(dtype)
+            before = hvd.allreduce(mine * 0.1, op=hvd.Sum)
+            assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.1), before), (dtype, elements)
+            if dtype.itemsize > 2:  # sums of halves are not rounded before the factor
+                after = before * (0.3 / hvd.size())
+                both = {"prescale_factor": 0.1, "postscale_factor": 0.3}
+                assert torch.equal(hvd.allreduce(mine, **both), after), (dtype, elements)
+                own = hvd.reducescatter(mine * 0.1, op=hvd.Sum) * (0.3 / hvd.size())
+                assert torch.equal(hvd.reducescatter(mine, **both), own), (dtype, elements)
 
 
 def case_averages_of_64_bits_are_exact(hvd: Any) -> None:

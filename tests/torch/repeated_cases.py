@@ -12,6 +12,7 @@ from hvdkit import kernels
 from hvdkit.engine.life import runtime
 from hvdkit.engine.ranks.repetitions import REGIONS
 from tests.ranks import Skip
+from tests.scale_factors import PRODUCTS
 from tests.told import told
 from tests.torch.data import equal
 
@@ -75,6 +76,14 @@ def case_types_shapes_and_operations_are_told_apart(hvd):
         # One name, of which the shape changes now and then.
         count = 4 if step % 4 else 5
         assert equal(hvd.allreduce(torch.ones(count), name="changing", op=hvd.Sum), torch.full((count,), float(size)))
+
+
+def case_factors_are_rounded_as_in_the_first_operation(hvd):
+    for name, (element, factor, product) in {name: rows[0] for name, rows in PRODUCTS.items()}.items():
+        tensor = torch.full((5,), element if hvd.rank() == 0 else 0, dtype=getattr(torch, name))
+        for _ in range(4):
+            got = hvd.allreduce(tensor, name=f"factor.{name}", op=hvd.Sum, postscale_factor=factor)
+            assert equal(got, torch.full((5,), product, dtype=tensor.dtype)), (name, factor)
 
 
 def case_a_rank_that_comes_late_is_waited_for(hvd):

@@ -109,11 +109,11 @@ def check_codec_op(function: str, codec: Codec, op: ReduceOp) -> None:
 
 
 def check_codec_dtypes(function: str, codec: Codec, floating: Mapping[Any, bool]) -> None:
-    """Raises ValueError where a dtype, which the mapping says, is no floating type."""
+    """Raises ValueError where a dtype, which the mapping says, is neither floating nor complex."""
     for dtype, floats in floating.items():
         if not floats:
             raise ValueError(
-                f"{function}: Compression.{codec.name} cannot do {dtype}, only floating types.\n"
+                f"{function}: Compression.{codec.name} cannot do {dtype}, only floating and complex types.\n"
                 "HINT: use Compression.none for integers."
             )
 
@@ -137,8 +137,8 @@ def split(
 ) -> tuple[Codec, type[Compressor]]:
     """The codec for the wire, and the class for before and after; one of them does nothing.
 
-    ``floating``: of the tensors' dtypes, whether they are floating types. Raises TypeError for what does not compress,
-    ValueError for an operation or a dtype that a codec cannot do.
+    ``floating``: of the tensors' dtypes, whether they are floating or complex types. Raises TypeError for what does not
+    compress, ValueError for an operation or a dtype that a codec cannot do.
     """
     if compression is NoneCompressor:
         return CASTS["none"], compression

@@ -9,7 +9,7 @@ from typing import Any
 from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.requests import Signature
 
-# An estimate is enough to bound a batch, so every element counts as the widest.
+# An estimate is enough to bound a batch, so every element counts as the widest real one.
 WIDEST_ELEMENT = 8
 
 

@@ -19,14 +19,14 @@ from hvdkit.engine.ops.batch import Batch, Submission
 from hvdkit.engine.ops.kind import Kind, Ways
 from hvdkit.engine.ops.repeated import learn, region_for
 from hvdkit.engine.ops.requests import Signature
-from hvdkit.kernels import ReduceOp, Scale
+from hvdkit.kernels import ReduceOp, Scale, as_real
 from hvdkit.transports.base import DeviceCollectives
 
 
 def zeros_for(signature: Signature) -> list[Array]:
     """What a rank that has joined contributes."""
     return [
-        np.zeros(shape, dtype=kernels.DTYPES[name])
+        np.zeros(shape, dtype=kernels.COMPLEX.get(name) or kernels.DTYPES[name])
         for shape, name in zip(signature["shape"], signature["dtype"], strict=True)
     ]
 
@@ -57,7 +57,7 @@ def why(batch: Batch) -> str:
 
 
 def pieces_of(batch: Batch) -> list[tuple[int, int]]:
-    """The elements (begin, end) of the only array of a batch that travel each on their own, reduced where they are.
+    """The numbers (begin, end) of the only array of a batch that travel each on their own, reduced where they are.
 
     None where there are several arrays, or the only one is not simply reduced.
     """
@@ -69,15 +69,17 @@ def pieces_of(batch: Batch) -> list[tuple[int, int]]:
     array, count = arrays[0], 1
     if batch.side_by_side and not batch.codec.encodes:
         count, _ = choose_pieces(array.nbytes, nodes_of(batch.group), batch.group.choice.asked)
-    return partition(array.size, count, array.itemsize) if count > 1 else [(0, array.size)]
+    parts = 2 if array.dtype.kind == "c" else 1  # numbers of an element
+    numbers = array.size * parts
+    return partition(numbers, count, array.itemsize // parts) if count > 1 else [(0, numbers)]
 
 
 def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[Any]]:
     """Reduce a part of the only array of an allreduce, which is returned. Uses ``tag`` and ``tag + 1``."""
     group, submission, part = batch.group, batch.submissions[0], slice(*piece)
     op, scale = batch.reduction()
-    flat = submission.arrays[0].reshape(-1)[part]
-    source = submission.sources[0].reshape(-1)[part] if submission.sources else None
+    flat = as_real(submission.arrays[0].reshape(-1))[part]
+    source = as_real(submission.sources[0].reshape(-1))[part] if submission.sources else None
     yield from _reduce_whole(group, flat, op, scale, submission, tag, _draw(group, submission.codec), source)
     return [submission.arrays]
 
@@ -125,20 +127,21 @@ def _reduce_several(batch: Batch) -> Steps[list[Any]]:
     for submission in batch.submissions:
         submission.gather_sources()
         for array in submission.arrays:
-            by_dtype.setdefault(array.dtype, []).append(array)
+            flat = as_real(array.reshape(-1))
+            by_dtype.setdefault(flat.dtype, []).append(flat)
     all_turns = [
-        _draw(group, first.codec) if staged and any(array.size for array in arrays) else (0, 0)
-        for arrays in by_dtype.values()
+        _draw(group, first.codec) if staged and any(flat.size for flat in flats) else (0, 0)
+        for flats in by_dtype.values()
     ]
-    for arrays, turns in zip(by_dtype.values(), all_turns, strict=True):
+    for flats, turns in zip(by_dtype.values(), all_turns, strict=True):
         prescale = batch.signature["prescale"]
-        if len(arrays) == 1:
-            flat = arrays[0].reshape(-1)
+        if len(flats) == 1:
+            flat = flats[0]
             if prescale != 1.0:
                 kernels.scale_into(flat, flat, prescale)
             yield from _reduce_flat(group, flat, [flat.size], op, scale, first, tag, turns)
         else:
-            yield from _reduce_fused(batch, arrays, turns)
+            yield from _reduce_fused(batch, flats, turns)
     return [submission.arrays for submission in batch.submissions]
 
 
@@ -158,23 +161,23 @@ def _reduce_flat(
         yield from _reduce_whole(group, flat, op, scale, submission, tag, turns)
 
 
-def _reduce_fused(batch: Batch, arrays: Sequence[Array], turns: tuple[int, int]) -> Steps[None]:
+def _reduce_fused(batch: Batch, flats: Sequence[Array], turns: tuple[int, int]) -> Steps[None]:
     op, scale = batch.reduction()
     prescale, trace = batch.signature["prescale"], batch.trace
     trace("MEMCPY_IN_FUSION_BUFFER")
-    lengths = [array.size for array in arrays]
-    scratch = SCRATCH.take(sum(array.nbytes for array in arrays))
-    fused = scratch[: sum(array.nbytes for array in arrays)].view(arrays[0].dtype)
+    lengths = [flat.size for flat in flats]
+    scratch = SCRATCH.take(sum(flat.nbytes for flat in flats))
+    fused = scratch[: sum(flat.nbytes for flat in flats)].view(flats[0].dtype)
     ends = list(accumulate(lengths))
-    for array, end in zip(arrays, ends, strict=True):
-        fused[end - array.size : end] = array.reshape(-1)
+    for flat, end in zip(flats, ends, strict=True):
+        fused[end - flat.size : end] = flat
     if prescale != 1.0:
         kernels.scale_into(fused, fused, prescale)  # not the arrays, among which one may be twice
     trace("ALLREDUCE", batch)
     yield from _reduce_flat(batch.group, fused, lengths, op, scale, batch.submissions[0], batch.tag, turns)
     trace("MEMCPY_OUT_FUSION_BUFFER")
-    for array, end in zip(arrays, ends, strict=True):
-        array.reshape(-1)[...] = fused[end - array.size : end]
+    for flat, end in zip(flats, ends, strict=True):
+        flat[...] = fused[end - flat.size : end]
     SCRATCH.give_back(scratch)
 
 

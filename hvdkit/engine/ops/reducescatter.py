@@ -33,11 +33,11 @@ def _scatter(batch: Batch) -> Steps[list[Any]]:
     op, scale = batch.reduction()
     results = []
     for array in submission.arrays:
-        flat = array.reshape(-1)
+        flat = kernels.as_real(array.reshape(-1))
         if signature["prescale"] != 1.0:
             kernels.scale_into(flat, flat, signature["prescale"])
         rows = scatter_rows(array.shape[0], group.size)
-        width = prod(array.shape[1:])
+        width = prod(array.shape[1:]) * array.itemsize // flat.itemsize
         bounds = [((end - count) * width, end * width) for end, count in zip(accumulate(rows), rows, strict=True)]
         if submission.codec.encodes and (submission.codec.everywhere or nodes_of(group) > 1):
             codec, memory = cast("PayloadCodec", submission.codec), memory_of(submission, flat.size)
@@ -46,7 +46,7 @@ def _scatter(batch: Batch) -> Steps[list[Any]]:
             kernels.convert_into(own, summed)
         else:
             own = yield from reduce_scatter(group, flat, bounds, op, scale, tag)
-        results.append(own.reshape(rows[group.rank], *array.shape[1:]).copy())
+        results.append(own.view(array.dtype).reshape(rows[group.rank], *array.shape[1:]).copy())
     return [results]
 
 

@@ -9,7 +9,7 @@ from hvdkit.engine.ops.kind import Assigned, Requests
 from hvdkit.engine.ops.requests import Key, automatic_number
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.repetitions import Content, most_bytes
-from hvdkit.kernels import ReduceOp
+from hvdkit.kernels import DTYPES, ReduceOp
 
 
 def region_for(assigned: Assigned, key: Key, requests: Requests) -> int | None:
@@ -17,6 +17,7 @@ def region_for(assigned: Assigned, key: Key, requests: Requests) -> int | None:
     signature = next(iter(requests.values())).signature
     is_simple = len(signature["shape"]) == 1 and signature["prescale"] == 1.0 and signature["op"] != ReduceOp.ADASUM
     is_plain = "codec" not in signature and "direct" not in signature and signature["device"] == "cpu"
+    is_plain = is_plain and signature["dtype"][0] in DTYPES  # the region's kernels do not know complex numbers
     if not is_simple or not is_plain or math.prod(signature["shape"][0]) > most_bytes(2):
         return None
     # What has no name is the same again where all else is.

@@ -69,32 +69,19 @@ HVDKIT_INLINE void combine_as(Op op, std::byte* out, const std::byte* a, const s
     }
 }
 
-// How a real type is scaled: by the quickest way that gives factor * x / divisor rounded to it.
-enum class Way { times, over, wide };
-
+// How a real type is scaled; numpy_kernels.py has the rule.
 template <typename T>
 struct Rescaling {
-    Way way;
+    bool divides;
     T number;
 };
 
 template <typename T>
 Rescaling<T> rescaling_of(Scale scale) {
-    const double quotient = scale.factor / static_cast<double>(scale.divisor);
-    const T number = static_cast<T>(quotient);
-    // Dividing by a power of two is multiplying by its reciprocal. With a factor this is so if the product of both is
-    // exact in double, as that of two float32 is; in float64 the factor comes first, and is rounded.
-    const bool power_of_two = (scale.divisor & (scale.divisor - 1)) == 0;
-    const bool same =
-        static_cast<double>(number) == quotient && quotient * static_cast<double>(scale.divisor) == scale.factor;
-    const bool one_product = std::is_same_v<T, float> || scale.divisor == 1 || scale.factor == 1.0;
-    if (power_of_two && same && one_product) return {Way::times, number};
-    // A quotient that was rounded to double first is the same in float32: double has more than twice its digits
-    // (Figueroa, "When is double rounding innocuous?", 1995). So the division of float32 gives it, if it knows the
-    // divisor.
-    const bool known = std::is_same_v<T, double> || scale.divisor <= (std::int64_t{1} << 24);
-    if (scale.factor == 1.0 && known) return {Way::over, static_cast<T>(scale.divisor)};
-    return {Way::wide, T{1}};
+    // Dividing by a power of two is multiplying by its reciprocal, which takes less time.
+    const bool is_power_of_two = (scale.divisor & (scale.divisor - 1)) == 0;
+    if (scale.factor == 1.0 && !is_power_of_two) return {true, static_cast<T>(scale.divisor)};
+    return {false, static_cast<T>(scale.factor / static_cast<double>(scale.divisor))};
 }
 
 template <typename T, typename Function>
@@ -129,18 +116,14 @@ HVDKIT_INLINE T divided(T value, std::int64_t divisor) {
 
 template <typename T>
 HVDKIT_INLINE void rescale_as(std::byte* out, const std::byte* in, Scale scale, std::size_t count) {
-    const double factor = scale.factor;
-    const double divisor = static_cast<double>(scale.divisor);
     if constexpr (std::is_floating_point_v<T>) {
         const Rescaling<T> rescaling = rescaling_of<T>(scale);
         const T number = rescaling.number;
-        if (rescaling.way == Way::times) return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return x * number; });
-        if (rescaling.way == Way::over) return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return x / number; });
-        if (scale.divisor == 1) {
-            return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return static_cast<T>(x * factor); });
-        }
-        return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return static_cast<T>(x * factor / divisor); });
+        if (rescaling.divides) return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return x / number; });
+        return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return x * number; });
     } else {
+        const double factor = scale.factor;
+        const double divisor = static_cast<double>(scale.divisor);
         const std::int64_t whole = scale.divisor;
         if (factor == 1.0) return map<T>(out, in, count, [=](T x) HVDKIT_LAMBDA { return divided(x, whole); });
         return map<T>(out, in, count,
@@ -273,13 +256,8 @@ template <typename T>
 void run_fused(const FusedTable<T>& times, const FusedTable<T>& over, std::byte* const* outs, std::size_t out_count,
                const std::byte* const* ins, std::size_t in_count, Scale scale, std::size_t count) {
     const Rescaling<T> rescaling = rescaling_of<T>(scale);
-    const auto& table = rescaling.way == Way::over ? over : times;
+    const auto& table = rescaling.divides ? over : times;
     table[out_count - 1][in_count - 1](outs, ins, rescaling.number, count);
-}
-
-bool is_one_operation(DType dtype, Scale scale) {
-    return dtype == DType::float64 ? rescaling_of<double>(scale).way != Way::wide
-                                   : rescaling_of<float>(scale).way != Way::wide;
 }
 
 void fused_sum(DType dtype, std::byte* const* outs, std::size_t out_count, const std::byte* const* ins,

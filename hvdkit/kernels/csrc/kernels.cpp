@@ -78,8 +78,7 @@ void reduce_fused_block(const Reduction& reduction, std::size_t begin, std::size
 bool can_fuse(const Reduction& reduction) {
     const bool plain_copy = reduction.sources.size() == 1 && reduction.scale.is_one();  // memcpy keeps every NaN's bits
     const bool real = reduction.source_dtype == DType::float32 || reduction.source_dtype == DType::float64;
-    const bool simple = real && is_one_operation(reduction.source_dtype, reduction.scale);
-    return simple && reduction.op == Op::sum && reduction.sources.size() <= kFusedSources && !plain_copy;
+    return real && reduction.op == Op::sum && reduction.sources.size() <= kFusedSources && !plain_copy;
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ struct Scale {
 
     bool is_one() const { return factor == 1.0 && divisor == 1; }
 };
-constexpr std::int64_t kLargestDivisor = 0x7FFFFFFF;
+constexpr std::int64_t kLargestDivisor = std::int64_t{1} << 24;
 
 // Buffers of all functions below may begin at any address. An output is the same memory as an input, or apart from it.
 
@@ -63,11 +63,8 @@ void convert(DType destination_dtype, std::byte* destination, DType source_dtype
 // out[i] = a[i] op b[i], in the dtype's own arithmetic. Not for halves: they have none.
 void combine(DType dtype, Op op, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count);
 
-// Whether a scale is one multiplication or division in the arithmetic of float32 or float64.
-bool is_one_operation(DType dtype, Scale scale);
-
-// outs[d][i] = scale * (ins[0][i] + ins[1][i] + ...), one pass over memory. Only for float32 and float64, for a scale
-// that is one operation, and up to kFusedSources inputs and kFusedOutputs outputs.
+// outs[d][i] = scale * (ins[0][i] + ins[1][i] + ...), one pass over memory. Only for float32 and float64, and up to
+// kFusedSources inputs and kFusedOutputs outputs.
 constexpr std::size_t kFusedSources = 4;
 constexpr std::size_t kFusedOutputs = 2;
 void fused_sum(DType dtype, std::byte* const* outs, std::size_t out_count, const std::byte* const* ins,

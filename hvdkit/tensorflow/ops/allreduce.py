@@ -29,8 +29,9 @@ def _reduced(
     """The reductions of dense tensors, of dtypes that can be reduced, after all other checks."""
     codec, compressor = split_compression(asked.function, compression, op, tensors)
     tensor_checks.check_asked(asked)
+    dtypes = [tensor.dtype.name for tensor in tensors]
+    checks.check_op_for(asked.function, op, dtypes)
     if op == ReduceOp.ADASUM:
-        dtypes = [tensor.dtype.name for tensor in tensors]
         checks.check_adasum(asked.function, dtypes, asked.process_set, runtime.topology().size)
     request = ReduceRequest(op, *checks.check_factors(asked.function, *factors), codec)
     with tf.device(device) if device else nullcontext():
@@ -59,12 +60,12 @@ def allreduce(
 
     Args:
         tensor: a tf.Tensor, tf.Variable or tf.IndexedSlices, of the same shape and dtype on all ranks. The dtype is an
-            integer of 8 to 64 bits, float16, bfloat16, float32 or float64.
+            integer of 8 to 64 bits, float16, bfloat16, float32, float64, complex64 or complex128.
         average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
         device_dense: where a dense result is put, as in ``tf.device``.
         device_sparse: where a result that is tf.IndexedSlices is put.
         compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``.
-        op: hvd.Average, Sum, Min, Max, Product or Adasum.
+        op: hvd.Average, Sum, Min, Max, Product or Adasum; of complex tensors Average or Sum.
         prescale_factor: each element is multiplied by it before the reduction.
         postscale_factor: each element is multiplied by it after the reduction.
         name: tells concurrent operations apart; in eager execution, without one, ranks must make their calls in the

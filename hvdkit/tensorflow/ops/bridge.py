@@ -132,7 +132,8 @@ def differentiable(
 ) -> list[Any]:
     """What ``operate`` makes of the tensors, with gradients if somebody may ask for them.
 
-    ``reduce`` makes those of the floating tensors, of these tensors and of the gradients of what was made of them.
+    ``reduce`` makes those of the tensors that have gradients, of these tensors and of the gradients of what was made of
+    them.
     """
     if not _is_recorded():
         return operate(tensors)
@@ -235,12 +236,17 @@ def check_functions() -> None:
         )
 
 
+def has_gradient(tensor: Any) -> bool:
+    """True if the dtype of a tensor is one that TensorFlow differentiates."""
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
 def backward(outputs: Sequence[Any], gradients: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """The gradients of an operation's inputs: ``reduce`` of those of its floating ``outputs``, None for the others.
+    """The gradients of an operation's inputs: ``reduce`` of those of ``outputs`` that have some, None for the others.
 
     A missing gradient is zeros: other ranks may have one.
     """
-    indices = [index for index, output in enumerate(outputs) if output.dtype.is_floating]
+    indices = [index for index, output in enumerate(outputs) if has_gradient(output)]
     known = [
         tf.zeros_like(outputs[index]) if gradients[index] is None else tf.convert_to_tensor(gradients[index])
         for index in indices

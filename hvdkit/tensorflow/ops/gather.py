@@ -13,7 +13,7 @@ from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import tensor_checks
 from hvdkit.tensorflow.ops.arrays import as_array
-from hvdkit.tensorflow.ops.bridge import differentiable, run
+from hvdkit.tensorflow.ops.bridge import differentiable, has_gradient, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS
 from hvdkit.tensorflow.ops.ranks import process_set_rank
 from hvdkit.tensorflow.ops.reduction import reduce
@@ -42,7 +42,7 @@ def _gather(asked: Asked, tensors: Sequence[Any]) -> list[Any]:
     def own_rows(inputs: Sequence[Any], gradients: list[Any]) -> list[Any]:
         of_all = asked.of_gradient()._replace(function="grouped_allreduce")
         averages = reduce(of_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
-        rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if tensor.dtype.is_floating])
+        rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if has_gradient(tensor)])
         rows_name = None if asked.name is None else f"{asked.name}.rows"
         (all_rows,) = _gather(asked._replace(function="allgather", name=rows_name), [rows[tf.newaxis]])
         before = tf.reduce_sum(all_rows[: process_set_rank(asked.process_set)], axis=0)
@@ -130,7 +130,7 @@ def _scatter(asked: Asked, tensor: Any, splits: Any, problem: Exception | None =
         output, received = run(asked, inputs, start, known, named_after=[rows])
 
         def gradient(of_output: Any, _: Any) -> Any:
-            if not output.dtype.is_floating:
+            if not has_gradient(output):
                 return None
             known = tf.zeros_like(output) if of_output is None else tf.convert_to_tensor(of_output)
             back, _ = _scatter(asked.of_gradient(), known, received)

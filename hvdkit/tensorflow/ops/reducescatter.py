@@ -39,9 +39,11 @@ def _scatter(asked: Asked, tensors: Sequence[Any], request: ReduceRequest) -> li
     def all_rows(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
         # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
         times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
-        factor = request.prescale * request.postscale * times
         gathered = grouped_allgather(gradients, gradient_name(asked.name), asked.ignore_name_scope, asked.process_set)
-        return [one if factor == 1.0 else one * tf.cast(factor, one.dtype) for one in gathered]
+        for factor in (times, request.prescale, request.postscale):
+            if factor != 1:
+                gathered = [gradient * tf.cast(factor, gradient.dtype) for gradient in gathered]
+        return gathered
 
     return differentiable(tensors, scatter, all_rows)
 

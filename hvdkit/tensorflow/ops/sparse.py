@@ -42,6 +42,8 @@ def quotient(values: Any, divisor: int) -> Any:
     """``values / divisor`` in the dtype of ``values``; of integers without their fraction, and exact."""
     if divisor == 1:
         return values
+    if values.dtype.is_complex:  # whose division in TensorFlow rounds more than once
+        return tf.complex(tf.math.real(values) / divisor, tf.math.imag(values) / divisor)
     if not values.dtype.is_integer:
         return values / divisor
     # TensorFlow divides integers as float64, which has 53 bits; and a narrow type may not hold the number of ranks.

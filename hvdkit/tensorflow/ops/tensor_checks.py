@@ -16,6 +16,7 @@ REDUCIBLE_DTYPES = dict.fromkeys(
     (
         *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
         *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
+        *(tf.complex64, tf.complex128),
     )
 )
 MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))

@@ -35,8 +35,13 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def can_be_planned(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True for parameters whose gradients, of ``dtype``, fusion buffers hold: real floating point, dense."""
-    return dtype in _NUMPY_DTYPES and parameter.layout is torch.strided
+    """True for parameters whose gradients, of ``dtype``, fusion buffers hold: floating point or complex, dense."""
+    return _real(dtype) in _NUMPY_DTYPES and parameter.layout is torch.strided
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the numbers in memory; a complex element is a pair of them."""
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def memory_order(parameter: torch.Tensor) -> list[int] | None:
@@ -54,18 +59,21 @@ def memory_order(parameter: torch.Tensor) -> list[int] | None:
 def slot_of(name: str, parameter: torch.Tensor, dtype: torch.dtype, codec: int = 0) -> Slot:
     """Return the slot of a parameter's gradients, of ``dtype``; ``codec`` is the number of its codec in the plan.
 
-    Ranks whose memory orders differ (channels_last on some) differ in the slot's name.
+    Ranks whose memory orders differ (channels_last on some) differ in the slot's name. A complex parameter's slot has
+    one axis more, as in DistributedDataParallel: of the real and the imaginary part.
     """
     shape = tuple(parameter.shape)
     order = memory_order(parameter)
     if order is not None:
         name, shape = f"{name} (axes in memory: {order})", tuple(parameter.shape[axis] for axis in order)
-    return Slot(name, shape, _NUMPY_DTYPES[dtype], codec)
+    if dtype.is_complex:
+        name, shape = f"{name} (complex)", (*shape, 2)
+    return Slot(name, shape, _NUMPY_DTYPES[_real(dtype)], codec)
 
 
 def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its dtype."""
-    return as_tensor(memory).as_strided(like.shape, like.stride())
+    """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its slot's dtype."""
+    return as_tensor(memory).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def layout_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -83,6 +91,7 @@ def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
         and gradient.shape == like.shape
         and (gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()))
         and not gradient.is_neg()
+        and not gradient.is_conj()
     )
 
 
@@ -115,9 +124,10 @@ ALONE = _references_of_a_gradient()
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The one block of memory that a tensor's elements fill."""
+    """The one block of memory that a tensor's elements fill; of complex ones real and imaginary parts in turn."""
     # .data: what the engine writes there must not count as a change of the tensor.
-    return tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    flat = tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:

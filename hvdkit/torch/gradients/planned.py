@@ -286,6 +286,8 @@ class PlannedGradients:
             elif result is None:
                 # A graph that saved it must not take the result for it.
                 torch.autograd.graph.increment_version(gradient)
+            elif gradient.is_conj() or gradient.is_neg():
+                gradient.copy_(result)  # which _foreach_copy_ cannot do
             else:
                 into.append(gradient)
                 out_of.append(result)

@@ -139,14 +139,16 @@ def allreduce(
 
     Args:
         tensor: has the same shape and dtype on all ranks, and is not changed. It is dense, on the CPU or on CUDA, of
-            dtype uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64.
+            dtype uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, complex64 or complex128.
         average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
         name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
         compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``; nothing is kept here of
             what a codec loses, as an optimizer keeps it.
-        op: hvd.Average, Sum, Min, Max, Product or Adasum. Averages of integers are cut off, not rounded.
-        prescale_factor: each element is multiplied by it before the reduction.
-        postscale_factor: each element is multiplied by it after the reduction.
+        op: hvd.Average, Sum, Min, Max, Product or Adasum; of complex tensors Average or Sum. Averages of integers are
+            cut off, not rounded.
+        prescale_factor: each element is multiplied by it before the reduction, as by ``tensor * prescale_factor``;
+            integers in float64, cut off.
+        postscale_factor: each element is multiplied by it after the reduction, in the same way.
         process_set: the ranks that take part.
 
     Returns:

@@ -47,12 +47,17 @@ def host_copy(tensor: Tensor) -> Tensor:
     return host_like(tensor).copy_(tensor.detach())
 
 
+def resolved(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values: not their negative or conjugate, as that of a lazy view."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def host_view(tensor: Tensor) -> Tensor:
     """Contiguous host memory with the tensor's values: its own memory where that is contiguous, else a copy."""
     tensor = tensor.detach()
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
-    return tensor.resolve_neg().cpu().contiguous()
+    return resolved(tensor).cpu().contiguous()
 
 
 def host_like(tensor: Tensor) -> Tensor:
@@ -123,11 +128,11 @@ class TorchOnDevice(Torch):
     is_device = True
 
     def views(self, tensors: Sequence[Tensor]) -> list[Any]:
-        return [tensor.detach().resolve_neg().contiguous() for tensor in tensors]
+        return [resolved(tensor.detach()).contiguous() for tensor in tensors]
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Any]:
         contiguous = torch.contiguous_format
-        return [tensor.detach().resolve_neg().clone(memory_format=contiguous) for tensor in tensors]
+        return [resolved(tensor.detach()).clone(memory_format=contiguous) for tensor in tensors]
 
     def arrays(self, buffers: list[Any]) -> list[Any]:
         return list(map(device_array, buffers))

@@ -83,14 +83,16 @@ class ReducescatterFunction(torch.autograd.Function):
         """As many tensors out as in."""
         outputs = HANDLES.synchronize(OPERATIONS.reducescatter(asked, tensors, request))
         times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
-        ctx.factor = request.prescale * request.postscale * times
+        ctx.factors = [factor for factor in (times, request.prescale, request.postscale) if factor != 1]
         ctx.asked = asked
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """None for each argument before the tensors, then their gradients."""
-        scaled = [gradient if ctx.factor == 1 else gradient * ctx.factor for gradient in grad_outputs]
+        scaled = list(grad_outputs)
+        for factor in ctx.factors:
+            scaled = [gradient * factor for gradient in scaled]
         asked = ctx.asked.of_gradient()
         return None, None, *grouped_allgather(scaled, name=asked.name, process_set=asked.process_set)
 

@@ -68,6 +68,7 @@ def _average(gathered: Tensor, size: int) -> Tensor:
     with kernels.DefaultFloats():
         total = gathered.coalesce()
     values = total._values()
+    values = torch.view_as_real(values) if values.is_complex() else values
     if values.is_floating_point():
         rescale_(values.view(-1), Scale(divisor=size))
     else:

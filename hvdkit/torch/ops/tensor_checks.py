@@ -20,6 +20,8 @@ REDUCIBLE_DTYPES = (
     torch.bfloat16,
     torch.float32,
     torch.float64,
+    torch.complex64,
+    torch.complex128,
 )
 MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, torch.bool)
 
@@ -39,9 +41,10 @@ def check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argu
             "HINT: use sparse_allreduce_async() for sparse COO tensors, or tensor.to_dense()."
         )
     if tensor.dtype not in dtypes:
-        raise checks.wrong_dtype(
+        error = checks.wrong_dtype(
             function, argument, [str(dtype).removeprefix("torch.") for dtype in dtypes], dtype_name(tensor)
         )
+        raise ValueError(f"{error}\nHINT: use tensor.to(torch.complex64).") if tensor.is_complex() else error
     if tensor.is_meta:
         raise ValueError(f"{function}: {argument} must hold data, got a tensor on the meta device")
 

@@ -24,30 +24,15 @@ def rescale_(flat: Tensor, scale: Scale) -> Tensor:
     if flat.device.type == "cpu":
         array = _array(flat)
         kernels.scale_into(array, array, scale)
-    elif flat.dtype == torch.float64:
-        _divide_(flat.mul_(scale.factor), scale.divisor)
-    elif flat.dtype == torch.float32:
-        factor = scale.as_factor()
-        if factor is not None:
-            flat.mul_(factor)
-        elif scale.factor == 1.0:
-            _divide_(flat, scale.divisor)
-        else:
-            _rescale_in(torch.float64, flat, scale)
+    elif flat.dtype not in (torch.float32, torch.float64):
+        for part in torch.split(flat, _CHUNK):
+            part.copy_(rescale_(part.to(torch.float32), scale))
+    elif scale.factor == 1.0:
+        # By a tensor of the device: by a number of the host PyTorch multiplies with its rounded reciprocal.
+        flat.div_(torch.full((), scale.divisor, dtype=flat.dtype, device=flat.device))
     else:
-        _rescale_in(torch.float32, flat, scale)
+        flat.mul_(scale.number)  # which PyTorch rounds to the type of the tensor
     return flat
-
-
-def _divide_(flat: Tensor, divisor: int) -> None:
-    # By a tensor of the device: by a number of the host PyTorch multiplies with its rounded reciprocal.
-    if divisor != 1:
-        flat.div_(torch.full((), divisor, dtype=flat.dtype, device=flat.device))
-
-
-def _rescale_in(dtype: torch.dtype, flat: Tensor, scale: Scale) -> None:
-    for part in torch.split(flat, _CHUNK):
-        part.copy_(rescale_(part.to(dtype), scale))
 
 
 def _array(flat: Tensor) -> Any:

@@ -21,7 +21,7 @@ constexpr std::size_t kSizes[] = {0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 6
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kScales[] = {1.0,  0.5,    1.0 / 3,   0.0,        -1.5,
                               1e30, -1e300, kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()};
-constexpr std::int64_t kDivisors[] = {1, 2, 3, 49, 4096, (1 << 24) + 1, hvdkit::kLargestDivisor};
+constexpr std::int64_t kDivisors[] = {1, 2, 3, 49, 4096, (1 << 24) - 1, hvdkit::kLargestDivisor};
 constexpr double kSpecial[] = {
     0.0,     -0.0,    1.0,  -1.0,    kInfinity, -kInfinity,   std::numeric_limits<double>::quiet_NaN(),
     65504.0, 65520.0, 6e-8, 2.98e-8, 1e-45,     3.4028235e38, 1e308,
