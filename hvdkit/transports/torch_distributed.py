@@ -27,10 +27,18 @@ from hvdkit.transports.control import MESSAGE, PAIR, ControlConnections
 from hvdkit.transports.gpu.device import DeviceTransfer
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
-from hvdkit.transports.security.admission import Meeting, SealedStore, meet, prove
+from hvdkit.transports.security.admission import (
+    STRANGERS,
+    Meeting,
+    SealedStore,
+    join_plain,
+    meet,
+    prove,
+    serve_plain,
+)
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.listening import addresses_for, listen
-from hvdkit.transports.security.rendezvous import open_store
+from hvdkit.transports.security.rendezvous import open_store, strangers_instead_of
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")
@@ -280,11 +288,20 @@ class TorchTransport(GlooTransport):
             meeting = meet(store, world, credentials, generation, place, start_timeout_seconds)
             gloo_store = SealedStore(meeting.store, "gloo", meeting.session)
             group = open_gloo(gloo_store, world.rank, world.size, addresses, start_timeout_seconds)
+        except TransportUnavailableError as error:
+            listener.close()
+            if ranks := strangers_instead_of(world):
+                raise AuthenticationError(
+                    f"who says to be rank {ranks[0]} does not know the job's secret.\n{STRANGERS}"
+                ) from error
+            raise
         except BaseException:
             listener.close()
             raise
         super().__init__(world.rank, world.size, group, gloo_store, listener, meeting)
         self._meeting: Meeting | None = meeting
+        self._address = addresses[0]
+        self._plain_stores: list[Any] = []  # of device collectives
         self._start_timeout_seconds = start_timeout_seconds
         self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
 
@@ -295,6 +312,10 @@ class TorchTransport(GlooTransport):
         # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
         prefix = f"device/{label}/{'-'.join(map(str, members))}"
         store = SealedStore(meeting.store, prefix, meeting.session)
+        if members.index(self.rank) == 0:
+            self._plain_stores.append(serve_plain(store, self._address))
+        else:
+            self._plain_stores.append(join_plain(store, self._start_timeout_seconds))
         opened = self._open_device(store, members.index(self.rank), len(members), device, self._start_timeout_seconds)
         if opened is not None:
             self._device_collectives.append(opened)
@@ -311,6 +332,7 @@ class TorchTransport(GlooTransport):
     def close(self, graceful: bool) -> None:
         super().close(graceful)
         self._meeting = None
+        self._plain_stores.clear()
 
 
 def open_gloo(store: Any, rank: int, size: int, addresses: Sequence[str], timeout_seconds: float) -> Any:

@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from hvdkit.environments.network import is_loopback, own_address
-from hvdkit.transports.security.credentials import NONCE_BYTES
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
 from tests.preloaded import preloaded, rank_name
 from tests.ranks import ROOT, TORCH, free_port, rank_environment
@@ -126,8 +127,8 @@ def assert_stands_it(running: Job, *recorded: bytes) -> None:
 def test_an_outsider_changes_nothing_in_a_job_of_hvdkitrun(node_memory, tmp_path):
     with job(tmp_path, hvdkitrun("--gloo"), environments=[rank_environment(HVDKIT_NODE_MEMORY=node_memory)]) as running:
         ports = running.ports()
-        # The store's, and two of each rank where ranks have nothing else to talk through.
-        assert len({port.number for port in ports}) == (1 if node_memory == "1" else 2 * RANKS + 1)
+        # Two of each rank where ranks have nothing else to talk through; that where they met is closed.
+        assert len({port.number for port in ports}) == (0 if node_memory == "1" else 2 * RANKS)
         assert all(is_loopback(port.address) for port in ports), ports
         assert_stands_it(running)
 
@@ -138,7 +139,7 @@ def test_an_outsider_who_replays_what_ranks_said_changes_nothing(tmp_path):
     try:
         with job(tmp_path, *BY_HAND, environments=by_hand("127.0.0.1", port, recorder.port)) as running:
             ports = running.ports()
-            assert port in {one.number for one in ports}
+            assert port not in {one.number for one in ports}
             assert all(is_loopback(one.address) for one in ports), ports
             assert len(recorder.heard) > 100
             assert_stands_it(running, bytes(recorder.heard), bytes(recorder.heard) * 3)
@@ -241,33 +242,53 @@ def saying(port: int, message: bytes) -> Iterator[None]:
         thread.join()
 
 
-def test_an_outsider_who_rewrites_the_store_of_a_running_job_changes_nothing(tmp_path, secret):
+def resident_bytes(process: subprocess.Popen[str]) -> int:
+    """The memory of a process and all that it has started."""
+    started = psutil.Process(process.pid)
+    return sum(one.memory_info().rss for one in [started, *started.children(recursive=True)])
+
+
+MEGABYTES = 200
+SENDERS = 3
+
+
+def test_nothing_is_kept_of_an_outsider_who_reaches_rank_0_before_all_ranks_have_come(tmp_path, secret):
     port = free_port()
     environments = [{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in by_hand("127.0.0.1", port, port)]
-    with job(tmp_path, *BY_HAND, environments=environments) as running:
-        # PyTorch's store asks nobody who he is, as SECURITY.md says.
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        keys = [key for key in store.list_keys() if "hvdkit/" in key]
-        assert {key.rpartition("/here/")[2] for key in keys if "/here/" in key} == {"0", "1"}
-        for key in keys:
-            store.set(key, "nonsense")
-        running.end()
-        running.check_ended_well()
-
-
-def test_an_outsider_who_is_in_the_store_before_a_rank_is_refused(tmp_path, secret):
-    port = free_port()
-    rank_0 = {**by_hand("127.0.0.1", port)[0], **START, "HVDKIT_SECRET_FILE": str(secret)}
-    ranks = Job(tmp_path, [[]], [rank_0])
+    ranks = Job(tmp_path, [[]], environments[:1], preload=False)
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # tries until rank 0 is there
-        attempt = store.get("hvdkit/0/1/rank 0")[:NONCE_BYTES].hex()  # waits until rank 0 has said it
-        store.set(f"hvdkit/0/1/attempt/{attempt}/here/1", "1")
-        output = ranks.processes[0].communicate(timeout=END_SECONDS)[0]
+        assert gone_within(START_SECONDS, lambda: not listens(port)), ranks.stop()
+        before = resident_bytes(ranks.processes[0])
+        refused = sum(send_until_refused(port, MEGABYTES << 20) for _ in range(SENDERS))
+        assert refused == SENDERS, "an outsider could say more than a greeting"
+        assert resident_bytes(ranks.processes[0]) - before < MEGABYTES << 18
+        with pytest.raises((RuntimeError, dist.DistError)):  # PyTorch's own store is not there
+            TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2)).set(
+                "hvdkit", "nonsense"
+            )
+        ranks.processes += Job(tmp_path, [[]], environments[1:]).processes
+        ranks.wait_for("started", START_SECONDS)
+        assert not listens(port), "the port stays open when the job has formed"
+        ranks.end()
+        ranks.check_ended_well()
     finally:
         ranks.stop()
-    assert ranks.processes[0].returncode
-    assert "who says to be rank 1 does not know the job's secret" in last_error(output)
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+def send_until_refused(port: int, nbytes: int) -> bool:
+    """Whether a connection that sends so many bytes, none of which proves anything, is broken before their end."""
+    block = bytes(1 << 20)
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        for _ in range(nbytes // len(block)):
+            connection.sendall(block)
+        return False
+    return True
 
 
 @pytest.mark.parametrize("other", ["another secret", "no secret"])

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.security.attempt import Attempt, here
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
+from hvdkit.transports.security.listening import listen
 
 NEVER = timedelta(days=3650)
 PLACE = struct.Struct("<46sH")  # an address, and a port
@@ -39,8 +40,9 @@ class SealedStore(Store):
 
     def __init__(self, store: Any, prefix: str, credentials: Credentials) -> None:
         super().__init__()
-        # For what calls a store from threads of C++, which may outlive Python.
         self.bare = PrefixStore(prefix, store)
+        self._below = store  # which may be an object of Python
+        self.plain: Any = None  # for what calls a store from threads of C++, which may outlive Python
         self._prefix = prefix
         self._credentials = credentials
 
@@ -73,7 +75,26 @@ def believed(credentials: Credentials, label: str, word: bytes, key: str) -> byt
 
 def unsealed(store: Any) -> Any:
     """The store below the seals, if it has any."""
-    return store.bare if isinstance(store, SealedStore) else store
+    return store.plain if isinstance(store, SealedStore) else store
+
+
+def serve_plain(store: SealedStore, address: str) -> Any:
+    """Serve a TCPStore for ``store.plain`` on a port of its own, which the other ranks learn from ``store``."""
+    listener = listen(address)
+    host, port = listener.getsockname()[:2]
+    plain = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store.set("plain", f"{host} {port}")
+    store.plain = PrefixStore("plain", plain)
+    return plain
+
+
+def join_plain(store: SealedStore, timeout_seconds: float) -> Any:
+    """Connect to what ``serve_plain`` serves, for ``store.plain``."""
+    store.wait(["plain"], timedelta(seconds=timeout_seconds))
+    host, port = store.get("plain").decode().split()
+    plain = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store.plain = PrefixStore("plain", plain)
+    return plain
 
 
 @dataclass(frozen=True)

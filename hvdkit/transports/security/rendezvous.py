@@ -1,9 +1,10 @@
-"""Where the ranks of the ``torch`` transport meet: one torch.distributed store, found by each launcher's own way."""
+"""Where the ranks of the ``torch`` transport meet: one store, found by each launcher's own way."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -18,12 +19,15 @@ from hvdkit.environments.secret import job_secret
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.mpi import MEETING_TAG, start_mpi
+from hvdkit.transports.security.admission import STRANGERS
 from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.security.listening import addresses_for, listen, meeting_addresses
+from hvdkit.transports.security.meeting_store import MeetingStore, Server, connect
 
-# A TCPStore that this process serves lives as long as the process: a second hvd.init() meets at the same place. None:
-# another process serves it, also where the ranks of a smaller job meet there.
-_served: dict[tuple[str, int], Any] = {}
+# By their place. They live as long as the process: a second hvd.init(), also of some of the ranks, meets at the same
+# one, over the connections of the first.
+_stores: dict[tuple[str, int], Any] = {}
+_servers: dict[tuple[str, int], Server] = {}
 
 # More than an address and a port ever need, or an error that says why there are none.
 ADDRESS_BYTES = 1024
@@ -53,7 +57,6 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
         from torch.distributed.distributed_c10d import _get_default_store
 
         return PrefixStore(prefix, _get_default_store()), secret
-    timeout = timedelta(seconds=timeout_seconds)
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
         rendezvous, made = _meet_through_mpi(world, generation, timeout_seconds)
@@ -66,44 +69,69 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
             f"launcher {world.launcher!r} does not say where the ranks of the torch transport can meet.\n"
             "HINT: set MASTER_ADDR and MASTER_PORT on every rank, or start the job with hvdkitrun or torchrun."
         )
-    return PrefixStore(prefix, _tcp_store(world, rendezvous, timeout)), secret
+    return PrefixStore(prefix, _store_at(world, rendezvous, secret, timeout_seconds)), secret
 
 
-def _tcp_store(world: World, rendezvous: Rendezvous, timeout: timedelta) -> Any:
-    key = (rendezvous.host, rendezvous.port)
-    if _served.get(key) is not None:
-        return _served[key]
-    serves = world.rank == 0 and rendezvous.kind in ("tcp", "fd") and key not in _served
-    host, descriptor = rendezvous.host, rendezvous.listen_fd
+def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeout_seconds: float) -> Any:
+    key, me = (rendezvous.host, rendezvous.port), world.launched[world.rank]
+    others = set(world.launched) - {me}
+    server = _servers.get(key)
+    if server is not None:
+        # Ranks that took no part in the jobs before come to the port that was closed.
+        server.expect(others, listen(*server.address) if server.lacks(others) else None)
+    if key in _stores:
+        return _stores[key]
+    if rendezvous.kind == "agent":
+        _stores[key] = _agents_store(world, rendezvous, timeout_seconds)
+        return _stores[key]
+    session = Credentials(secret or b"", world.job, 0).for_session([b"meeting store"])
+    host, listener = rendezvous.host, None
     if rendezvous.kind == "tcp":
         host, address = meeting_addresses(world, host)
-        if serves:
-            # Left to itself, the store would listen on all interfaces. It closes what it is given.
-            descriptor = listen(address, rendezvous.port).detach()
-    keeper = "the launcher" if rendezvous.kind == "agent" else "rank 0"
-    late = f"rank {world.rank} was not answered by the store at {host}:{rendezvous.port}, of {keeper}.\n{STOPPED}"
+        listener = listen(address, rendezvous.port) if world.rank == 0 else None
+    elif rendezvous.kind == "fd" and world.rank == 0:
+        listener = socket.socket(fileno=rendezvous.listen_fd)
+    if listener is not None:
+        _servers[key] = server = Server(session, listener.getsockname()[:2])
+        server.expect(others, listener)
+        _stores[key] = MeetingStore(server.values, timeout_seconds)
+        return _stores[key]
     try:
-        with ends_process_after(timeout.total_seconds() + LONGEST_ANSWER_SECONDS, late):
-            store = TCPStore(
-                host,
-                rendezvous.port,
-                is_master=serves,
-                timeout=timeout,
-                wait_for_workers=False,
-                # What else this process opens here, as torch.distributed does with MASTER_PORT, shares the server.
-                multi_tenant=True,
-                master_listen_fd=descriptor if serves else None,
-            )
+        _stores[key] = connect(session, me, (host, rendezvous.port), timeout_seconds)
+    except AuthenticationError as error:
+        text = str(error) if secret is not None else f"rank 0 asks for a secret that rank {world.rank} has not."
+        raise AuthenticationError(f"{text}\n{STRANGERS}") from None
+    except OSError as error:
+        raise _unreached(world, rendezvous, timeout_seconds, error) from error
+    return _stores[key]
+
+
+def strangers_instead_of(world: World) -> list[int]:
+    """Return the ranks that have not come, but that somebody said to be who did not know the job's secret."""
+    refused = {rank for server in _servers.values() for rank in server.refused if server.lacks([rank])}
+    return [rank for rank, launched in enumerate(world.launched) if launched in refused]
+
+
+def _agents_store(world: World, rendezvous: Rendezvous, timeout_seconds: float) -> Any:
+    timeout = timedelta(seconds=timeout_seconds)
+    place = f"{rendezvous.host}:{rendezvous.port}"
+    late = f"rank {world.rank} was not answered by the store at {place}, of the launcher.\n{STOPPED}"
+    try:
+        with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
+            return TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, dist.DistError) as error:
-        role = "serve" if serves else "reach"
-        raise TransportUnavailableError(
-            f"rank {world.rank} could not {role} the meeting place {host}:{rendezvous.port} "
-            f"within {timeout.total_seconds():g} s: {str(error).splitlines()[0]}\n"
-            "HINT: check that rank 0 runs, that the address is right on every host and the port is free and not "
-            "filtered; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
-        ) from error
-    _served[key] = store if serves else None
-    return store
+        raise _unreached(world, rendezvous, timeout_seconds, error) from error
+
+
+def _unreached(
+    world: World, rendezvous: Rendezvous, timeout_seconds: float, error: Exception
+) -> TransportUnavailableError:
+    return TransportUnavailableError(
+        f"rank {world.rank} could not reach the meeting place {rendezvous.host}:{rendezvous.port} "
+        f"within {timeout_seconds:g} s: {str(error).splitlines()[0]}\n"
+        "HINT: check that rank 0 runs, that the address is right on every host and the port is free and not "
+        "filtered; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
+    )
 
 
 def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:

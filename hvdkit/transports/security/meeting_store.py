@@ -1,0 +1,286 @@
+"""The store where the ranks of a job meet. Rank 0 serves it to processes that prove the job's secret, to no others.
+
+PyTorch's TCPStore keeps what anybody sends. Here a connection begins with the proofs of ``greeting``, of fixed length;
+before that nothing is kept of it, and it has a few seconds. The port is closed as soon as all ranks have connected:
+what ranks ask for later goes over these connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from hvdkit.errors import AuthenticationError
+from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
+from hvdkit.transports.security.greeting import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Connected, Connecting
+
+STORE = (1 << 32) - 1  # the server's number in proofs, which no rank has
+SET, GET, CHECK = range(3)
+_REQUEST = struct.Struct("<BII")  # what is asked, bytes of the keys, bytes of the value
+_ANSWER = struct.Struct("<BI")  # whether all keys are there, bytes of what follows
+_LENGTH = struct.Struct("<I")
+LONGEST = 1 << 24  # of a request: the keys of some ten thousand ranks
+GREETING_SECONDS = 10.0
+STRANGERS = 64  # connections that have proved nothing, beside those of the ranks that are expected
+RETRY_SECONDS = 0.05
+SHORTEST_PAUSE, LONGEST_PAUSE, PAUSE_OF_WAIT = 0.002, 0.25, 1 / 8
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _split(joined: bytes) -> list[bytes]:
+    parts, begin = [], 0
+    while begin < len(joined):
+        end = begin + _LENGTH.size + _LENGTH.unpack_from(joined, begin)[0]
+        parts.append(joined[begin + _LENGTH.size : end])
+        begin = end
+    return parts
+
+
+class _Values:
+    """What ranks have said, by key."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()
+
+    def answer(self, what: int, keys: bytes, value: bytes) -> tuple[bool, bytes]:
+        """Return whether all keys are there, and their values if these are asked for."""
+        names = _split(keys)
+        with self._lock:
+            if what == SET:
+                self._values[names[0]] = value
+                return True, b""
+            is_there = all(name in self._values for name in names)
+            return is_there, _joined([self._values[name] for name in names]) if is_there and what == GET else b""
+
+
+class _Client:
+    """A connection to the server: a greeting, then requests."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.deadline = monotonic() + GREETING_SECONDS
+        self.received = bytearray()
+        self.greeting: Connected | None = None
+        self.claimed = -1  # the rank that it says to be
+        self.is_admitted = False
+
+
+class Server:
+    """The thread of rank 0 that answers ranks, as long as the process lives: jobs of other ranks may meet there."""
+
+    def __init__(self, session: Credentials, address: tuple[str, int]) -> None:
+        self.values = _Values()
+        self.address = address  # where it listens as long as ranks are expected
+        self.refused: set[int] = set()  # ranks that somebody said to be who did not know the secret
+        self._session = session
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._clients: dict[socket.socket, _Client] = {}
+        self._admitted: set[int] = set()
+        self._expected: set[int] = set()
+        self._wakes, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._lock = threading.Lock()  # of what ranks are expected, and so of the listener
+        threading.Thread(target=self._serve, name="store of hvdkit", daemon=True).start()
+
+    def expect(self, ranks: Collection[int], listener: socket.socket | None) -> None:
+        """Let these ranks in, by ``listener``, which is closed when all have come."""
+        with self._lock:
+            self._expected |= set(ranks)
+            if listener is not None:
+                self._listener = listener
+                self._selector.register(listener, selectors.EVENT_READ)
+            self._close_if_complete()
+        self._wakes.send(b"\0")
+
+    def lacks(self, ranks: Collection[int]) -> bool:
+        """True if some of these ranks have not connected."""
+        return not self._admitted.issuperset(ranks)
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(1.0):
+                if key.fileobj is self._woken:
+                    self._woken.recv(1)
+                elif key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    client = self._clients.get(key.fileobj)  # type: ignore[call-overload]
+                    if client is not None and not self._hear(client):
+                        self._drop(client)
+            now = monotonic()
+            for client in [one for one in self._clients.values() if not one.is_admitted and now > one.deadline]:
+                self._drop(client)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # whoever connected has gone, or this process has no descriptor left
+            sleep(RETRY_SECONDS)
+            return
+        strangers = [one for one in self._clients.values() if not one.is_admitted]
+        if len(strangers) >= STRANGERS + len(self._expected):
+            self._drop(strangers[0])
+        connection.settimeout(GREETING_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._clients[connection] = _Client(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _drop(self, client: _Client) -> None:
+        if client.greeting is not None and not client.is_admitted:
+            self.refused.add(client.claimed)
+        self._selector.unregister(client.connection)
+        del self._clients[client.connection]
+        client.connection.close()
+
+    def _hear(self, client: _Client) -> bool:
+        """Take what has come over a connection. Returns whether it may stay."""
+        try:
+            data = client.connection.recv(1 << 16 if client.is_admitted else HELLO_BYTES + PROOF_BYTES)
+            client.received += data
+            return bool(data) and (client.is_admitted or self._greet(client)) and self._answer(client)
+        except (OSError, NotAuthenticError):
+            return False
+
+    def _greet(self, client: _Client) -> bool:
+        """Go on with a greeting. False for too many bytes."""
+        if client.greeting is None and len(client.received) >= HELLO_BYTES:
+            hello = bytes(client.received[:HELLO_BYTES])
+            del client.received[:HELLO_BYTES]
+            client.claimed = int.from_bytes(hello[:4], "little")
+            client.greeting = Connected(self._session, STORE, max(self._expected) + 1, hello)
+            client.connection.sendall(client.greeting.answer)
+        if client.greeting is not None and len(client.received) >= PROOF_BYTES:
+            rank = client.greeting.admitted(bytes(client.received[:PROOF_BYTES]))
+            del client.received[:PROOF_BYTES]
+            client.is_admitted = True
+            with self._lock:
+                self._admitted.add(rank)
+                self._close_if_complete()
+        return client.is_admitted or len(client.received) < HELLO_BYTES + PROOF_BYTES
+
+    def _close_if_complete(self) -> None:
+        if self._listener is not None and self._admitted >= self._expected:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _answer(self, client: _Client) -> bool:
+        """Answer the requests that have come whole. False for one that is too long."""
+        received = client.received
+        while client.is_admitted and len(received) >= _REQUEST.size:
+            what, keys, value = _REQUEST.unpack_from(received)
+            if keys + value > LONGEST:
+                return False
+            end = _REQUEST.size + keys + value
+            if len(received) < end:
+                break
+            parts = bytes(received[_REQUEST.size : _REQUEST.size + keys]), bytes(received[end - value : end])
+            del received[:end]
+            is_there, found = self.values.answer(what, *parts)
+            client.connection.sendall(_ANSWER.pack(is_there, len(found)) + found)
+        return True
+
+
+class MeetingStore(Store):
+    """A rank's way to the store: the server's memory on rank 0, else a connection to it.
+
+    Raises RuntimeError where the server is gone, and where keys are not there in time.
+    """
+
+    def __init__(self, asks: _Values | socket.socket, timeout_seconds: float) -> None:
+        super().__init__()
+        self._asks = asks
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(SET, [key], value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        return _split(self._ask(GET, keys)[1])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(CHECK, keys)[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
+        began = monotonic()
+        # Asked again and again: a call that waits would keep the store from the other threads of this process.
+        while not self.check(keys):
+            waited = monotonic() - began
+            if waited > seconds:
+                raise RuntimeError(f"the store did not have {keys[:8]} within {seconds:g} s")
+            sleep(min(max(waited * PAUSE_OF_WAIT, SHORTEST_PAUSE), LONGEST_PAUSE))
+
+    def _ask(self, what: int, keys: Sequence[str], value: bytes = b"") -> tuple[bool, bytes]:
+        joined = _joined([key.encode() for key in keys])
+        if isinstance(self._asks, _Values):
+            return self._asks.answer(what, joined, value)
+        with self._lock:
+            try:
+                self._asks.sendall(_REQUEST.pack(what, len(joined), len(value)) + joined + value)
+                is_there, length = _ANSWER.unpack(_received(self._asks, _ANSWER.size))
+                return bool(is_there), _received(self._asks, length)
+            except OSError as error:
+                raise RuntimeError(f"rank 0, which serves the store, does not answer: {error}") from error
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytes:
+    """Return so many bytes. Raises OSError where the connection ends before."""
+    received = bytearray()
+    while len(received) < nbytes:
+        data = connection.recv(nbytes - len(received))
+        if not data:
+            raise ConnectionResetError("the connection was closed")
+        received += data
+    return bytes(received)
+
+
+def connect(session: Credentials, me: int, address: tuple[str, int], timeout_seconds: float) -> MeetingStore:
+    """Connect to the store of rank 0, which may start later.
+
+    Raises:
+        AuthenticationError: what listens there does not know the secret.
+        OSError: nothing that listens there has let this rank in.
+    """
+    deadline = monotonic() + timeout_seconds
+    while True:
+        connection: Any = None
+        try:
+            connection = socket.create_connection(address, timeout=max(deadline - monotonic(), RETRY_SECONDS))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = Connecting(session, me, STORE)
+            connection.sendall(greeting.hello)
+            connection.sendall(greeting.proof(_received(connection, ANSWER_BYTES)))
+            connection.settimeout(timeout_seconds)
+            return MeetingStore(connection, timeout_seconds)
+        except NotAuthenticError:
+            raise AuthenticationError("who says to be rank 0 does not know the job's secret.") from None
+        except OSError:
+            with contextlib.suppress(AttributeError):
+                connection.close()
+            if monotonic() > deadline:
+                raise
+            sleep(RETRY_SECONDS)
