@@ -39,6 +39,7 @@ class Child:
     """A worker to start. ``remote`` is the ssh command in front of it, empty for this machine.
 
     ``secret`` goes to the worker with the header, by its standard input, and from there to the command in a file.
+    ``pass_fds`` are descriptors that the command gets; they are closed here when it has started.
     ``scratch`` is a folder of the command's, which goes with it, also where nobody here is left to remove it.
     """
 
@@ -147,6 +148,8 @@ class _Run:
             raise LaunchError(
                 f"cannot start {child.argv[0]}: {error}\nHINT: check that it is installed and on PATH"
             ) from error
+        for descriptor in child.pass_fds:
+            os.close(descriptor)
         self.processes.append(process)
         assert process.stdin is not None
         # A worker that is gone already says so by its exit status.

@@ -36,7 +36,10 @@ class MeetingPoint:
 
 @contextmanager
 def meeting_point(slots: list[Slot], remote: set[str], interfaces: list[str], ssh_port: int) -> Iterator[MeetingPoint]:
-    """Choose where the ranks meet, holding the port open for rank 0 if that is possible from here."""
+    """Choose where the ranks meet, holding the port open for rank 0 if that is possible from here.
+
+    ``children`` takes the socket: what stays open here would keep the port open for the whole job.
+    """
     first = slots[0].host
     if first in remote:
         # Nothing can be opened over there beforehand; a port taken by another program shows when rank 0 starts.
@@ -112,7 +115,7 @@ def children(
                 environment={**(for_other_hosts(environment) if away else environment), **own},
                 receive=partial(output.write, slot.rank),
                 remote=ssh.argv(slot.host, WORKER) if away else [],  # hvdkit must lie at the same path there
-                pass_fds=() if listener is None else (listener.fileno(),),
+                pass_fds=() if listener is None else (listener.detach(),),  # the child's alone
                 secret=secret,
             )
         )
