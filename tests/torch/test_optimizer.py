@@ -12,6 +12,7 @@ STRATEGIES = RankedCases("tests.torch.optimizer_strategy_cases", HOROVOD_DYNAMIC
 CALLS = RankedCases("tests.torch.optimizer_calls_cases")
 ADASUM = RankedCases("tests.torch.optimizer_adasum_cases")
 ORDER = RankedCases("tests.torch.optimizer_order_cases", HOROVOD_FUSION_THRESHOLD="0")
+COPIES = RankedCases("tests.torch.optimizer_copies_cases", HVDKIT_VERIFY="1")
 LIFECYCLE = RankedCases("tests.torch.optimizer_lifecycle_cases")
 INTEGRATION = RankedCases("tests.torch.optimizer_integration_cases")
 UNWRAPPED = RankedCases("tests.torch.unwrapped_cases")
@@ -69,3 +70,9 @@ def test_lifecycle(case: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("case", INTEGRATION.names)
 def test_integration(case: str, ranks: int, transport: str) -> None:
     INTEGRATION.check(case, ranks, transport)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("case", COPIES.names)
+def test_copies(case: str, ranks: int, transport: str) -> None:
+    COPIES.check(case, ranks, transport)
