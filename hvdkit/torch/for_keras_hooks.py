@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdkit.engine.life import runtime
-from hvdkit.torch.gradients.hooks import ParameterHooks
+from hvdkit.torch.gradients.hooks import ParameterHooks, is_of
 
 COMPUTED_TWICE = (
     "The gradient of '{name}' was added to once more in a backward pass that had completed it before.\n"
@@ -46,6 +45,10 @@ class TrainStepHooks(ParameterHooks):
         """Whether gradients of this backward pass were handed over as they became complete."""
         return self._hands_over
 
+    def has_seen(self, key: int) -> bool:
+        """See ParameterHooks."""
+        return key in self._seen
+
     def reset(self) -> None:
         """A new step."""
         self.touched = False
@@ -55,9 +58,7 @@ class TrainStepHooks(ParameterHooks):
         self._seen.clear()
         self._looks = True
         self._hands_over = (
-            self._is_known
-            and not self._is_ever_twice
-            and all(_is_last(*attached) for attached in self._handles.values())
+            self._is_known and not self._is_ever_twice and all(_is_last(handle) for handle, _ in self._handles.values())
         )
 
     def end(self) -> None:
@@ -85,10 +86,9 @@ class TrainStepHooks(ParameterHooks):
             complete(parameter)
 
 
-def _is_last(reference: weakref.ref[torch.Tensor], handle: RemovableHandle) -> bool:
+def _is_last(handle: RemovableHandle) -> bool:
     """Whether no hook of the user's sees, or changes, a parameter's gradient after ours has handed it over."""
-    parameter = reference()
-    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks: Any = handle.hooks_dict_ref() or {}
     keys = list(hooks)
     later = keys[keys.index(handle.id) + 1 :] if handle.id in hooks else []
-    return all(getattr(hooks[key], "__module__", None) == __name__ for key in later)
+    return all(is_of(hooks[key], TrainStepHooks) for key in later)

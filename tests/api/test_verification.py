@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,17 @@ NAMES = ["conv.weight", "conv.bias", "out.weight"]
 
 
 def told(
-    *values: list[int], machines: str = "aaaaaaaa", names: Any = NAMES, step: int = 7, distances: Any = None
+    *values: list[int],
+    machines: str = "aaaaaaaa",
+    names: Any = NAMES,
+    step: int = 7,
+    first: bool = False,
+    distances: Any = None,
 ) -> tuple[str | None, bool]:
     hashes = {rank: np.array(one, dtype=np.uint64) for rank, one in enumerate(values)}
     measured = None if distances is None else {rank: np.array(one) for rank, one in enumerate(distances)}
     limits = [rounding_limit(precision) for precision in (1e-7, 1e-7, 8e-3)]
-    everything = Told(hashes, {rank: machines[rank] for rank in hashes}, measured)
+    everything = Told(hashes, {rank: machines[rank] for rank in hashes}, measured, first)
     return compare("SGD.0", step, names, limits, everything, "hvd.broadcast()")
 
 
@@ -51,9 +57,9 @@ def test_who_differs_in_what_is_named():
     assert "Each of ranks 0, 1, 2 has other values" in text
 
 
-def test_the_first_step_asks_for_a_broadcast():
+def test_the_first_comparison_asks_for_a_broadcast():
     for machines in ("aa", "ab"):
-        text, is_error = told([1, 2, 3], [4, 5, 6], step=1, machines=machines)
+        text, is_error = told([1, 2, 3], [4, 5, 6], step=1, first=True, machines=machines)
         assert "HINT: they most likely never were; have all ranks start from the same values: hvd.broadcast(). " in text
         assert "a broadcast may follow the first step" in text
         assert not is_error
@@ -138,6 +144,12 @@ def conversation_of(*statements: Statement | None) -> tuple[list[Heard], int]:
             assert not said
             return heard, exchange
     raise AssertionError("the ranks never end")
+
+
+def test_it_is_the_first_comparison_for_all_where_it_is_for_one():
+    seen, new = statement(1, 2), replace(statement(1, 3), is_first=True)
+    assert all(one.is_first for one in conversation_of(seen, new)[0])
+    assert not any(one.is_first for one in conversation_of(seen, None, seen)[0])
 
 
 def sketched(*values: list[float], machine: str = "a") -> Statement:

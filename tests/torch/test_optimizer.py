@@ -12,6 +12,7 @@ STRATEGIES = RankedCases("tests.torch.optimizer_strategy_cases", HOROVOD_DYNAMIC
 CALLS = RankedCases("tests.torch.optimizer_calls_cases")
 ADASUM = RankedCases("tests.torch.optimizer_adasum_cases")
 ORDER = RankedCases("tests.torch.optimizer_order_cases", HOROVOD_FUSION_THRESHOLD="0")
+COPIES = RankedCases("tests.torch.optimizer_copies_cases", HVDKIT_VERIFY="1")
 LIFECYCLE = RankedCases("tests.torch.optimizer_lifecycle_cases")
 INTEGRATION = RankedCases("tests.torch.optimizer_integration_cases")
 KINDS = RankedCases("tests.torch.optimizer_kinds_cases")
@@ -95,3 +96,9 @@ def test_pairing(case: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("case", PAIRING_APART.names)
 def test_pairing_without_node_memory(case: str, transport: str) -> None:
     PAIRING_APART.check(case, 2, transport)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("case", COPIES.names)
+def test_copies(case: str, ranks: int, transport: str) -> None:
+    COPIES.check(case, ranks, transport)

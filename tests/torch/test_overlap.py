@@ -12,6 +12,7 @@ OTHERS = RankedCases(
     "tests.torch.optimizer_calls_cases",
     "tests.torch.optimizer_integration_cases",
     "tests.torch.optimizer_lifecycle_cases",
+    "tests.torch.optimizer_copies_cases",
     runner="tests.torch.overlapped",
 )
 

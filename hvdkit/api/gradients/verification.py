@@ -49,11 +49,15 @@ def rounding_limit(precision: float) -> float:
 
 @dataclass(frozen=True)
 class Told:
-    """What all ranks told of the same step, by rank. ``distances``: from the lowest rank, None if not measured."""
+    """What all ranks told of the same step, by rank. ``distances``: from the lowest rank, None if not measured.
+
+    ``is_first``: whether some rank compares these parameters for the first time.
+    """
 
     hashes: dict[int, Array]
     machines: dict[int, str]
     distances: dict[int, Array] | None = None
+    is_first: bool = False
 
 
 def compare(
@@ -62,7 +66,7 @@ def compare(
     """What is wrong with the parameters after a step, None if nothing, and whether it is an error or a warning.
 
     Ranks on machines that round alike must hold the same. Others may differ by rounding: by ``limits``, relative to
-    each parameter's norm. After the first step all is a warning, since the broadcast may still follow.
+    each parameter's norm. In a first comparison all is a warning, since the broadcast may still follow.
     """
     hashes, machines = told.hashes, told.machines
     alike: dict[bytes, list[int]] = {}
@@ -82,8 +86,8 @@ def compare(
         beyond = _beyond_rounding(names, limits, told, listed)
         is_error = beyond is not None
         text = f"{text} {beyond or OTHER_MACHINES.format(machines=listed)}"
-    hint = (NEVER_BROADCAST if step == 1 else LATER) + CAUSES
-    return f"{text}\n{hint.format(broadcast=broadcast)}", is_error and step > 1
+    hint = (NEVER_BROADCAST if told.is_first else LATER) + CAUSES
+    return f"{text}\n{hint.format(broadcast=broadcast)}", is_error and not told.is_first
 
 
 def _beyond_rounding(names: Sequence[str], limits: Sequence[float], told: Told, machines: str) -> str | None:
@@ -145,6 +149,7 @@ class Verification:
         self._every = 0
         self._steps_before = 0  # on earlier lanes
         self._warned = False
+        self._has_compared = False
         self._suspects = False  # whether hashes or machines have differed: from then on sketches are told
         self._names: list[str] = []
         self._limits: list[float] = []
@@ -160,7 +165,7 @@ class Verification:
         if self._lane is not None and engine is self._engine:
             self._steps_before += self._lane.steps
         else:
-            self._steps_before = 0  # other ranks may be new
+            self._steps_before, self._has_compared = 0, False  # other ranks may be new
         self._engine = engine
         self._lane, self._every = lane, lane.verification.every
         lane.verification.ask = self._state
@@ -187,7 +192,7 @@ class Verification:
 
     def state(self, names: Sequence[str], limits: Sequence[float], statement: Statement) -> None:
         """Receives what the parameters of these names are after the last step. ``limits``: see ``rounding_limit``."""
-        self._after, self._stated = self._lane.steps, statement
+        self._after, self._stated = self._lane.steps, replace(statement, is_first=not self._has_compared)
         self._names, self._limits = list(names), list(limits)
 
     def _state(self) -> Statement:
@@ -216,6 +221,7 @@ class Verification:
             self._judge(heard, self._lane.name, self._steps_before + self._lane.steps, self._lane.group.members)
 
     def _judge(self, heard: Heard, title: str, step: int, members: Sequence[int]) -> None:
+        self._has_compared = self._has_compared or heard.is_compared
         if not heard.differs:
             return
         self._suspects = True
@@ -225,12 +231,13 @@ class Verification:
             {rank: heard.hashes(index) for rank, index in ranks.items()},
             {rank: heard.machine(index) for rank, index in ranks.items()},
             {rank: one for rank, one in distances.items() if one is not None} or None,
+            heard.is_first,
         )
         text, is_error = compare(title, step, self._names, self._limits, told, self._broadcast)
         if text is not None and is_error:
             raise ParametersDifferError(text)
-        if text is None or (self._warned and step > 1):
+        if text is None or (self._warned and not heard.is_first):
             return
         self._warned = True
-        if step == 1 or self._engine.topology.rank == min(ranks):
+        if heard.is_first or self._engine.topology.rank == min(ranks):
             warnings.warn(text, stacklevel=2)

@@ -40,10 +40,10 @@ FIRST_STEPS = (1, 10, 100)
 # A step touches a few rows of parameters whose gradients are sparse: to read them all is far more than the step reads.
 SPARSE_AS_OFTEN = 100
 
-# A row of 64-bit words for each rank: whether it takes part, updates at once, has hashes, has sketches; how many
-# hashes, their checksum.
-PRESENT, UPDATES, HASHED, SKETCHED, COUNT, CHECKSUM = range(6)
-FIELDS = 6
+# A row of 64-bit words for each rank: whether it takes part, updates at once, compares for the first time, has hashes,
+# has sketches; how many hashes, their checksum.
+PRESENT, UPDATES, FIRST, HASHED, SKETCHED, COUNT, CHECKSUM = range(7)
+FIELDS = 7
 # The machine's description goes with the hashes, cut off or filled up to so many words.
 MACHINE_WORDS = 32
 # Numbers of a sketch, and elements that are read for it at a time.
@@ -90,17 +90,19 @@ class Statement:
 
     ``machine``: what decides how this rank's kernels round. ``updates``: whether it goes on to the update of the
     present step with nothing of the user's in between. ``sketches``: float64 of shape (parameters, SKETCH), or None.
+    ``is_first``: whether this rank has compared these parameters never before.
     """
 
     machine: str = ""
     hashes: Array | None = None
     updates: bool = False
     sketches: Array | None = None
+    is_first: bool = False
 
     def row(self) -> Array:
         """What is told of it in any case."""
         row = np.zeros(FIELDS, dtype=np.uint64)
-        row[PRESENT], row[UPDATES] = 1, self.updates
+        row[PRESENT], row[UPDATES], row[FIRST] = 1, self.updates, self.is_first
         if self.hashes is not None:
             both = np.concatenate([self.hashes, _words(self.machine)])
             row[HASHED], row[COUNT], row[CHECKSUM] = 1, len(self.hashes), kernels.checksum(both.view(np.uint8))
@@ -141,20 +143,27 @@ class Heard:
         return [index for index, row in enumerate(self.rows) if row[PRESENT]]
 
     @property
-    def differs(self) -> bool:
-        """Whether there is something to compare, and it is not the same.
+    def is_compared(self) -> bool:
+        """True if all ranks that take part, more than one, told hashes.
 
-        Where some ranks made an update and others none, nothing is said: those may be about to.
+        Where some ranks made an update and others none, nothing is compared: those may be about to.
         """
-        present = self.rows[self.rows[:, PRESENT] == 1]
-        comparable = len(present) > 1 and bool(present[:, HASHED].all())
-        return comparable and bool((present[:, COUNT:] != present[0, COUNT:]).any())
+        return len(self.present) > 1 and bool(self.rows[self.present, HASHED].all())
+
+    @property
+    def differs(self) -> bool:
+        """Whether there is something to compare, and it is not the same."""
+        return self.is_compared and bool((self.rows[self.present, COUNT:] != self.rows[self.present[0], COUNT:]).any())
+
+    @property
+    def is_first(self) -> bool:
+        """True if some rank that takes part compares these parameters for the first time."""
+        return bool(self.rows[self.present, FIRST].any())
 
     @property
     def is_measured(self) -> bool:
         """True if all ranks that take part told sketches, so that distances are known where ``differs``."""
-        present = self.rows[self.rows[:, PRESENT] == 1]
-        return bool(present[:, SKETCHED].all())
+        return bool(self.rows[self.present, SKETCHED].all())
 
     def length(self, index: int) -> int:
         """Return how many words of details a rank tells."""

@@ -12,7 +12,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.engine.life import runtime
 
@@ -37,15 +36,41 @@ GRAPH_IN_GRADIENT = (
 # PyTorch runs the backward() of an autograd.Function by this method.
 _APPLY = BackwardCFunction.apply.__code__
 
-# The hooks that a parameter has from us. A parameter's gradient can live in one optimizer's buffer only.
-_OWNERS: Any = WeakIdKeyDictionary()
+
+class _Hook:
+    """A hook on a parameter. It keeps neither its ``hooks`` nor the parameter alive.
+
+    Nothing refers weakly to a parameter: ``torch.utils.swap_tensors`` refuses a tensor that has weak references.
+    """
+
+    def __init__(self, hooks: ParameterHooks) -> None:
+        self.hooks = weakref.ref(hooks)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        hooks = self.hooks()
+        if hooks is not None:
+            hooks._computed(parameter)
+
+
+def hooks_on(parameter: torch.Tensor) -> dict[int, Any]:
+    """Return the hooks that are called when a parameter's gradient is complete, by the ids of their handles."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def is_of(hook: Any, kind: type[ParameterHooks]) -> bool:
+    """True if a hook on a parameter belongs to hooks of this kind."""
+    return isinstance(hook, _Hook) and isinstance(hook.hooks(), kind)
+
+
+def _owner_of(parameter: torch.Tensor) -> GradientHooks | None:
+    """Return the hooks of the optimizer that reduces a parameter's gradient, which can be one only."""
+    return next((hook.hooks() for hook in hooks_on(parameter).values() if is_of(hook, GradientHooks)), None)
 
 
 def in_flight(parameter: torch.Tensor) -> bool | None:
     """Whether the gradient of a parameter that is reduced by us was computed and not reduced yet; None for others'."""
-    owner = _OWNERS.get(parameter)
-    hooks = owner() if owner is not None else None
-    return None if hooks is None else hooks.touched
+    owner = _owner_of(parameter)
+    return None if owner is None else owner.touched
 
 
 def is_inside_backward() -> bool:
@@ -69,7 +94,12 @@ class ParameterHooks(ABC):
     def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
         self._complete = weakref.WeakMethod(complete)
         self._name_of = weakref.WeakMethod(name_of)
-        self._handles: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        # By the parameter's id: the handle of its hook, and where PyTorch kept the parameter when it was hooked.
+        self._handles: dict[int, tuple[RemovableHandle, int]] = {}
+
+    @abstractmethod
+    def has_seen(self, key: int) -> bool:
+        """True if the gradient of the parameter with this id was computed in this step."""
 
     @abstractmethod
     def _computed(self, parameter: torch.Tensor) -> None:
@@ -77,24 +107,20 @@ class ParameterHooks(ABC):
 
     def attach(self, parameter: torch.Tensor) -> bool:
         """Hook a parameter; once is enough, again changes nothing. Returns whether it had no hook of ours."""
-        attached = self._handles.get(id(parameter))
-        if attached is not None and attached[0]() is parameter:
-            return False
-        this = weakref.ref(self)
-
-        def hook(hooked: torch.Tensor) -> None:
-            hooks = this()
-            if hooks is not None:
-                hooks._computed(hooked)
-
-        hook.__module__ = type(self).__module__  # which tells of what kind it is
-        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._handles[id(parameter)] = weakref.ref(parameter), handle
+        handle, place = self._handles.get(id(parameter), (None, 0))
+        if handle is not None and handle.id in hooks_on(parameter):
+            if place == parameter._cdata:
+                return False
+            # torch.utils.swap_tensors has put another tensor there, to which PyTorch does not take the hooks along.
+            handle.remove()
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        handle = parameter.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]
+        self._handles[id(parameter)] = handle, parameter._cdata
         return True
 
     def detach(self) -> None:
         """Take all hooks off again."""
-        for _, handle in self._handles.values():
+        for handle, _ in self._handles.values():
             handle.remove()
         self._handles.clear()
 
@@ -139,15 +165,19 @@ class GradientHooks(ParameterHooks):
 
     def attach(self, parameter: torch.Tensor) -> bool:
         """Hook a parameter; one of a lazy module gets its hook when this is called after its first forward pass."""
-        if is_lazy(parameter) or not super().attach(parameter):
+        if is_lazy(parameter):
             return False
-        owner = _OWNERS.get(parameter)
-        earlier = owner() if owner is not None else None
+        earlier = _owner_of(parameter)
+        if not super().attach(parameter):
+            return False
         if earlier is not None and earlier is not self:
             earlier.superseded = True
             earlier.detach()
-        _OWNERS[parameter] = weakref.ref(self)
         return True
+
+    def has_seen(self, key: int) -> bool:
+        """See ParameterHooks."""
+        return key in self._left
 
     def _computed(self, parameter: torch.Tensor) -> None:
         if runtime.is_forked() or not runtime.is_initialized():

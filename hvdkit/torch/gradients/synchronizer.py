@@ -133,6 +133,10 @@ class GradientSynchronizer:
         for parameter in trainable.values():
             self.hooks.attach(parameter)
 
+    def _attach_again(self, trainable: dict[int, torch.Tensor]) -> None:
+        """Hook parameters whose hook was not called in this step: torch.utils.swap_tensors takes it off."""
+        self._attach({key: one for key, one in trainable.items() if not self.hooks.has_seen(key)})
+
     def _serve(self) -> None:
         """Have gradients of these parameters born where the node's other ranks can reach them."""
         parameters = self._trainable().values()
@@ -200,7 +204,8 @@ class GradientSynchronizer:
         self._check_cleared()
         routes = self._routes
         planned = None if routes is None or self._unraised is not None else routes.planned
-        if routes is None or planned is None or routes.is_outdated or not routes.fit(self._trainable()):
+        trainable = self._trainable()
+        if routes is None or planned is None or routes.is_outdated or not routes.fit(trainable):
             return None
         is_compared = planned.lane.verifies or self.verification.wants(planned.lane.steps + 1)
         if is_compared or planned.lane.on_device or not planned.can_be_collected_apart():
@@ -213,6 +218,7 @@ class GradientSynchronizer:
         except HorovodInternalError as error:
             self.failed(error)
             raise
+        self._attach_again(trainable)
         self._start_step()
         return planned, held
 
@@ -246,6 +252,7 @@ class GradientSynchronizer:
         except HorovodInternalError as error:
             self.failed(error)
             raise
+        self._attach_again(trainable)
         self._start_step()
 
     def _finish_alone(self) -> None:
@@ -257,7 +264,7 @@ class GradientSynchronizer:
                 if can_be_planned(parameter, gradient_dtype(parameter))
             ]
             raise_if_changed(changed_of(early), self.name_of)
-        self._attach(self._trainable())
+        self._attach_again(self._trainable())
         self._start_step()
 
     def failed(self, error: HorovodInternalError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,12 +135,14 @@ class OptimizerVerification(Verification):
         """
         if engine is not self._engine:
             self._engine, self._every, self._joins = engine, engine.settings.verify, -1
+            self._has_compared = False
             self._title = label
         if engine.joining.over != self._joins:
             self._joins, self._count = engine.joining.over, 0
         self._count += 1
         if self.wants(self._count):
             self._names, self._limits, stated = self._statement(groups, name_of, self.wants_sparse(self._count))
+            stated = replace(stated, is_first=not self._has_compared)
             heard = exchange_by_name(engine, self._title, self._process_set.process_set_id, stated)
             self._judge(heard, self._title, self._count, range(engine.topology.size))
 

@@ -12,6 +12,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ import torch._functorch.eager_transforms
 import torch._functorch.vmap
 import torch.utils.dlpack
 from torch._compile import _disable_dynamo
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.hooks import RemovableHandle
 
 from hvdkit.torch.module_hooks import expect_hooks_on_all_modules
 
@@ -39,8 +40,17 @@ NO_VALUES = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad", "shape")
 )
 
-_UNDER_WAY: Any = WeakIdKeyDictionary()  # who makes the update of a parameter
-_HOOKS: Any = WeakIdKeyDictionary()  # of a graph made before the step, whose backward pass is run after it
+
+@dataclass(frozen=True)
+class _Wait:
+    """A parameter that waits for its update, and what makes that."""
+
+    parameter: Any  # kept: nothing refers weakly to it, since torch.utils.swap_tensors refuses that
+    updates: Completes
+    hook: RemovableHandle  # of a graph made before the step, whose backward pass is run after it
+
+
+_UNDER_WAY: dict[int, _Wait] = {}  # by the parameter's id
 
 
 # In evaluation they take another way where a parameter within them is of a class of its own.
@@ -81,9 +91,9 @@ def _waiting_in(value: Any) -> Iterator[UpdatedLater]:
 def complete(parameters: Iterable[torch.Tensor]) -> None:
     """Make the updates that these parameters wait for."""
     for parameter in parameters:
-        updates = _UNDER_WAY.get(parameter)
-        if updates is not None:
-            updates.complete(parameter)
+        wait = _UNDER_WAY.get(id(parameter))
+        if wait is not None:
+            wait.updates.complete(parameter)
         elif type(parameter) is UpdatedLater:
             _become_plain(parameter)  # it was made while another one waited
 
@@ -99,28 +109,26 @@ def wait_for(parameter: Any, updates: Completes) -> None:
     def before_gradient(_: torch.Tensor) -> None:
         updates.complete(parameter)
 
-    _HOOKS[parameter] = parameter.register_hook(before_gradient)
-    _UNDER_WAY[parameter] = updates
+    _UNDER_WAY[id(parameter)] = _Wait(parameter, updates, parameter.register_hook(before_gradient))
     parameter.__class__ = UpdatedLater
 
 
 def is_waiting(parameter: torch.Tensor) -> bool:
     """Whether its update is still to be made."""
-    return parameter in _UNDER_WAY
+    return id(parameter) in _UNDER_WAY
 
 
 def release(parameter: torch.Tensor) -> None:
     """Its update is made: it is an ordinary parameter."""
-    _UNDER_WAY.pop(parameter, None)
+    wait = _UNDER_WAY.pop(id(parameter), None)
     _become_plain(parameter)
-    hook = _HOOKS.pop(parameter, None)
-    if hook is not None:
-        hook.remove()
+    if wait is not None:
+        wait.hook.remove()
 
 
 def complete_everything() -> None:
     """Make all updates that are left in this process."""
-    for updates in set(_UNDER_WAY.values()):
+    for updates in {wait.updates for wait in _UNDER_WAY.values()}:
         updates.complete_all()
 
 

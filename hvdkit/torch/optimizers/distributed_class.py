@@ -17,6 +17,7 @@ from hvdkit.torch.gradients.compression_state import KEY
 from hvdkit.torch.gradients.scaler_guard import guard_scalers
 from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.optimizers.adasum import AdasumSynchronizer
+from hvdkit.torch.optimizers.names import parameters_of
 from hvdkit.torch.optimizers.step import OptimizerSynchronizer
 
 _SETTINGS = "_distributed_settings"
@@ -36,6 +37,20 @@ NO_SKIP_WITH_ADASUM = (
 def is_distributed(optimizer: Any) -> bool:
     """True for what ``DistributedOptimizer`` returned."""
     return hasattr(type(optimizer), _SETTINGS)
+
+
+def _only_makes_state(optimizer: Any, kwargs: dict[str, Any]) -> bool:
+    """True for the step by which torch.distributed.checkpoint.state_dict has an optimizer make its state.
+
+    It calls ``step(closure=None)`` where there is no state, with gradients of zeros that no backward pass computed and
+    learning rates of 0. This moves no parameter, so it is made without the other ranks: one rank may save alone.
+    """
+    if kwargs != {"closure": None} or optimizer._synchronizer.in_flight or optimizer.state:
+        return False
+    if any(group.get("lr", 0.0) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [one.grad for one in parameters_of(optimizer.param_groups) if one.requires_grad]
+    return all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
 def synchronizer_for(optimizer: torch.optim.Optimizer, settings: Settings) -> OptimizerSynchronizer:
@@ -181,6 +196,8 @@ def distributed_class(base: Any) -> Any:
         @functools.wraps(base.step)
         def step(self, *args: Any, **kwargs: Any) -> Any:
             runtime.check_not_forked()
+            if not args and _only_makes_state(self, kwargs):
+                return super().step(**kwargs)
             result = self._synchronizer.step(super().step, args, kwargs)
             if self._wrapped_optimizer is not None:
                 self._wrapped_optimizer._opt_called = True  # for a scheduler that was made with the wrapped one
@@ -250,14 +267,28 @@ def distributed_class(base: Any) -> Any:
 
         def __getstate__(self) -> dict[str, Any]:
             self._synchronizer.complete()
-            return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings}
+            kept = self._synchronizer.kept_by_codecs()
+            return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings, KEY: kept}
 
         def __setstate__(self, state: dict[str, Any]) -> None:
             state = dict(state)
-            settings = state.pop(_SETTINGS, None)
+            settings, kept = state.pop(_SETTINGS, None), state.pop(KEY, None)
             super().__setstate__(state)
             if settings is not None:
                 self._synchronizer = synchronizer_for(self, settings)
+                self._synchronizer.load_compression_state(kept)
+
+        def __copy__(self) -> Any:
+            """Return an optimizer with the same parameters, groups and state, as in PyTorch: either may step.
+
+            Both reduce gradients by the same synchronizer, since a parameter can have one only.
+            """
+            self._synchronizer.complete()
+            copied = _new(base)
+            copied.__setstate__(super().__getstate__())
+            copied._synchronizer = self._synchronizer
+            copied._wrapped_optimizer = self  # which the synchronizer asks for the groups
+            return copied
 
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
             return _new, (base,), self.__getstate__()
