@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 class Rendezvous:
     """Where the ``torch`` transport meets.
 
-    kind: ``"tcp"``: rank 0 opens a TCPStore at host:port. ``"agent"``: a launcher already serves that TCPStore and
+    kind: ``"tcp"``: rank 0 serves a store at host:port. ``"agent"``: a launcher already serves that TCPStore and
     every rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, the others
-    are clients. ``"http"``: a key-value server of ``horovodrun`` at which rank 0 publishes its TCPStore.
+    are clients. ``"http"``: a key-value server of ``horovodrun`` at which rank 0 publishes where its store is.
     """
 
     kind: str

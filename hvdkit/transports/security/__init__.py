@@ -1,7 +1,9 @@
 """Where the ranks of the ``torch`` transport meet, and who is let in.
 
-- One address: whoever opens a port binds it to one address (``transports/security/listening``): PyTorch's store is
-  given a socket that listens already, Gloo a device. Which one it is, all ranks of a host decide alike: the loopback if
+- One store (``transports/security/meeting_store``), which rank 0 serves to processes that prove the job's secret; its
+  port is closed when all ranks have connected. ``torchrun`` has its own, PyTorch's.
+- One address: whoever opens a port binds it to one address (``transports/security/listening``): the store is given a
+  socket that listens already, Gloo a device. Which one it is, all ranks of a host decide alike: the loopback if
   all ranks are known to be on one host, a named interface, what the meeting place's name stands for, or the way to the
   others.
 - One attempt (``transports/security/attempt``): torchrun starts ranks anew where one dies, and the store of its agent
