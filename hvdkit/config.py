@@ -124,6 +124,13 @@ class Settings:
         "s",
         "how long `hvd.init()` waits for all ranks; raise it on clusters that start slowly",
     )
+    stop_grace_seconds: float = _setting(
+        10.0,
+        _seconds,
+        "HVDKIT_STOP_GRACE_SECONDS",
+        "s",
+        "how long ranks may save after SIGTERM to `hvdkitrun`, before SIGKILL ends them",
+    )
     secret_file: str = _setting(
         "",
         str,

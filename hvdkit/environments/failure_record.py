@@ -8,6 +8,7 @@ ranks together when the job has ended. Who reads the rank's stderr elsewhere fin
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import select
@@ -20,10 +21,17 @@ from types import TracebackType
 
 from hvdkit.errors import cut_off
 
+logger = logging.getLogger("hvdkit")
+
 # By this hvdkitrun asks for records. What a rank starts is not asked: nobody might read it.
 WANTED = "HVDKIT_FAILURE_RECORDS"
 BEGINS = "\x1ehvdkit traceback"
 MARK = "\x1ehvdkit failure "
+# A rank's worker (launch/worker) tells hvdkitrun in such a line that the rank called hvd.init(), or has ended as told.
+NOTE = "\x1ehvdkit note "
+INIT, ENDED = "init", "ended"
+# Where the rank tells its worker that it calls hvd.init().
+INIT_PIPE = "HVDKIT_INIT_PIPE"
 
 ANOTHER = -1  # some rank, and it is not known which
 
@@ -65,6 +73,16 @@ def parse(line: bytes) -> Record | None:
 def take_wanted() -> bool:
     """Whether hvdkitrun started this process and asks for a record. What this process starts is not asked."""
     return os.environ.pop(WANTED, "") == "1"
+
+
+def tell_init() -> None:
+    """Tell hvdkitrun, if it started this process, that a process of this rank calls hvd.init()."""
+    if path := os.environ.pop(INIT_PIPE, ""):
+        try:
+            with open(path, "wb", buffering=0) as pipe:
+                pipe.write(b"!")
+        except OSError as error:  # as in a container of its own
+            logger.debug("hvdkitrun is not told of hvd.init(): %s", error)
 
 
 def of_exception(

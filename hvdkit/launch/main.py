@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvdkit import as_horovod
+from hvdkit.environments import limits
+from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import controller, failures, options
 from hvdkit.launch.check_build import report
 from hvdkit.launch.errors import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError
@@ -22,9 +25,9 @@ from hvdkit.launch.job_environment import first_on_python_path, job_environment
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import STREAMS, Output
 from hvdkit.launch.starters import gloo, mpi
-from hvdkit.launch.starters.mpirun_output import Failure, MpirunStream, find_failure
+from hvdkit.launch.starters.mpirun_output import Failure, MpirunStream, find_failure, find_shortage
 from hvdkit.launch.starters.ssh import Ssh, check_reachable, is_local
-from hvdkit.launch.supervise import Child, supervise
+from hvdkit.launch.supervise import WORKER, Child, Outcome, supervise
 
 _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
@@ -46,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone, as in `hvdkitrun ... | head`. Python would fail again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE_STATUS
+    except OSError as error:
+        words = limits.exhausted(error)
+        if words is None:
+            raise
+        say(f"cannot start the job: {words}")
+        return LaunchError.status
 
 
 def say(text: str) -> None:
@@ -60,7 +69,10 @@ def run(chosen: Options) -> int:
     remote = {host for host in hosts if not is_local(host)}
     if not remote:
         check_command(chosen.command, chosen.size)
+    check_files(chosen)
     way = controller.find(chosen.controller, chosen.transport, chosen.size)
+    ranks_here = len([slot for slot in slots if slot.host not in remote])
+    check_files(chosen, files_of_launchers(chosen, ranks_here, way.mpirun is not None))
     ssh = Ssh(chosen.ssh_port, chosen.ssh_identity_file, chosen.start_timeout)
     check_reachable([host for host in hosts if host in remote], ssh)
     settings = {**chosen.settings, "HVDKIT_TRANSPORT": way.transport}
@@ -101,6 +113,25 @@ def check_command(command: list[str], size: int) -> None:
     raise error
 
 
+# Open files of hvdkitrun and mpirun, as measured: of itself, and for each rank.
+_FILES_OF_HVDKITRUN, _FILES_OF_MPIRUN = (16, 3), (24, 4)
+
+
+def check_files(chosen: Options, needed: int = limits.FILES_OF_A_RANK) -> None:
+    """Raise LaunchError where the limit of open files is too low: Open MPI says that in words of its own."""
+    if words := limits.too_few_files(max(needed, limits.FILES_OF_A_RANK)):
+        raise LaunchError(f"cannot start {chosen.size} ranks: {words}")
+
+
+def files_of_launchers(chosen: Options, ranks_here: int, by_mpirun: bool) -> int:
+    """The open files of the process that has most of them."""
+    (own, for_each), (of_mpirun, for_each_here) = _FILES_OF_HVDKITRUN, _FILES_OF_MPIRUN
+    written = 0 if chosen.output_folder is None else 2 * chosen.size
+    if by_mpirun:
+        return max(own + written, of_mpirun + for_each_here * ranks_here)
+    return own + for_each * chosen.size + written
+
+
 def lacks_interpreter(path: str) -> bool:
     """Whether it is a text without ``#!``, which the kernel does not start; programs of the machine have zero bytes."""
     try:
@@ -124,8 +155,9 @@ def run_gloo(
         if chosen.verbose:
             for slot, child in zip(slots, children, strict=True):
                 say(f"rank {slot.rank} on {slot.host}: {shlex.join([*child.remote, *child.command])}")
-        outcome = supervise(children)
+        outcome = supervise(children, chosen.stop_grace)
     output.close()
+    tell_of_init(outcome, output, chosen)
     if outcome.failed is None:
         output.failures.show_rest(None, chosen.output_folder)
         return 0 if outcome.signal is None else ended_by(outcome.signal)
@@ -147,7 +179,8 @@ def run_mpi(
     """One mpirun for all ranks."""
     mpi_args = mpi.split_mpi_args(chosen.mpi_args)
     without_tcp = mpi.needs_no_tcp(slots, remote, environment, mpi_args)
-    argv = mpi.mpirun_argv(mpirun, chosen.command, slots, environment, chosen.interfaces, ssh, mpi_args, without_tcp)
+    command = [*WORKER, f"{chosen.stop_grace:g}", *chosen.command]
+    argv = mpi.mpirun_argv(mpirun, command, slots, environment, chosen.interfaces, ssh, mpi_args, without_tcp)
     if chosen.verbose:
         say(shlex.join(argv))
     streams = {stream: MpirunStream(partial(write_known, output, chosen.size)) for stream in STREAMS}
@@ -160,8 +193,9 @@ def run_mpi(
             receive=lambda stream, data: streams[stream].feed(data),
             scratch=folder,
             is_ending=lambda: any(stream.aborting for stream in streams.values()),
+            has_ended=lambda: len(output.have_noted(ENDED)) == chosen.size,
         )
-        outcome = supervise([child])
+        outcome = supervise([child], chosen.stop_grace)
     for stream in streams.values():
         stream.close()
     output.close()
@@ -172,6 +206,11 @@ def run_mpi(
     if crashed:  # as it does, seldom, while it ends the ranks of a job that failed: what these told is kept
         say(f"mpirun itself was killed by signal {signal_name(-outcome.code)} ({-outcome.code})")
         failure = failure or next((Failure(rank, 1, how="aborted") for rank in output.failures.records), None)
+    if outcome.failed is None or failure is not None:  # else mpirun may not have come to start ranks
+        tell_of_init(outcome, output, chosen)
+    shortage = None if failure is not None or outcome.failed is None else find_shortage(own_words)
+    if shortage is not None and not chosen.verbose:
+        own_words = b""
     if own_words and (failure is None or chosen.verbose) and outcome.signal is None:
         print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
     if failure is not None and outcome.signal is None:
@@ -179,9 +218,28 @@ def run_mpi(
     output.failures.show_rest(None, chosen.output_folder)
     if outcome.signal is not None:
         return ended_by(outcome.signal)
-    if outcome.failed is not None:
+    if shortage is not None:
+        say(f"mpirun cannot start the ranks: {shortage}")
+    elif outcome.failed is not None:
         say(f"mpirun ended with code {status}")
     return status
+
+
+def tell_of_init(outcome: Outcome, output: Output, chosen: Options) -> None:
+    """Say that no rank called hvd.init(), or which ranks of a failed job had not."""
+    absent = sorted(set(range(chosen.size)) - output.have_noted(INIT))
+    if outcome.signal is not None or chosen.size == 1 or not absent:
+        return
+    if len(absent) < chosen.size:
+        if outcome.failed is not None:
+            say(f"rank{'s' if len(absent) > 1 else ''} {failures.spans(absent)} had not called hvd.init()")
+    elif is_python(chosen.command[0]):
+        say("no process called hvd.init(): each trained alone")
+
+
+def is_python(program: str) -> bool:
+    """True for an interpreter or a script of Python by its name; what another program runs is unknown."""
+    return re.fullmatch(r"(python|pypy)[\d.]*(\.exe)?|.*\.py", os.path.basename(program)) is not None
 
 
 def write_known(output: Output, size: int, rank: int, stream: str, data: bytes) -> None:

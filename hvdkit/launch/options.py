@@ -38,6 +38,7 @@ class Options:
     output_folder: Path | None = None
     timestamps: bool = False
     start_timeout: float = 30.0
+    stop_grace: float = 10.0
     verbose: bool = False
     as_horovod: bool = False
     notes: list[str] = field(default_factory=list)
@@ -97,6 +98,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=_above_zero,
         metavar="S",
         help="seconds to reach all hosts, and for all processes to meet (30)",
+    )
+    parser.add_argument(
+        "--stop-grace",
+        type=_at_least(0, float),
+        metavar="S",
+        help="seconds that all processes have to save after SIGTERM, before SIGKILL (10)",
     )
     parser.add_argument("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
     parser.add_argument(
@@ -208,6 +215,7 @@ def parse(argv: Sequence[str]) -> Options | None:
         output_folder=None if arguments.output_filename is None else Path(arguments.output_filename),
         timestamps=arguments.timestamps,
         start_timeout=arguments.start_timeout or _from_environment("start_timeout_seconds"),
+        stop_grace=_from_environment("stop_grace_seconds") if arguments.stop_grace is None else arguments.stop_grace,
         verbose=arguments.verbose,
         as_horovod=arguments.as_horovod,
         notes=arguments.notes,

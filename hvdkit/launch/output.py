@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.environments.failure_record import BEGINS, MARK, parse
+from hvdkit.environments.failure_record import BEGINS, ENDED, INIT, MARK, NOTE, parse
 from hvdkit.launch.errors import LaunchError
 from hvdkit.launch.failures import Failures
 from hvdkit.launch.writing import write_all
 
-_BEGINS, _MARK = BEGINS.encode(), MARK.encode()
-_MARKS = re.compile(b"(?:%b|%b[^\n]*)\n" % (_BEGINS, _MARK))
+_BEGINS, _MARK, _NOTE = BEGINS.encode(), MARK.encode(), NOTE.encode()
+_MARKS = re.compile(b"(?:%b|%b[^\n]*|%b[^\n]*)\n" % (_BEGINS, _MARK, _NOTE))
 STREAMS = ("stdout", "stderr")
 _LONGEST = 1 << 20  # bytes of a line without an end that are kept waiting
 # A carriage return alone ends a state of a progress bar; followed by a line feed, it is one line's end.
@@ -57,7 +57,7 @@ def without_marks(data: bytes) -> tuple[bytes, bytes]:
     begin = data.rfind(_MARK[:1])
     rest = data[begin:] if begin >= 0 else b""
     if rest and any(
-        mark.startswith(rest) or (rest.startswith(mark) and b"\n" not in rest) for mark in (_BEGINS, _MARK)
+        mark.startswith(rest) or (rest.startswith(mark) and b"\n" not in rest) for mark in (_BEGINS, _MARK, _NOTE)
     ):
         return data[:begin], rest
     return data, b""
@@ -71,6 +71,7 @@ class Output:
         self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
         self._files = {} if folder is None else _open_files(size, folder)
         self.failures = Failures(verbose)
+        self._noted: dict[str, set[int]] = {INIT: set(), ENDED: set()}
         self._rest: dict[tuple[int, str], bytes] = {}  # for a file: what may become a mark
         self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
@@ -80,6 +81,10 @@ class Output:
             data, self._rest[rank, stream] = without_marks(self._rest.get((rank, stream), b"") + raw)
             self._files[rank, stream].write(data)
         self._print(rank, stream, self._splitters[rank, stream].feed(raw))
+
+    def have_noted(self, note: str) -> set[int]:
+        """The ranks that have sent a note: INIT or ENDED."""
+        return self._noted[note]
 
     def close(self) -> None:
         """Print unfinished lines and close the files."""
@@ -94,6 +99,12 @@ class Output:
     def _shown(self, source: tuple[int, str], lines: list[bytes]) -> Iterator[bytes]:
         """Those of a rank's lines that are no part of what it tells of its end."""
         for line in lines:
+            before, mark, rest = line.partition(_NOTE)
+            if mark:
+                self._noted.setdefault(rest.decode(errors="replace").strip(), set()).add(source[0])
+                if before:
+                    yield before + b"\n"  # which was begun before
+                continue
             before, mark, rest = line.partition(_BEGINS if _BEGINS in line else _MARK)
             record = parse(mark + rest) if mark == _MARK else None
             if record is not None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from hvdkit.environments import limits
 from hvdkit.launch import worker
 from hvdkit.launch.errors import LaunchError
 from hvdkit.launch.output import STREAMS
@@ -27,6 +28,7 @@ from hvdkit.launch.output import STREAMS
 # From the first failure to the last process gone: SIGTERM at once, SIGKILL from the leash, then from here.
 GRACE_SECONDS = 2.5
 _LEASH_SECONDS = GRACE_SECONDS + 1.0
+_LATE_SECONDS = 1.0  # for the workers' own SIGKILL after the grace period of ``--stop-grace``
 # How long what has said that it ends may take: mpirun waits for ever for a host that was cut off.
 ENDING_SECONDS = 10.0
 _DRAIN_SECONDS = 1.0  # for output still on its way when all children have ended
@@ -41,6 +43,7 @@ class Child:
     ``secret`` goes to the worker with the header, by its standard input, and from there to the command in a file.
     ``pass_fds`` are descriptors that the command gets; they are closed here when it has started.
     ``scratch`` is a folder of the command's, which goes with it, also where nobody here is left to remove it.
+    ``has_ended`` is given for mpirun alone: True once each of its ranks has told that it has ended as it was told to.
     """
 
     command: list[str]
@@ -51,13 +54,14 @@ class Child:
     secret: str = field(default="", repr=False)
     scratch: str = ""
     is_ending: Callable[[], bool] = lambda: False  # whether it has said that it ends
+    has_ended: Callable[[], bool] | None = None
 
     @property
     def argv(self) -> list[str]:
         """What is started here."""
         return self.remote or list(WORKER)
 
-    def header(self) -> bytes:
+    def header(self, stop_grace: float) -> bytes:
         """What the worker reads first."""
         header: dict[str, Any] = {
             "command": self.command,
@@ -68,6 +72,8 @@ class Child:
             "secret": self.secret,
             "scratch": self.scratch,
             "grace": GRACE_SECONDS,
+            "stop_grace": stop_grace,
+            "relays": self.has_ended is not None,
             "by_signal": not self.remote,
         }
         return json.dumps(header).encode() + b"\n"
@@ -82,12 +88,11 @@ class Outcome:
     code: int = 0  # as subprocess has it: negative for a signal
 
 
-def supervise(children: list[Child]) -> Outcome:
-    """Start the children and stay until all have ended."""
+def supervise(children: list[Child], stop_grace: float) -> Outcome:
+    """Start the children and stay until all have ended. ``stop_grace``: the seconds that SIGTERM leaves to ranks."""
     worker.adopt_orphans()
-    strangers = {process.pid for process in psutil.Process().children(recursive=True)}
     with _wake_on_signals() as wake:
-        run = _Run(children, wake)
+        run = _Run(children, wake, stop_grace)
         outcome = None
         try:
             outcome = run.loop()
@@ -95,21 +100,23 @@ def supervise(children: list[Child]) -> Outcome:
             # After success, what has left its rank's process group on purpose may stay.
             if outcome is None or outcome != Outcome():
                 run.kill()
-                _sweep(strangers)
     return outcome
 
 
 class _Run:
     """The state of one ``supervise``."""
 
-    def __init__(self, children: list[Child], wake: int) -> None:
+    def __init__(self, children: list[Child], wake: int, stop_grace: float) -> None:
         self.children = children
         self.wake = wake
+        self.stop_grace = stop_grace
+        self.strangers = {process.pid for process in psutil.Process().children(recursive=True)}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.selector = selectors.DefaultSelector()
         self.selector.register(wake, selectors.EVENT_READ)
         self.open_streams = 0
         self.outcome = Outcome()
+        self.stop_at: float | None = None  # when ranks that may save until then must have ended
         self.stopped_at: float | None = None
         self.killed = False
         self.ending_since: dict[int, float] = {}
@@ -123,6 +130,7 @@ class _Run:
             self.note_failures()
             now = time.monotonic()
             self.note_endless(now)
+            self.note_saved(now)
             if self.stopped_at is not None and now - self.stopped_at > _LEASH_SECONDS and not self.killed:
                 self.kill()
             if all(process.returncode is not None for process in self.processes):
@@ -135,7 +143,7 @@ class _Run:
         """How long to wait for something to happen."""
         if ended_at is not None:
             return 0.1
-        is_ending = self.ending_since or self.stopped_at is not None
+        is_ending = self.ending_since or self.is_stopping
         return 0.25 if is_ending and not self.killed else None
 
     def start(self, child: Child) -> None:
@@ -145,16 +153,15 @@ class _Run:
                 child.argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, pass_fds=child.pass_fds
             )
         except OSError as error:
-            raise LaunchError(
-                f"cannot start {child.argv[0]}: {error}\nHINT: check that it is installed and on PATH"
-            ) from error
+            words = limits.exhausted(error) or f"{error}\nHINT: check that it is installed and on PATH"
+            raise LaunchError(f"cannot start {child.argv[0]}: {words}") from error
         for descriptor in child.pass_fds:
             os.close(descriptor)
         self.processes.append(process)
         assert process.stdin is not None
         # A worker that is gone already says so by its exit status.
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(child.header())
+            process.stdin.write(child.header(self.stop_grace))
             process.stdin.flush()
         for stream, file in zip(STREAMS, (process.stdout, process.stderr), strict=True):
             assert file is not None
@@ -178,27 +185,52 @@ class _Run:
         for number in numbers:
             if number not in worker.STOP_SIGNALS:
                 continue  # SIGCHLD: a poll will show who
-            if self.stopped_at is None:
+            if not self.is_stopping:
                 self.outcome = Outcome(signal=number)
-                self.stop()
+                if number == signal.SIGTERM:
+                    self.let_save()
+                else:
+                    self.stop()
             elif self.outcome.signal is not None:
                 self.kill()  # asked a second time
 
     def note_failures(self) -> None:
         for index, process in enumerate(self.processes):
             code = process.poll()
-            if code and self.stopped_at is None:
+            if code and not self.is_stopping:
                 self.outcome = Outcome(failed=index, code=code)
                 self.stop()
 
     def note_endless(self, now: float) -> None:
         """End a child that has said that it ends the job, and does not come to it: a host of its may be cut off."""
         for index, (child, process) in enumerate(zip(self.children, self.processes, strict=True)):
-            if process.returncode is not None or self.stopped_at is not None or not child.is_ending():
+            if process.returncode is not None or self.is_stopping or not child.is_ending():
                 continue
             if now - self.ending_since.setdefault(index, now) > ENDING_SECONDS:
                 self.outcome = Outcome(failed=index, code=1)
                 self.stop()
+
+    def note_saved(self, now: float) -> None:
+        """End what is left after the grace period, and an mpirun whose ranks have ended."""
+        if self.stop_at is None or self.stopped_at is not None:
+            return
+        mpirun_can_end = any(child.has_ended is not None and child.has_ended() for child in self.children)
+        if mpirun_can_end or now > self.stop_at:
+            self.stop()
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the job ends, whatever for."""
+        return self.stop_at is not None or self.stopped_at is not None
+
+    def let_save(self) -> None:
+        """Tell the workers to send SIGTERM to their ranks, and SIGKILL after the grace period."""
+        self.stop_at = time.monotonic() + self.stop_grace + _LATE_SECONDS
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(worker.STOP)
+                process.stdin.flush()
 
     def stop(self) -> None:
         """Let go of every leash: the workers end what they started."""
@@ -209,9 +241,12 @@ class _Run:
                 process.stdin.close()
 
     def kill(self) -> None:
+        """Kill the workers and what they have started here."""
         self.killed = True
-        for process in self.processes:
-            process.kill()
+        for process in psutil.Process().children(recursive=True):
+            if process.pid not in self.strangers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @contextlib.contextmanager
@@ -234,11 +269,3 @@ def _wake_on_signals() -> Iterator[int]:
         signal.set_wakeup_fd(previous)
         os.close(receiving)
         os.close(sending)
-
-
-def _sweep(strangers: set[int]) -> None:
-    """Kill every descendant that was not there before."""
-    for process in psutil.Process().children(recursive=True):
-        if process.pid not in strangers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from hvdkit.launch import worker
 from tests.ranks import ROOT, rank_environment
 
 # Far longer than anything here takes; a test that needs it has failed.
@@ -76,11 +77,13 @@ def marker() -> str:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """All living processes with this argument, but not launchers, whose argument it also is."""
+    """All living processes with this argument, but not launchers and workers, whose argument it also is."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
-        launcher = "hvdkit.launch" in line or any(os.path.basename(word) in ("mpirun", "prterun") for word in line[:1])
+        launcher = {"hvdkit.launch", worker.__file__} & set(line) or any(
+            os.path.basename(word) in ("mpirun", "prterun") for word in line[:1]
+        )
         if mark in line and not launcher and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found

@@ -185,7 +185,7 @@ def test_all_ranks_get_one_secret_by_standard_input_unless_the_user_has_one(envi
     assert len({child.secret for child in children}) == 1
     for child in children:
         assert bool(child.secret) == made
-        assert made == (child.secret.encode() in child.header() and len(child.secret) == 64)
+        assert made == (child.secret.encode() in child.header(10.0) and len(child.secret) == 64)
         assert not made or child.secret not in str((child.argv, child.command, child.environment, child))
 
 

@@ -219,12 +219,12 @@ def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller:
 
 
 MPIRUN_CRASHES = """
-import signal, time
+import psutil, signal, time
 tells = sys.excepthook
 def crash(*failure):
     tells(*failure)
     time.sleep(1)  # until mpirun has handed it on
-    os.kill(os.getppid(), signal.SIGSEGV)
+    psutil.Process().parent().parent().send_signal(signal.SIGSEGV)  # the parent is the rank's worker
 sys.excepthook = crash
 raise ValueError("no data")
 """

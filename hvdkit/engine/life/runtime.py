@@ -14,8 +14,10 @@ from hvdkit.engine.life.ending import ENDING, abort_mpi
 from hvdkit.engine.life.forked import watch_forks
 from hvdkit.engine.life.session import LEAVING, Session
 from hvdkit.engine.ranks.topology import Topology
+from hvdkit.environments import limits
 from hvdkit.environments.base import World
-from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError
+from hvdkit.environments.failure_record import tell_init
+from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError, TransportUnavailableError
 from hvdkit.transports import Job, open_transport
 from hvdkit.transports.base import Transport
 from hvdkit.transports.mpi import MpiTransport
@@ -106,9 +108,17 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     static = _static_ranks(
         sets, world.size if members is None else len(members), comm if _is_communicator(comm) else None
     )
-    world, transport = _connect(comm, world, members, settings, cuda, for_torch)
-    # A script that submits something goes on: it has caught its SystemExit.
-    _session = Session(transport, world, settings, static, dynamic, ENDING.forget)
+    if world.size > 1 and (words := limits.too_few_files(limits.FILES_OF_A_RANK)):
+        raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}")  # MPI would crash
+    try:
+        world, transport = _connect(comm, world, members, settings, cuda, for_torch)
+        # A script that submits something goes on: it has caught its SystemExit.
+        _session = Session(transport, world, settings, static, dynamic, ENDING.forget)
+    except (OSError, MemoryError, RuntimeError) as error:
+        words = limits.exhausted(error)
+        if words is None:
+            raise
+        raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}") from error
     watch_forks()
     for number, process_set in enumerate(sets, start=1):
         process_set.process_set_id = number
@@ -153,6 +163,7 @@ def first_gone() -> int | None:
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Who this process is, and which ranks of that world take part, if not all do."""
     ENDING.take_wanted()
+    tell_init()
     ENDING.renumbered = _is_communicator(comm) or (comm is not None and len(comm) > 0)
     if _is_communicator(comm):
         ENDING.watch(shutdown, first_gone)

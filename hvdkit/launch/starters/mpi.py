@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.environments import limits
 from hvdkit.launch.errors import LaunchError, UsageError
 from hvdkit.launch.hosts import Slot
 from hvdkit.launch.job_environment import for_other_hosts
@@ -47,6 +48,8 @@ def find_mpirun() -> Mpirun:
             [path, "--version"], capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
+        if words := limits.exhausted(error):
+            raise LaunchError(f"cannot start mpirun: {words}") from error
         return Mpirun(None, f"{path} does not run: {error}")
     version = re.search(r"\(Open MPI\) (\d+)\.", answer.stdout)
     if version is None or int(version[1]) < _OLDEST:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hvdkit.environments import limits
+
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr|stddiag)>: ")
 _PARTIAL_TAG = re.compile(rb"\[(\d+(,(\d+(\](<([a-z]*(>:?)?)?)?)?)?)?)?\Z")
 _DASHES = rb"-{60,76}"
@@ -116,6 +118,24 @@ class Failure:
     code: int
     host: str | None = None
     how: str = "exited"  # "exited", "aborted" or "left without MPI_Finalize"
+
+
+def find_shortage(own_words: bytes) -> str | None:
+    """The limit of the system because of which mpirun did not start the ranks, in a sentence; None for other reasons.
+
+    mpirun tells of it in words of its own code, or not at all.
+    """
+    text = own_words.decode(errors="replace")
+    if re.search(r"Too many open files|PMIX_ERR_SYS_LIMITS", text):
+        return limits.files()
+    if re.search(r"pmix_progress_thread_start failed|Resource temporarily unavailable|PRTE_ERR_SYS_LIMITS", text):
+        return limits.processes()
+    if "Cannot allocate memory" in text:
+        return limits.memory()
+    if re.search(r"No space left on device|Disk quota exceeded", text):
+        folder = re.search(r"Directory: +(\S+)", text)
+        return limits.room(folder[1] if folder else "")
+    return None
 
 
 def find_failure(own_words: bytes, status: int) -> Failure | None:

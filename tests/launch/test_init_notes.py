@@ -1,0 +1,64 @@
+"""hvdkitrun says which processes never joined the job, where that is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdkit.launch.main import is_python
+from tests.launch.launching import call, call_bare
+
+ALONE = "hvdkitrun: no process called hvd.init(): each trained alone"
+RANK = "import os, sys; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+JOINS = "import hvdkit.torch as hvd; hvd.init()\n"
+# Nothing that a rank writes comes to hvdkitrun, whose word must still be right.
+REDIRECTED = "os.dup2(os.open(os.devnull, os.O_WRONLY), 2); os.dup2(2, 1)\n"
+
+
+def test_a_training_that_never_joins_is_told_at_its_end(controller):
+    result = call([controller, "-np", "2"], "print('trained')")
+    assert (result.status, result.stderr.splitlines()) == (0, [ALONE])
+
+
+def test_a_training_that_fails_alone_is_told_and_which_rank_it_was_comes_last(controller):
+    result = call([controller, "-np", "2"], f"{RANK}if rank == '1': sys.exit(3)\nimport time; time.sleep(600)")
+    assert ALONE in result.stderr.splitlines()
+    assert "rank 1 on " in result.last_words
+
+
+@pytest.mark.parametrize("code", [JOINS, RANK + REDIRECTED + JOINS], ids=["", "output redirected"])
+def test_a_job_that_joins_hears_nothing_of_it(controller, code):
+    result = call([controller, "-np", "2"], code)
+    assert (result.status, result.stderr) == (0, "")
+
+
+def test_ranks_that_had_not_joined_a_failed_job_are_named(controller):
+    result = call([controller, "-np", "3"], f"{RANK}import time\nif rank == '1': {JOINS}else: time.sleep(600)", **SOON)
+    assert "hvdkitrun: ranks 0, 2 had not called hvd.init()" in result.stderr.splitlines()
+    assert result.status == 1
+
+
+SOON = {"HVDKIT_START_TIMEOUT_SECONDS": "2"}
+
+
+def test_one_process_and_other_programs_may_stay_alone(controller):
+    assert call([controller, "-np", "1"], "pass").stderr == ""
+    for command in (["hostname"], ["sh", "-c", "python3 -c pass || true"]):
+        assert call_bare(controller, "-np", "2", *command).stderr == ""
+
+
+def test_what_is_said_of_init_does_not_reach_what_a_rank_starts(controller):
+    child = "import os, sys; print(os.environ.get('HVDKIT_INIT_PIPE'))"
+    result = call(
+        [controller, "-np", "1"], f"import subprocess, sys\n{JOINS}subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    assert result.stdout.splitlines() == ["[0]<stdout>: None"]
+
+
+@pytest.mark.parametrize("program", ["python", "/usr/bin/python3.12", "./train.py", "pypy3"])
+def test_programs_of_python_are_known_by_their_names(program):
+    assert is_python(program)
+
+
+@pytest.mark.parametrize("program", ["hostname", "sh", "pythonic-tool", "/opt/python/bin/horovod"])
+def test_what_other_programs_run_is_unknown(program):
+    assert not is_python(program)
