@@ -33,12 +33,18 @@ def status_of(child: int) -> int | str:
     return HUNG
 
 
-def in_child(check: Callable[[], None]) -> None:
-    """Run ``check`` in a forked child, which ends without Python's clean-up; fails where it does, or hangs."""
+def forked(check: Callable[[], None], at_once: Callable[[], object] = lambda: None) -> Callable[[], None]:
+    """Fork a child, which runs ``check`` when what is returned is called here, and ends without Python's clean-up.
+
+    Fails then where the check does, or hangs. ``at_once`` runs in the child before.
+    """
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
+            at_once()
+            os.read(reading, 1)
             check()
             status = 0
         except BaseException:
@@ -46,4 +52,16 @@ def in_child(check: Callable[[], None]) -> None:
         finally:
             sys.stderr.flush()
             measured.exited(status)
-    assert status_of(child) == 0, "see what the child printed"
+
+    def run() -> None:
+        os.write(writing, b".")
+        for descriptor in (reading, writing):
+            os.close(descriptor)
+        assert status_of(child) == 0, "see what the child printed"
+
+    return run
+
+
+def in_child(check: Callable[[], None]) -> None:
+    """Run ``check`` in a forked child, which ends without Python's clean-up; fails where it does, or hangs."""
+    forked(check)()

@@ -40,9 +40,11 @@ there as long.
   file under the living tensors, to the same addresses, before anything goes on: a rank that was stopped in the middle
   of a pass and continues later writes into pages that nobody has any more. Gradients that may be half summed are marked
   (``torch/gradients/half_summed``), and no optimizer steps on them until they were cleared.
-- Forks: a child maps the file privately, before anything runs in it: what it writes never reaches its parent. A page
-  that it has not written shows what its parent has there, also later. It serves no allocations, other ranks' arenas are
-  not mapped in it, and its backward passes are nobody's step (``torch/gradients/hooks``).
+- Forks: a child has the blocks as they were when it was forked, and none of the file. The parent copies those that
+  tensors hold before it forks, whoever forks; for the next fork before the step is over, as for the next worker of a
+  DataLoader, only what differs, and the children share the rest. 100 MB take 10 ms more of a processor, then 6 ms. Where
+  there is no memory for the copy, a child that reads there ends with SIGSEGV. A child serves no allocations, other
+  ranks' arenas are not mapped in it, and its backward passes are nobody's step (``torch/gradients/hooks``).
 """
 
 from __future__ import annotations

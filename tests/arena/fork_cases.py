@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
-import re
+import resource
 import select
 import signal
 import subprocess
@@ -24,8 +25,8 @@ from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, populated, ser
 CHILD_SECONDS = 60
 
 
-def in_child(work: Callable[[], None]) -> None:
-    """Run ``work`` in a fork; raises with its traceback where it raises or does not end."""
+def in_child(work: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Run ``work`` in a fork, ``meanwhile`` here; raises with its traceback where it raises or does not end."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -35,6 +36,7 @@ def in_child(work: Callable[[], None]) -> None:
             os.write(writing, traceback.format_exc().encode())
         measured.exited(0)
     os.close(writing)
+    meanwhile()
     ready, _, _ = select.select([reading], [], [], CHILD_SECONDS)
     if not ready:
         os.kill(child, signal.SIGKILL)
@@ -65,31 +67,104 @@ def case_what_a_child_writes_does_not_reach_its_parent(_: Any) -> None:
         assert bool((gradient == 3).all())
 
 
-def case_a_child_reads_what_its_parent_writes_until_it_has_written_there_itself(_: Any) -> None:
-    """As the documentation says: copy what must stay."""
+def case_a_child_has_what_was_there_when_it_was_forked(_: Any) -> None:
+    """Whatever its parent, other ranks and its parent's next tensors write, before and after it has looked."""
     with served(MIB):
-        tensor = born(MIB).fill_(1)
+        written, dropped, by_a_peer = (born(MIB).fill_(number) for number in (1, 2, 3))
+        offset = ARENA.pin(by_a_peer.data_ptr(), MIB)
         asked, told = os.pipe(), os.pipe()
-        page = os.sysconf("SC_PAGESIZE")
 
         def look() -> None:
-            tensor[0] = 2
+            assert os.read(asked[0], 1) == b"."
+            for tensor, number in ((written, 1), (dropped, 2), (by_a_peer, 3)):
+                assert bool((tensor == number).all()), number
+                tensor[0] = 7
             os.write(told[1], b".")
             assert os.read(asked[0], 1) == b"."
-            assert int(tensor[1]) == 1  # a page that it has written is its own
-            assert int(tensor[page]) == 9
+            assert all(int(tensor[0]) == 7 for tensor in (written, dropped, by_a_peer))
+            assert [int(tensor[1]) for tensor in (written, dropped, by_a_peer)] == [1, 2, 3]
 
         def write() -> None:
-            assert os.read(told[0], 1) == b"."
-            tensor.fill_(9)
+            nonlocal dropped
+            written.fill_(9)
+            dropped = torch.empty(0)
+            ARENA.end_step()
+            ARENA.trim()
+            kept = [born(MIB).fill_(9) for _ in range(3)]
+            with peer_of(offset, MIB) as peer:
+                peer[:] = bytes([9]) * MIB
             os.write(asked[1], b".")
+            assert os.read(told[0], 1) == b"."
+            written.fill_(8)
+            os.write(asked[1], b".")
+            del kept
 
-        writer = threading.Thread(target=write)
-        writer.start()
-        in_child(look)
-        writer.join()
+        in_child(look, write)
+        assert int(by_a_peer[0]) == 9
+        ARENA.unpin([offset])
         for descriptor in (*asked, *told):
             os.close(descriptor)
+
+
+def case_each_fork_has_what_was_there_when_it_was_forked(_: Any) -> None:
+    """As workers have, of which each is forked a little later; the parent goes on with what it has."""
+    with served(MIB, 4 * MIB):
+        tensors = [born(nbytes).fill_(0) for nbytes in (MIB, 4 * MIB, MIB)]
+        for number in range(1, 6):
+            tensors[number % 3][number * 4096 :] = number
+            if number == 3:
+                tensors[1] = born(4 * MIB).fill_(33)
+            expected = [int(tensor.sum(dtype=torch.int64)) for tensor in tensors]
+
+            def look(expected: list[int] = expected) -> None:
+                assert [int(tensor.sum(dtype=torch.int64)) for tensor in tensors] == expected
+                for tensor in tensors:
+                    tensor.fill_(100)
+
+            in_child(look)
+            assert [int(tensor.sum(dtype=torch.int64)) for tensor in tensors] == expected
+
+
+def case_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(_: Any) -> None:
+    with served(64 * MIB):
+        tensor = born(64 * MIB).fill_(1)
+        ARENA.end_step()
+        before = anonymous_bytes()
+        for _number in range(3):
+            in_child(lambda: None)
+            assert anonymous_bytes() - before < 80 * MIB
+        assert anonymous_bytes() - before > 32 * MIB
+        ARENA.end_step()
+        assert anonymous_bytes() - before < 16 * MIB
+        assert int(tensor[0]) == 1
+
+
+def anonymous_bytes() -> int:
+    """The memory that this process has to itself."""
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def case_a_child_for_which_there_is_no_memory_cannot_read_what_will_change(_: Any) -> None:
+    with served(64 * MIB):
+        tensor = born(64 * MIB).fill_(1)
+        ARENA.end_step()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 8 * MIB, limits[1]))
+        try:
+            child = os.fork()
+            if child == 0:
+                faulthandler.disable()
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                tensor[5].item()
+                os._exit(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGSEGV
+        in_child(lambda: None)
 
 
 def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_: Any) -> None:
@@ -143,24 +218,15 @@ def case_a_private_block_is_private_to_the_child_too(_: Any) -> None:
         assert [int(one[7]) for one in tensors] == [0, 1, 2]
 
 
-def case_a_child_maps_no_more_of_the_arena_than_was_ever_used_and_shares_none(_: Any) -> None:
+def case_a_child_can_reach_nothing_of_the_arenas_file(_: Any) -> None:
     with served(MIB):
-        tensor = born(MIB)
-        reached = ARENA.pin(tensor.data_ptr(), MIB) + 256 * MIB  # other cases have used what they have
-        ARENA.unpin([reached - 256 * MIB])
+        tensor = born(MIB).fill_(1)
 
         def look() -> None:
-            lines = [
-                line.split()
-                for line in Path("/proc/self/maps").read_text().splitlines()
-                if "memfd:hvdkit-gradients" in line
-            ]
-            writable = 0
-            for addresses, rights, *_ in lines:
-                begin, end = (int(one, 16) for one in re.split("-", addresses))
-                assert rights in ("rw-p", "---s"), rights
-                writable += end - begin if rights == "rw-p" else 0
-            assert 0 < writable <= reached
+            lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
+            rights = {line[1] for line in lines if "memfd:hvdkit-gradients" in " ".join(line)}
+            assert rights == {"---s"}
+            assert int(tensor[0]) == 1
 
         in_child(look)
 

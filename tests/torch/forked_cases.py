@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdkit.errors import ForkedChildError, NotInitializedError
-from tests.forking import in_child
+from tests.forking import forked, in_child
 from tests.ranks import Skip
 from tests.told import told
 from tests.torch.operations import still_works
@@ -22,6 +23,52 @@ def answers(hvd: Any) -> list[Any]:
         *(getattr(one, name) for one in (hvd.global_process_set,) for name in ("rank", "size", "included")),
     )  # fmt: skip
     return [*(question() for question in questions), hvd.global_process_set.ranks]
+
+
+def case_a_child_keeps_what_its_parent_had_when_it_was_forked(hvd: Any) -> None:
+    """Gradients, and what a hook made of them: the parent drops them and goes on, as after a checkpoint's fork."""
+    weights = [torch.nn.Parameter(torch.ones(elements)) for elements in (1 << 16, 1 << 18, 100)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(weights, 0.0), [(str(i), one) for i, one in enumerate(weights)], op=hvd.Sum
+    )
+    statistics: list[torch.Tensor] = []
+    weights[0].register_hook(lambda gradient: statistics.append(gradient * 6))
+
+    def backward(factor: float) -> None:
+        statistics.clear()
+        torch.stack([(weight * factor).sum() for weight in weights]).sum().backward()
+
+    for _ in range(2):  # in the second step gradients are reduced where they lie
+        optimizer.zero_grad()
+        backward(12)
+        optimizer.step()
+    statistic, gradients = statistics[0], [weight.grad for weight in weights]
+
+    def check() -> None:
+        for gradient in gradients:
+            assert gradient.unique().tolist() == [12 * hvd.size()]
+        assert statistic.unique().tolist() == [72]
+
+    children = [forked(check) for _ in range(2)]
+    del statistic, gradients[:]
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step != 1)
+        backward(100 + step)
+        children.append(forked_with([weight.grad for weight in weights]))  # in the middle of a step
+        optimizer.step()
+    for child in children:
+        child()
+    still_works(hvd)
+
+
+def forked_with(gradients: list[Any]) -> Callable[[], None]:
+    """What is being summed may be there in part, as in any fork; but it does not change."""
+    earlier: list[torch.Tensor] = []
+
+    def check() -> None:
+        assert all(map(torch.equal, gradients, earlier))
+
+    return forked(check, lambda: earlier.extend(gradient.clone() for gradient in gradients))
 
 
 class Sharded(IterableDataset[int]):

@@ -27,6 +27,8 @@ constexpr std::size_t kAddressesPerByte = 2;
 // How many steps a need is remembered, and what is worth giving back.
 constexpr unsigned kSteps = 64;
 constexpr std::size_t kWorthGivingBack = 16 * 1024 * 1024;
+// What is compared at a time, and copied if it differs, before a fork.
+constexpr std::size_t kCopied = 256 * 1024;
 
 std::string why(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
 
@@ -250,6 +252,7 @@ void Arena::make_private(std::int64_t offset) {
 
 void Arena::end_step() {
     const std::lock_guard<std::mutex> locked(mutex_);
+    drop_copy();
     if (++steps_ < kSteps) return;
     const std::size_t needed = peak_;
     steps_ = 0;
@@ -259,6 +262,7 @@ void Arena::end_step() {
 
 void Arena::trim() {
     const std::lock_guard<std::mutex> locked(mutex_);
+    drop_copy();
     give_back(0);
 }
 
@@ -292,33 +296,76 @@ ArenaCounts Arena::counts() {
     return {served_, refused_, used_, populated_};
 }
 
-void Arena::before_fork() { process().mutex_.lock(); }
+// A fork shall have the blocks as they are now, as it has all other memory: the parent, and other ranks, write into the
+// file further on. So the parent copies them into memory of its own, which the system copies on write. For the next
+// fork before the step is over, as for the next worker, only what differs is copied again, and all forks share the
+// rest.
+void Arena::copy_for_forks() {
+    if (copy_bytes_ < reached_) drop_copy();
+    if (reached_ == 0) return;
+    if (copy_ == nullptr) {
+        void* const mapped =
+            mmap(nullptr, reached_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (mapped == MAP_FAILED) return;
+        copy_ = static_cast<std::byte*>(mapped);
+        copy_bytes_ = reached_;
+        madvise(copy_, copy_bytes_, MADV_HUGEPAGE);
+    }
+    for (const auto& [offset, block] : blocks_) {
+        if (block.is_private || block.freed) continue;
+        for (std::size_t done = 0; done < block.nbytes; done += kCopied) {
+            const std::size_t nbytes = std::min(kCopied, block.nbytes - done);
+            std::byte* const to = copy_ + offset + done;
+            const std::byte* const from = base() + offset + done;
+            if (std::memcmp(to, from, nbytes) == 0) continue;
+            if (madvise(to, nbytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
+                drop_copy();  // there is not enough memory; to touch it would be fatal
+                return;
+            }
+            std::memcpy(to, from, nbytes);
+        }
+    }
+}
+
+void Arena::drop_copy() {
+    if (copy_ != nullptr) munmap(copy_, copy_bytes_);
+    copy_ = nullptr;
+    copy_bytes_ = 0;
+}
+
+// In the child: the copy takes the place of the file. Where there was no memory for it, nothing is there to be read.
+void Arena::take_copy() {
+    std::size_t begin = 0;
+    const auto take_until = [&](std::size_t end) {
+        if (begin >= end) return;
+        std::byte* const at = base() + begin;
+        const std::size_t nbytes = end - begin;
+        if (copy_ == nullptr ||
+            mremap(copy_ + begin, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) {
+            mprotect(at, nbytes, PROT_NONE);
+        }
+    };
+    for (const auto& [offset, block] : blocks_) {
+        if (!block.is_private) continue;
+        take_until(offset);
+        begin = offset + block.nbytes;
+    }
+    take_until(reached_);
+    mprotect(base() + reached_, bytes_ - reached_, PROT_NONE);
+    drop_copy();  // what lies beside private blocks
+}
+
+void Arena::before_fork() {
+    Arena& arena = process();
+    arena.mutex_.lock();
+    if (!arena.forked_ && arena.is_open()) arena.copy_for_forks();
+}
 
 void Arena::after_fork_in_parent() { process().mutex_.unlock(); }
 
-// What the child writes must not reach its parent: from here on it has the same file privately, as far as that was ever
-// used, since a system that promises no more memory than it has counts all of it. A page that the child has not written
-// shows what its parent has there. Where the system refuses, the child may read only.
 void Arena::after_fork_in_child() {
     Arena& arena = process();
-    if (!arena.forked_ && arena.is_open()) {
-        std::size_t begin = 0;
-        const auto map_until = [&](std::size_t end) {
-            if (begin >= end) return;
-            std::byte* const at = arena.base() + begin;
-            if (mmap(at, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-                     arena.descriptor_, static_cast<off_t>(begin)) == MAP_FAILED) {
-                mprotect(at, end - begin, PROT_READ);
-            }
-        };
-        for (const auto& [offset, block] : arena.blocks_) {
-            if (!block.is_private) continue;
-            map_until(offset);
-            begin = offset + block.nbytes;
-        }
-        map_until(arena.reached_);
-        mprotect(arena.base() + arena.reached_, arena.bytes_ - arena.reached_, PROT_NONE);
-    }
+    if (!arena.forked_ && arena.is_open()) arena.take_copy();
     arena.forked_ = true;
     arena.mutex_.unlock();
 }

@@ -90,6 +90,9 @@ class Arena {
     void insert_free(std::size_t offset, Free range);
     void erase_free(std::map<std::size_t, Free>::iterator range);
     void give_back(std::size_t keep);
+    void copy_for_forks();
+    void drop_copy();
+    void take_copy();
     static void before_fork();
     static void after_fork_in_parent();
     static void after_fork_in_child();
@@ -109,8 +112,11 @@ class Arena {
     std::size_t used_ = 0;
     std::size_t populated_ = 0;
     std::size_t reached_ = 0;  // offsets from here on were never used
-    std::size_t peak_ = 0;     // of ``used_`` since the last look
-    unsigned steps_ = 0;       // since then
+    // Where blocks are copied before a fork, at the same offsets, for the child; null where there is no copy.
+    std::byte* copy_ = nullptr;
+    std::size_t copy_bytes_ = 0;
+    std::size_t peak_ = 0;  // of ``used_`` since the last look
+    unsigned steps_ = 0;    // since then
 };
 
 }  // namespace hvdkit
