@@ -78,9 +78,12 @@ def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[
     """Reduce a part of the only array of an allreduce, which is returned. Uses ``tag`` and ``tag + 1``."""
     group, submission, part = batch.group, batch.submissions[0], slice(*piece)
     op, scale = batch.reduction()
-    flat = as_real(submission.arrays[0].reshape(-1))[part]
-    source = as_real(submission.sources[0].reshape(-1))[part] if submission.sources else None
-    yield from _reduce_whole(group, flat, op, scale, submission, tag, _draw(group, submission.codec), source)
+    flat = submission.arrays[0].reshape(-1)
+    source = submission.sources[0].reshape(-1) if submission.sources else None
+    if flat.dtype.kind == "c":
+        flat, source = as_real(flat), None if source is None else as_real(source)
+    source = None if source is None else source[part]
+    yield from _reduce_whole(group, flat[part], op, scale, submission, tag, _draw(group, submission.codec), source)
     return [submission.arrays]
 
 
