@@ -42,9 +42,10 @@ there as long.
   (``torch/gradients/half_summed``), and no optimizer steps on them until they were cleared.
 - Forks: a child has the blocks as they were when it was forked, and none of the file. The parent copies those that
   tensors hold before it forks, whoever forks; for the next fork before the step is over, as for the next worker of a
-  DataLoader, only what differs, and the children share the rest. 100 MB take 10 ms more of a processor, then 6 ms. Where
-  there is no memory for the copy, a child that reads there ends with SIGSEGV. A child serves no allocations, other
-  ranks' arenas are not mapped in it, and its backward passes are nobody's step (``torch/gradients/hooks``).
+  DataLoader, only what differs, and the children share the rest. 100 MB take 10 ms more of a processor's time, 6 ms for
+  the next fork. Where there is no memory for the copy, a child that reads there ends with SIGSEGV. A child serves no
+  allocations, other ranks' arenas are not mapped in it, and its backward passes are nobody's step
+  (``torch/gradients/hooks``).
 """
 
 from __future__ import annotations

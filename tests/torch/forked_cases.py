@@ -42,15 +42,13 @@ def case_a_child_keeps_what_its_parent_had_when_it_was_forked(hvd: Any) -> None:
         optimizer.zero_grad()
         backward(12)
         optimizer.step()
-    statistic, gradients = statistics[0], [weight.grad for weight in weights]
+    kept = [*(weight.grad for weight in weights), *statistics]
 
     def check() -> None:
-        for gradient in gradients:
-            assert gradient.unique().tolist() == [12 * hvd.size()]
-        assert statistic.unique().tolist() == [72]
+        assert [one.unique().tolist() for one in kept] == [[12 * hvd.size()]] * 3 + [[72]]
 
     children = [forked(check) for _ in range(2)]
-    del statistic, gradients[:]
+    kept.clear()
     for step in range(3):
         optimizer.zero_grad(set_to_none=step != 1)
         backward(100 + step)
