@@ -290,7 +290,8 @@ class GradientSynchronizer:
         """Parameters were frozen, unfrozen or added: this step ends on the old routes, the next goes on new ones."""
         old.finish(self.name_of)
         self._routes = self._agree(trainable)
-        newcomers = [parameter for key, parameter in trainable.items() if key not in set(old.ids)]
+        known = set(old.ids)
+        newcomers = [parameter for key, parameter in trainable.items() if key not in known]
         self._routes.finish_newcomers(newcomers, self.name_of, self.settings)
         if self._routes.planned is not None and old.planned is not None:
             compression_state.move(
