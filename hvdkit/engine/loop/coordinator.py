@@ -50,7 +50,7 @@ class Coordinator:
         self._failed: dict[Key, list[Failure]] = {}  # the oldest first: each rank is told of them in that order
         self._ready: deque[tuple[Key, Entry]] = deque()
         self._signatures: dict[tuple[int, int], Signature] = {}
-        self._joined: list[int] = []
+        self._joined: dict[int, None] = {}  # in the order of their words
         self._departed: dict[int, str] = {}
         self._dead_locks = DeadLocks(self._missing_from)
         self._outgoing: list[tuple[Sequence[int], Message]] = []
@@ -202,7 +202,7 @@ class Coordinator:
         if problem is not None:  # nobody needs to wait for the others to know
             self._fail([key], problem)
             return
-        if len(entry.requests) >= len(members) or self._joined:
+        if len(entry.requests) + len(self._joined) >= len(members):
             self._check_complete(key)
 
     def _other_kind_text(self, key: Key, rival: Key) -> str:
@@ -256,7 +256,7 @@ class Coordinator:
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
         asked = {rank for key in keys for rank in self._pending[key].requests}
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
-        failure = Failure(message, cause, members - asked - set(self._departed) - joined, left)
+        failure = Failure(message, cause, keys, members - asked - set(self._departed) - joined, left)
         for key in keys:
             entry = self._pending.pop(key)
             for rank in sorted(entry.requests):
@@ -280,10 +280,9 @@ class Coordinator:
 
     def _forget(self, failure: Failure) -> None:
         """All members have been told."""
-        for key, failures in list(self._failed.items()):
-            self._failed[key] = [one for one in failures if one is not failure]
-            if not self._failed[key]:
-                del self._failed[key]
+        for key in failure.keys:
+            if others := [one for one in self._failed.pop(key, []) if one is not failure]:
+                self._failed[key] = others
 
     def _departed_text(self, key: Key, rank: int) -> str:
         return (
@@ -292,7 +291,7 @@ class Coordinator:
         )
 
     def _join(self, rank: int) -> None:
-        self._joined.append(rank)
+        self._joined[rank] = None
         self._recurring.forget()
         self._fail_join()
         everyone = self.members[0]
@@ -301,7 +300,7 @@ class Coordinator:
         # What was waiting for this rank runs before anybody learns of the join, or it would run after its end.
         self._run_ready()
         if len(self._joined) == len(everyone):
-            self._joined = []
+            self._joined = {}
             self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != 0}
             self._outgoing.append((everyone, JoinDone(rank)))
         elif rank in self._joined:
@@ -315,8 +314,8 @@ class Coordinator:
                 f"hvd.join() waits for rank {gone}, which has left the job: {reason}.\n"
                 f"HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {gone} printed."
             )
-            self._outgoing.append((self._joined, JoinFailed(text)))
-            self._joined = [rank for rank in self._joined if rank in self._departed]
+            self._outgoing.append((list(self._joined), JoinFailed(text)))
+            self._joined = {rank: None for rank in self._joined if rank in self._departed}
 
     def _run(self, batch: list[tuple[Key, Entry]]) -> None:
         """Tell every member: run these now, under this sequence number."""

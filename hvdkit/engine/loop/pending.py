@@ -23,13 +23,14 @@ class Entry:
 
 @dataclass
 class Failure:
-    """An error of one or more operations, and the members that have not asked for any yet: each is told once.
+    """An error of the operations under ``keys``, and the members that have not asked for any yet: each is told once.
 
     ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left the job, if one did.
     """
 
     text: str
     cause: str
+    keys: list[Key]
     untold: set[int]
     left: int | None = None
 

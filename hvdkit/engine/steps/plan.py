@@ -122,7 +122,8 @@ def lay_out(
             if held and held_bytes + nbytes > limit:
                 buckets.append(_bucket(slots, held))
                 held, held_bytes = [], 0
-            filling[kind] = (held + members, held_bytes + nbytes)
+            held.extend(members)
+            filling[kind] = held, held_bytes + nbytes
             if held_bytes + nbytes >= limit:
                 buckets.append(_bucket(slots, filling.pop(kind)[0]))
     buckets += [_bucket(slots, held) for held, _ in filling.values()]

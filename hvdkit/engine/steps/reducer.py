@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -141,10 +142,13 @@ class Reducer(ABC):
         """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
         group, layout = self._group, self.layout
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
+        pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for piece in self.arrangement.pieces:
+            pieces[piece.bucket].append((piece.begin, piece.end))
         encoded = [
             (
                 bucket.slots, bucket.offsets, self.residuals.shapes(number), str(bucket.dtype), codec.summary,
-                sorted((piece.begin, piece.end) for piece in self.arrangement.pieces if piece.bucket == number),
+                sorted(pieces[number]),
             )
             for number, bucket in enumerate(self._buckets)
             if (codec := self.residuals.codec(number)).encodes

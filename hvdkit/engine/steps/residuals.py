@@ -58,6 +58,7 @@ class Residuals:
     def __init__(self, slots: Sequence[Slot], codecs: Sequence[Codec], over_nodes: bool | None = None) -> None:
         self._slots, self._codecs, self._over_nodes = list(slots), list(codecs), over_nodes
         self._buckets: list[Bucket] = []
+        self._places: dict[int, tuple[int, int, int]] = {}  # by slot: its bucket, and where it begins and ends there
         self._gaps: dict[int, list[tuple[int, int]]] = {}
         self._memories: list[Memory] = []
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
@@ -66,8 +67,14 @@ class Residuals:
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """From now on the lane has these buckets."""
-        kept = {slot: self.of_slot(slot) for bucket in self._buckets for slot in bucket.slots}
         earlier = dict(zip(self._buckets, self._memories, strict=True))
+        keeping = [bucket.slots for bucket, memory in earlier.items() if memory.arrays]
+        kept = {slot: self.of_slot(slot) for slots in keeping for slot in slots}
+        self._places = {
+            slot: (number, offset, offset + self._slots[slot].elements)
+            for number, bucket in enumerate(buckets)
+            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
+        }
         self._buckets, self._memories, self._gaps = list(buckets), [], {}
         for bucket in buckets:
             memory = Memory(bucket.elements, self._keeps(bucket))
@@ -124,9 +131,10 @@ class Residuals:
             max(0, min(piece.end, offset + self._slots[slot].elements) - max(piece.begin, offset))
             for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
         ]
+        total = sum(inside)
         for slot, elements in zip(bucket.slots, inside, strict=True):
             if elements:
-                self._totals[slot].add(tally, elements / sum(inside))
+                self._totals[slot].add(tally, elements / total)
         return tally
 
     def residual_norm(self, piece: Piece) -> float:
@@ -144,23 +152,16 @@ class Residuals:
 
     def of_slot(self, slot: int) -> Kept:
         """What is kept of one tensor, by name: flat arrays, in the unit of what travels."""
-        bucket, begin, end = self._where(slot)
+        bucket, begin, end = self._places[slot]
         return self._memories[bucket].part(begin, end).arrays
 
     def _array(self, slot: int, name: str) -> Array:
         """What is kept of one tensor under a name. Of what is owed there is an array only while something is."""
-        bucket, begin, end = self._where(slot)
+        bucket, begin, end = self._places[slot]
         arrays = self._memories[bucket].arrays
         if name not in arrays:
             arrays[name] = np.zeros(self._buckets[bucket].elements, dtype=np.float32)
         return arrays[name][begin:end]
-
-    def _where(self, slot: int) -> tuple[int, int, int]:
-        for number, bucket in enumerate(self._buckets):
-            if slot in bucket.slots:
-                begin = bucket.offsets[bucket.slots.index(slot)]
-                return number, begin, begin + self._slots[slot].elements
-        raise AssertionError(f"slot {slot} is in no bucket")
 
     def encodes_its_own(self, codec: Codec) -> bool:
         """Whether a rank encodes its own gradients, not a share of its node's sum."""
@@ -251,7 +252,7 @@ class Residuals:
             for where, one in [*ours.numbers.items(), *ours.vectors.items()]
         ]
         turns = [one.turn for one in shared] + [one for _, name, _, _, one in notes if name == TURN]
-        units = [units[self._where(slot)[0]] for slot in numbered]
+        units = [units[self._places[slot][0]] for slot in numbered]
         return State(fingerprint, slots, units, int(max(turns, default=0)), notes)
 
     def restore(
@@ -272,7 +273,7 @@ class Residuals:
             for old, new in enumerate(slots):
                 owed = state.owed(old)
                 if new is not None and owed is not None:
-                    self.owe(new, owed, units[self._where(new)[0]][OWED])
+                    self.owe(new, owed, units[self._places[new][0]][OWED])
             return
         for slot, kept in enumerate(state.slots):
             for name, array in kept.items():

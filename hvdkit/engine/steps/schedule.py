@@ -21,8 +21,11 @@ summed when backward is over. A size that was asked for is used.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 MEBIBYTE = 1024 * 1024
 
@@ -156,23 +159,26 @@ def send_order(
     backward pass that is the order of readiness. All ranks compute it from rank 0's words, so no rank waits for another
     that chose differently.
     """
-    waiting = sorted(range(len(pieces)), key=lambda one: (ready_at[pieces[one].bucket], one))
+    waiting = deque(sorted(range(len(pieces)), key=lambda one: (ready_at[pieces[one].bucket], one)))
     order: list[int] = []
     reasons: list[str] = []
     now = 0.0
-    ready: list[int] = []
+    urgent: list[tuple[int, int, int, int]] = []  # a heap; of two as urgent, the one that was ready before
+    ready: list[int] = []  # the same pieces, in order
     while waiting or ready:
         if not ready:
             now = max(now, ready_at[pieces[waiting[0]].bucket])
         while waiting and ready_at[pieces[waiting[0]].bucket] <= now:
-            ready.append(waiting.pop(0))
-        chosen = min(ready, key=lambda one: (needed[pieces[one].bucket], pieces[one].begin))
-        overtaken = sum(one < chosen for one in ready)
+            one = waiting.popleft()
+            heappush(urgent, (needed[pieces[one].bucket], pieces[one].begin, -len(waiting), one))
+            insort(ready, one)
+        chosen = heappop(urgent)[-1]
+        overtaken = bisect_left(ready, chosen)
         if overtaken:
             reasons.append(f"needed sooner than {overtaken} that were ready before")
         else:
             reasons.append("ready first" if len(ready) == 1 else f"needed soonest of {len(ready)}")
-        ready.remove(chosen)
+        del ready[overtaken]
         order.append(chosen)
         now += OPERATION_SECONDS + nbytes[chosen] * network.seconds_per_byte
     return order, reasons
