@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import select
+import stat
 import sys
 import sysconfig
 import traceback
@@ -79,8 +80,12 @@ def tell_init() -> None:
     """Tell hvdkitrun, if it started this process, that a process of this rank calls hvd.init()."""
     if path := os.environ.pop(INIT_PIPE, ""):
         try:
-            with open(path, "wb", buffering=0) as pipe:
-                pipe.write(b"!")
+            pipe = os.open(path, os.O_WRONLY)
+            try:
+                if stat.S_ISFIFO(os.fstat(pipe).st_mode):  # else the number is another process's, as in a container
+                    os.write(pipe, b"!")
+            finally:
+                os.close(pipe)
         except OSError as error:  # as in a container of its own
             logger.debug("hvdkitrun is not told of hvd.init(): %s", error)
 

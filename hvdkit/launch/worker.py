@@ -344,8 +344,9 @@ def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
     init = init_pipe()
     leash = Leash(popen(command), 0.0, stop_grace, init)
     code = leash.wait([wake], wake, RELAY)
+    if leash.is_stopped or code == 0:
+        os.write(2, ENDED)  # also of a rank that was through before: hvdkitrun waits for all when it is told to stop
     if leash.is_stopped:
-        os.write(2, ENDED)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         while True:
             signal.pause()  # mpirun ends this process

@@ -73,6 +73,19 @@ def case_gradients_wider_than_their_parameters_are_not_rounded(hvd: Any) -> None
         check_wider_gradients(hvd, torch.bfloat16, torch.float32, **options)
 
 
+def case_dtypes_that_are_open_are_the_widest_of_all_ranks(hvd: Any) -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise Skip("this PyTorch has no grad_dtype")
+    for options in ({}, {"compression": Doubled}):
+        weight = nn.Parameter(torch.zeros(100))
+        weight.grad_dtype = None
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), [("weight", weight)], **options)
+        weight.grad = torch.full((100,), 1.001, dtype=torch.bfloat16 if hvd.rank() == 0 else torch.float32)
+        optimizer.synchronize()
+        wanted = (torch.tensor(1.001).bfloat16().float() + (hvd.size() - 1) * 1.001) / hvd.size()
+        assert_close(weight.grad.float(), wanted.expand(100), 4e-3 if hvd.rank() == 0 else 1e-6)
+
+
 def case_a_gradient_dtype_may_change_between_steps(hvd: Any) -> None:
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise Skip("this PyTorch has no grad_dtype")

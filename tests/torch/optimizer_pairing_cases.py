@@ -39,7 +39,9 @@ def in_threads(run: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-def check_training_in_threads(hvd: Any, options: list[dict[str, Any]], made_by_threads: bool) -> None:
+def check_training_in_threads(
+    hvd: Any, options: list[dict[str, Any]], made_by_threads: bool, starts_again: bool = False
+) -> None:
     """Train two models of equal names and shapes, one on other data than the other, each in a thread of its own."""
     models = [make_net().double() for _ in range(2)]
 
@@ -47,6 +49,9 @@ def check_training_in_threads(hvd: Any, options: list[dict[str, Any]], made_by_t
         return hvd.DistributedOptimizer(sgd(models[index]), models[index].named_parameters(), **options[index])
 
     optimizers = {} if made_by_threads else {index: made(index) for index in range(2)}
+    if starts_again:
+        hvd.shutdown()
+        hvd.init()
 
     def train(index: int) -> None:
         if hvd.rank() % 2 == index:  # what threads do first comes in another order on each rank
@@ -73,7 +78,8 @@ def check_training_in_threads(hvd: Any, options: list[dict[str, Any]], made_by_t
 
 
 def case_optimizers_are_paired_in_the_order_in_which_they_were_made(hvd: Any) -> None:
-    check_training_in_threads(hvd, [{}, {}], made_by_threads=False)
+    for starts_again in (False, True):  # the order is that of before, also in the next job
+        check_training_in_threads(hvd, [{}, {}], made_by_threads=False, starts_again=starts_again)
 
 
 def case_optimizers_that_threads_make_are_paired_by_name(hvd: Any) -> None:
@@ -140,6 +146,18 @@ def case_copies_on_one_rank_change_no_pairs(hvd: Any) -> None:
     del kept
 
 
+class Plain:
+    """A compression of Horovod's kind that changes nothing: all gradients go by name."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: None) -> torch.Tensor:
+        return tensor
+
+
 def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], freezes: bool = False, **options: Any) -> None:
     """Train three epochs of three batches, which only some ranks have; ranks without one have joined."""
     net, alone = make_net().double(), make_net().double()
@@ -175,7 +193,7 @@ def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], freezes: b
 
 def case_a_rank_without_a_batch_in_the_first_epoch_joins(hvd: Any) -> None:
     last = hvd.size() - 1
-    for options in ({}, {"groups": 2}, {"gradient_predivide_factor": 2.0}):
+    for options in ({}, {"groups": 2}, {"gradient_predivide_factor": 2.0}, {"compression": Plain}):
         check_joins(hvd, lambda rank, epoch, number: rank != last or epoch > 0, **options)
     check_joins(hvd, lambda rank, epoch, number: rank != 0 or epoch > 0)
     # Ranks join one after the other, and other ones in each epoch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -14,6 +15,7 @@ MADE_IN_THREADS = (
     "HINT: give each one a name of its own, the same on all ranks: {function}(..., name='critic')."
 )
 
+_ORDER = itertools.count()
 _LOCK = threading.RLock()  # collecting garbage runs finalizers
 
 
@@ -37,6 +39,7 @@ class _Job:
         self.agreements: Counter[tuple[str, int]] = Counter()
 
 
+_MADE: dict[str, weakref.WeakSet[Pairing]] = {}  # of this process, by title
 _JOBS: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
 
 
@@ -46,15 +49,20 @@ class Pairing:
     A copy, and what was unpickled, is an optimizer of its own; it gets its number when it is first used.
     """
 
-    def __init__(self, function: str, title: str) -> None:
+    def __init__(self, function: str, title: str, is_copy: bool = False) -> None:
         self._function, self.title = function, title
         self._engine: weakref.ref[Any] | None = None
+        self._process_set_id: int | None = None  # once that is known
         self._number = 0
         self._thread = threading.current_thread()
         self._error: str | None = None  # why its place in the order is unknown
+        self._is_copy = is_copy
+        with _LOCK:
+            self._order = next(_ORDER)
+            _MADE.setdefault(title, weakref.WeakSet()).add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pairing, (self._function, self.title)
+        return Pairing, (self._function, self.title, True)
 
     def label(self, engine: Any, process_set_id: int) -> str:
         """Return the name that this optimizer has on all ranks of its process set; call it there in the same order.
@@ -83,15 +91,23 @@ class Pairing:
             agreements = _JOBS[engine].agreements
             number = agreements[label, epoch]
             agreements[label, epoch] += 1
-        return label + (f".join{epoch}" if epoch else "") + (f".{number}" if number else "")
+        return label + (f"#join{epoch}" if epoch else "") + (f"#{number}" if number else "")
 
     def _join(self, engine: Any, process_set_id: int) -> None:
         titled = _JOBS.setdefault(engine, _Job()).titled.setdefault((process_set_id, self.title), _Titled())
-        self._engine, self._error = weakref.ref(engine), None
-        if not isinstance(threading.current_thread(), threading._DummyThread):  # else one of TensorFlow's, of no order
-            self._thread = threading.current_thread()
-        if titled.made_elsewhere(self._thread):
+        if titled.made_elsewhere(self._thread) or not titled.count:
             gc.collect()  # what nobody uses any more is no reason, and must be none on some ranks only
+        if not titled.count:  # those of an earlier job, or made before hvd.init(), in the order in which they were made
+            earlier = [one for one in _MADE[self.title] if not one._is_copy and one._order < self._order]
+            for one in sorted(earlier, key=lambda one: one._order):
+                if one._process_set_id in (None, process_set_id):
+                    one._take_number(engine, process_set_id, titled)
+        if self._is_copy and not isinstance(threading.current_thread(), threading._DummyThread):
+            self._thread = threading.current_thread()
+        self._take_number(engine, process_set_id, titled)
+
+    def _take_number(self, engine: Any, process_set_id: int, titled: _Titled) -> None:
+        self._engine, self._process_set_id, self._error = weakref.ref(engine), process_set_id, None
         for other in titled.made_elsewhere(self._thread):
             self._error = other._error = MADE_IN_THREADS.format(
                 function=self._function, title=self.title, first=other._thread.name, second=self._thread.name

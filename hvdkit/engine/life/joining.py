@@ -80,6 +80,7 @@ class Joining:
                 if lane.closed:  # its memory was mapped anew for the zeros
                     lane.reducer.forget(quiet=True)
             self.followed.clear()
+            self._groups.end_join()  # when all agreements of before have ended here
             self._handle.finish(self.last)
             self._handle = self.last = None
 
@@ -113,7 +114,6 @@ class Joining:
         self._ranks.clear()
         self.over += 1
         self._submissions.count_names_anew()
-        self._groups.end_join()
         self.last = message.rank
 
     def _join_failed(self, sender: int, message: JoinFailed) -> None:

@@ -51,9 +51,10 @@ def new_lane(assigned: Assigned, key: Key, requests: Requests) -> tuple[int, int
     return assigned.next_lane(key.process_set) if is_complete else None
 
 
-def details(assigned: Assigned, key: Key, requests: Requests) -> list[tuple[int, Any]]:
-    """Return each rank with its detail, in rank order, without ranks that have joined."""
-    return [(rank, request.detail) for rank, request in sorted(requests.items())]
+def details(assigned: Assigned, key: Key, requests: Requests) -> tuple[bool, list[Any]]:
+    """Return whether no rank has joined, and what the others told, in rank order."""
+    is_complete = len(requests) == len(assigned.members[key.process_set])
+    return is_complete, [request.detail for _, request in sorted(requests.items())]
 
 
 def new_process_set(assigned: Assigned, key: Key, requests: Requests) -> int | None:
@@ -77,8 +78,13 @@ def added(groups: Groups, signature: Signature, result: Any) -> None:
 
 
 def planned(groups: Groups, signature: Signature, result: Any) -> None:
-    """Remember on all ranks that a plan was put off, since a rank has joined."""
+    """Remember on all ranks that an agreement was put off, since a rank has joined."""
     groups.plans_put_off |= result is None
+
+
+def gathered(groups: Groups, signature: Signature, result: tuple[bool, list[Any]]) -> None:
+    """Remember on all ranks that an agreement was put off, since a rank has joined."""
+    groups.plans_put_off |= not result[0]
 
 
 def removed(groups: Groups, signature: Signature, result: Any) -> None:
@@ -87,7 +93,14 @@ def removed(groups: Groups, signature: Signature, result: Any) -> None:
 
 
 BARRIER = Kind("barrier", carries_tensors=False, joined=lambda signature: [])
-DETAILS = Kind("details", carries_tensors=False, comes_again=False, joined=lambda signature: [], decide=details)
+DETAILS = Kind(
+    "details",
+    carries_tensors=False,
+    comes_again=False,
+    joined=lambda signature: [],
+    decide=details,
+    ended=gathered,
+)
 PLAN = Kind(
     "plan",
     carries_tensors=False,

@@ -88,10 +88,10 @@ class NamedOperations(ABC):
         """Done when every rank of the process set has called it."""
         return self.submit("barrier", [], {}, Call(None, process_set_id, wake=False))
 
-    def gather_details(self, detail: Any, call: Call) -> list[Any]:
-        """Return what each rank tells, any JSON, in rank order; ranks that have joined are left out. Blocks."""
-        handle = self.submit("details", [], {}, call, detail)
-        return [detail for _, detail in handle.wait()]
+    def gather_details(self, detail: Any, call: Call) -> tuple[bool, list[Any]]:
+        """Return whether no rank has joined, and what the others tell, any JSON, in rank order. Blocks."""
+        is_complete, told = self.submit("details", [], {}, call, detail).wait()
+        return bool(is_complete), told
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:
         """Collective over all ranks. The new id, or None where a set of these ranks exists."""

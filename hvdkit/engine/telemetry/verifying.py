@@ -67,7 +67,8 @@ def sketch(elements: int, read: Callable[[int, int], Array]) -> Array:
 
     Each element is added, with a sign that follows from its offset, to the number of its offset modulo SKETCH (M.
     Charikar et al., "Finding frequent items in data streams", 2002). The Euclidean distance of tensors of more than
-    SKETCH elements is met to about 9 %, of others exactly. Infinities and NaN count as zeros.
+    SKETCH elements is met to about 9 %, of others exactly. Infinities and NaN count as very large
+    numbers: rounding does not explain them on some ranks only.
 
     Args:
         elements: how many the tensor has.
@@ -77,7 +78,7 @@ def sketch(elements: int, read: Callable[[int, int], Array]) -> Array:
     for number, begin in enumerate(range(0, elements, CHUNK)):
         end = min(begin + CHUNK, elements)
         bits = np.frombuffer(shake_128(b"%d" % number).digest(CHUNK // 8), dtype=np.uint8)
-        values = np.nan_to_num(read(begin, end).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+        values = np.nan_to_num(read(begin, end).astype(np.float64), nan=3e100, posinf=1e100, neginf=-1e100)
         signed = np.zeros(-(-len(values) // SKETCH) * SKETCH)
         signed[: len(values)] = np.where(np.unpackbits(bits, count=len(values)), values, -values)
         total += signed.reshape(-1, SKETCH).sum(axis=0)

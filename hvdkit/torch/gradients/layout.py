@@ -22,6 +22,13 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
+TOO_WIDE = (
+    "The gradient of '{name}' is {dtype} in this step, and all ranks have agreed to reduce it as {agreed}, which would "
+    "round it.\n"
+    "HINT: the parameter's grad_dtype is None, which leaves the dtype open: set it to {dtype} on all ranks."
+)
+
+
 class Kinds(NamedTuple):
     """The gradients of parameters, alike on all ranks: by id their dtypes, and how many axes of sparse ones are."""
 

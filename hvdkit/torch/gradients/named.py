@@ -13,7 +13,7 @@ from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.ops.hints import SPARSE
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
-from hvdkit.torch.gradients.layout import Kinds, gradient_dtype, overlapping
+from hvdkit.torch.gradients.layout import TOO_WIDE, Kinds, gradient_dtype, overlapping
 from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_
 from hvdkit.torch.ops.sparse import sparse_allreduce_async
 from hvdkit.torch.ops.sync import synchronize
@@ -104,6 +104,7 @@ class NamedGradients:
         pending, self._pending = self._pending, []
         self._ready.clear()
         self._submitted.clear()
+        self._left_out = set()
         return pending
 
     def _submit(self, group: Sequence[torch.Tensor]) -> None:
@@ -118,7 +119,10 @@ class NamedGradients:
             gradient = torch.zeros_like(parameter, requires_grad=False, memory_format=torch.contiguous_format)
         elif gradient.is_sparse:
             gradient = gradient.to_dense()
-        gradient = gradient.to(self._dtypes[id(parameter)])
+        dtype = self._dtypes[id(parameter)]
+        if gradient.dtype is not dtype and torch.promote_types(gradient.dtype, dtype) is not dtype:
+            raise ValueError(TOO_WIDE.format(name=self._names[id(parameter)], dtype=gradient.dtype, agreed=dtype))
+        gradient = gradient.to(dtype)
         compressed, context = self._settings.compressor.compress(gradient)
         compressed = compressed.detach().contiguous()
         # What is summed in place must be nobody else's, and the gradient may be.

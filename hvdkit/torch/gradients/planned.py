@@ -16,6 +16,7 @@ from hvdkit.torch.gradients.half_summed import mark_half_summed
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import (
     ALONE,
+    TOO_WIDE,
     Kinds,
     fits,
     gradient_dtype,
@@ -28,12 +29,6 @@ from hvdkit.torch.gradients.layout import (
     tensor_on,
 )
 from hvdkit.torch.gradients.watch import Watched, changed_since, raise_if_changed, watch
-
-TOO_WIDE = (
-    "The gradient of '{name}' is {dtype} in this step, and all ranks have agreed to reduce it as {agreed}, which would "
-    "round it.\n"
-    "HINT: the parameter's grad_dtype is None, which leaves the dtype open: set it to {dtype} on all ranks."
-)
 
 
 class PlannedGradients:
@@ -57,7 +52,6 @@ class PlannedGradients:
             i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
         }
         self._declared = [gradient_dtype(parameter) for parameter in self.parameters]
-        self._left_out: set[int] = set()
         # All at the end take less time than each at its own, when caches hold what the backward pass needs.
         self._hands_over_late = lane.takes_turns
         self._start_step()
@@ -68,6 +62,7 @@ class PlannedGradients:
         self._in_place: dict[int, int] = {}  # by address: the gradients that are reduced where they lie
         self._repeated: set[int | None] = set()  # addresses of storages that several parameters' gradients have
         self._copies: dict[int, torch.Tensor] = {}  # what is reduced in the place of a gradient
+        self._left_out: set[int] = set()
 
     def _takes_part(self, i: int) -> bool:
         """Whether a gradient counts in this step: also that of a parameter that was frozen after it was complete."""

@@ -31,30 +31,31 @@ NameOf = Callable[[torch.Tensor], str]
 
 def agree_on_kinds(
     engine: Any, parameters: Sequence[torch.Tensor], title: str, process_set_id: int, sparse_only: bool
-) -> Kinds:
+) -> tuple[Kinds, bool]:
     """Learn from the ranks that have gradients now which are sparse, and the dtypes that PyTorch leaves open.
 
+    Returns these, and whether this was put off since a rank has joined.
     ``sparse_only``: the optimizer takes no dense gradients, so that those that no rank has yet are sparse too.
     """
     rows = [
         (i, gradient.sparse_dim() if gradient.is_sparse else 0, str(gradient.dtype).removeprefix("torch."))
         for i, parameter in enumerate(parameters)
         if (gradient := parameter.grad) is not None
-        and (gradient.is_sparse or gradient.dtype is not gradient_dtype(parameter))
+        and (gradient.is_sparse or getattr(parameter, "grad_dtype", parameter.dtype) is None)
     ]
     dtypes = {id(parameter): gradient_dtype(parameter) for parameter in parameters}
     sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
     open_dtypes: dict[int, torch.dtype] = {}
-    for told in engine.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False)):
+    is_complete, everyones = engine.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
+    for told in everyones:
         for i, sparse_dim, name in told:
             if i >= len(parameters):
                 continue  # the ranks' models differ, as the plan will say
             key, dtype = id(parameters[i]), getattr(torch, name)
             if sparse_dim:
                 sparse_dims[key] = sparse_dim
-            if dtype is not dtypes[key]:
-                open_dtypes[key] = torch.promote_types(open_dtypes.get(key, dtype), dtype)
-    return Kinds({**dtypes, **open_dtypes}, sparse_dims)
+            open_dtypes[key] = torch.promote_types(open_dtypes.get(key, dtype), dtype)
+    return Kinds({**dtypes, **open_dtypes}, sparse_dims), not is_complete
 
 
 class Routes:
@@ -77,7 +78,7 @@ class Routes:
         process_set_id = check_registered(settings.title, settings.process_set)
         assert settings.pairing is not None, "an optimizer is kept"
         self.title = settings.pairing.next_title(engine, process_set_id)
-        self.kinds = agree_on_kinds(engine, members, self.title, process_set_id, sparse_only)
+        self.kinds, is_put_off = agree_on_kinds(engine, members, self.title, process_set_id, sparse_only)
         self.sparse_dims = sparse_dims = self.kinds.sparse_dims
 
         def is_planned(parameter: torch.Tensor) -> bool:
@@ -85,9 +86,9 @@ class Routes:
             can_be = can_be_planned(parameter, self.kinds.dtypes[id(parameter)])
             return not settings.policy.whole_tensors and can_be and not is_sparse
 
-        planned = [parameter for parameter in members if is_planned(parameter)]
+        planned = [] if is_put_off else [parameter for parameter in members if is_planned(parameter)]
         self.planned = self._register(engine, planned, name_of, settings) if planned else None
-        self._is_put_off = bool(planned) and self.planned is None
+        self._is_put_off = is_put_off or (bool(planned) and self.planned is None)
         named = members if self._is_put_off else [member for member in members if not is_planned(member)]
         self.named = self._by_name(named, name_of, settings)
 

@@ -143,6 +143,8 @@ class Server:
     def _drop(self, client: _Client) -> None:
         if client.greeting is not None and not client.is_admitted:
             self.refused.add(client.claimed)
+        if client.is_admitted:
+            self._admitted.discard(client.claimed)  # it may come again, when it is expected the next time
         self._selector.unregister(client.connection)
         del self._clients[client.connection]
         client.connection.close()
@@ -176,6 +178,8 @@ class Server:
     def _close_if_complete(self) -> None:
         if self._listener is not None and self._admitted >= self._expected:
             self._selector.unregister(self._listener)
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # for those who have inherited it, too
             self._listener.close()
             self._listener = None
 
@@ -206,6 +210,7 @@ class MeetingStore(Store):
         super().__init__()
         self._asks = asks
         self._timeout_seconds = timeout_seconds
+        self.is_broken = False
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -240,10 +245,16 @@ class MeetingStore(Store):
             return self._asks.answer(what, joined, value)
         with self._lock:
             try:
+                self.is_broken = (
+                    True  # until the answer is there: one that comes later is no answer to the next request
+                )
                 self._asks.sendall(_REQUEST.pack(what, len(joined), len(value)) + joined + value)
                 is_there, length = _ANSWER.unpack(_received(self._asks, _ANSWER.size))
-                return bool(is_there), _received(self._asks, length)
+                found = _received(self._asks, length)
+                self.is_broken = False
+                return bool(is_there), found
             except OSError as error:
+                self._asks.close()
                 raise RuntimeError(f"rank 0, which serves the store, does not answer: {error}") from error
 
 
@@ -277,6 +288,7 @@ def connect(session: Credentials, me: int, address: tuple[str, int], timeout_sec
             connection.settimeout(timeout_seconds)
             return MeetingStore(connection, timeout_seconds)
         except NotAuthenticError:
+            connection.close()
             raise AuthenticationError("who says to be rank 0 does not know the job's secret.") from None
         except OSError:
             with contextlib.suppress(AttributeError):

@@ -79,7 +79,7 @@ def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeou
     if server is not None:
         # Ranks that took no part in the jobs before come to the port that was closed.
         server.expect(others, listen(*server.address) if server.lacks(others) else None)
-    if key in _stores:
+    if key in _stores and not getattr(_stores[key], "is_broken", False):
         return _stores[key]
     if rendezvous.kind == "agent":
         _stores[key] = _agents_store(world, rendezvous, timeout_seconds)
