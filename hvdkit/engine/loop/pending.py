@@ -23,7 +23,7 @@ class Entry:
 
 @dataclass
 class Failure:
-    """An error of one or more operations, those under ``keys``, and the members that have not asked for any yet: each is told once.
+    """An error of the operations ``keys``, and the members that have not asked for any of them yet: each is told once.
 
     ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left the job, if one did.
     """

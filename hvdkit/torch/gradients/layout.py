@@ -53,14 +53,14 @@ def slot_of(name: str, parameter: torch.Tensor, codec: int = 0) -> Slot:
 
 def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its dtype."""
-    return as_tensor(memory).as_strided(like.shape, like.stride())
+    return as_tensor(memory).as_strided_(like.shape, like.stride())
 
 
 def layout_of(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor without memory, of a parameter's shape and dtype, whose strides are those of its slot."""
-    fills_memory = parameter.is_contiguous() or memory_order(parameter) is not None
-    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return meta.as_strided(parameter.shape, parameter.stride()) if fills_memory else meta
+    if parameter.is_contiguous() or memory_order(parameter) is not None:
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:

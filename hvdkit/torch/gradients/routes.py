@@ -53,10 +53,11 @@ class Routes:
         title = next_title(engine, check_registered(settings.title, process_set), settings.title)
         sparse_dims = agree_on_sparse(members, title, process_set)
         self.sparse_dims = sparse_dims
+        by_name = settings.policy.whole_tensors
 
         def is_planned(parameter: torch.Tensor) -> bool:
             is_sparse = id(parameter) in sparse_dims and not settings.sparse_as_dense
-            return not settings.policy.whole_tensors and can_be_planned(parameter) and not is_sparse
+            return not by_name and can_be_planned(parameter) and not is_sparse
 
         planned = [parameter for parameter in members if is_planned(parameter)]
         named = [parameter for parameter in members if not is_planned(parameter)]
