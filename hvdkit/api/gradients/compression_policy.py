@@ -80,16 +80,15 @@ class Policy:
 
     def choose(self, parameters: Sequence[tuple[str, Any]]) -> tuple[list[Codec], list[int]]:
         """The codecs that occur, and for each parameter the number of its own."""
-        codecs: list[Codec] = []
-        numbers = []
+        codecs: dict[str, Codec] = {}  # by summary
+        numbers: dict[str, int] = {}
+        chosen = []
         for name, parameter in parameters:
             codec = self.codec(name, parameter)
-            index = next((index for index, one in enumerate(codecs) if one.summary == codec.summary), None)
-            if index is None:
-                index = len(codecs)
-                codecs.append(codec)
-            numbers.append(index)
-        return codecs, numbers
+            summary = codec.summary
+            codecs.setdefault(summary, codec)
+            chosen.append(numbers.setdefault(summary, len(numbers)))
+        return list(codecs.values()), chosen
 
 
 def is_worth_it(parameter: Any) -> bool:

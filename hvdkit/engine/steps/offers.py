@@ -15,16 +15,18 @@ class Offer:
 
     ``address``: where its elements lie, in the order of its slot. ``make_array`` gives them as a flat array, which is
     asked for only where one is needed, and keeps what they lie in. ``source``: where the gradient is to be read, if the
-    result goes elsewhere than it came from.
+    result goes elsewhere than it came from. ``array``: the flat array, where there is one already.
     """
 
     __slots__ = ("_array", "_make_array", "address", "source")
 
-    def __init__(self, address: int, make_array: Callable[[], Any], source: Array | None = None) -> None:
+    def __init__(
+        self, address: int, make_array: Callable[[], Any], source: Array | None = None, array: Array | None = None
+    ) -> None:
         self.address = address
         self.source = source
         self._make_array = make_array
-        self._array: Any = None
+        self._array: Any = array
 
     @property
     def array(self) -> Any:
@@ -36,7 +38,7 @@ class Offer:
 
 def offer_of(array: Array, source: Array | None = None) -> Offer:
     """A flat array as an offer."""
-    return Offer(array.__array_interface__["data"][0], lambda: array, source)
+    return Offer(array.__array_interface__["data"][0], _nothing, source, array)
 
 
 def _nothing() -> Any:

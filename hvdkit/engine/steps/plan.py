@@ -29,6 +29,12 @@ class Slot:
     def elements(self) -> int:
         return prod(self.shape)
 
+    @cached_property
+    def padded(self) -> int:
+        """The elements up to the next cache line."""
+        line = max(1, CACHE_LINE // self.dtype.itemsize)
+        return -(-self.elements // line) * line
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -86,7 +92,7 @@ def small_offsets(slots: Sequence[Slot]) -> tuple[list[int | None], int]:
     end = 0
     for slot in slots:
         offsets.append(end if is_small(slot) else None)
-        end += _padded(slot) * slot.dtype.itemsize if is_small(slot) else 0
+        end += slot.padded * slot.dtype.itemsize if is_small(slot) else 0
     return offsets, end
 
 
@@ -113,7 +119,7 @@ def lay_out(
         for slot in unit:
             kinds.setdefault((slots[slot].dtype, slots[slot].codec), []).append(slot)
         for kind, members in kinds.items():
-            nbytes = sum(_padded(slots[slot]) * slots[slot].dtype.itemsize for slot in members)
+            nbytes = sum(slots[slot].padded * slots[slot].dtype.itemsize for slot in members)
             if alone is not None and len(unit) == 1 and nbytes >= alone:
                 buckets.append(_bucket(slots, members))
                 continue
@@ -149,17 +155,12 @@ def _units(order: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[i
     return units
 
 
-def _padded(slot: Slot) -> int:
-    line = max(1, CACHE_LINE // slot.dtype.itemsize)
-    return -(-slot.elements // line) * line
-
-
 def _bucket(slots: Sequence[Slot], members: Sequence[int]) -> Bucket:
     offsets = []
     end = 0
     for slot in members:
         offsets.append(end)
-        end += _padded(slots[slot])
+        end += slots[slot].padded
     first = slots[members[0]]
     elements = first.elements if len(members) == 1 else end
     return Bucket(first.dtype, tuple(members), tuple(offsets), elements, first.codec)

@@ -68,10 +68,9 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
     transport, group = groups.transport, groups.group(plan.process_set_id)
     device = lane_device(groups, topology, plan.device, reduction.codecs, plan.process_set_id)
     device_type = device.partition(":")[0]
+    summaries = [codec.summary for codec in reduction.codecs]
     signature = {
-        "slots": [
-            [slot.name, list(slot.shape), str(slot.dtype), reduction.codecs[slot.codec].summary] for slot in plan.slots
-        ],
+        "slots": [[slot.name, list(slot.shape), str(slot.dtype), summaries[slot.codec]] for slot in plan.slots],
         "op": int(reduction.op),
         "prescale": reduction.prescale,
         "postscale": reduction.postscale,

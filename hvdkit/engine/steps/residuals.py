@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Residuals:
         self._gaps: dict[int, list[tuple[int, int]]] = {}
         self._memories: list[Memory] = []
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
-        self._totals = [Tally() for _ in slots]
+        self._totals: dict[int, Tally] = defaultdict(Tally)  # by slot, of those that were encoded
         self.is_in_use = False  # some operation of this step has begun
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
@@ -126,6 +127,8 @@ class Residuals:
     def finished(self, piece: Piece) -> Tally:
         """What the operation on a piece cost and saved; its tensors' totals get their parts, by elements."""
         tally = self._tallies.pop((piece.bucket, piece.begin))
+        if not self.codec(piece.bucket).lossy:
+            return tally
         bucket = self._buckets[piece.bucket]
         inside = [
             max(0, min(piece.end, offset + self._slots[slot].elements) - max(piece.begin, offset))
@@ -144,10 +147,11 @@ class Residuals:
     def reports(self) -> list[Report]:
         """What encoding did, by tensor."""
         found = []
-        for slot, total in enumerate(self._totals):
-            codec = self._codecs[self._slots[slot].codec]
+        for slot, one in enumerate(self._slots):
+            codec = self._codecs[one.codec]
             if codec.lossy:
-                found.append((self._slots[slot].name, codec.summary, total, _norm(self.of_slot(slot).get(RESIDUAL))))
+                norm = _norm(self.of_slot(slot).get(RESIDUAL))
+                found.append((one.name, codec.summary, self._totals[slot], norm))
         return found
 
     def of_slot(self, slot: int) -> Kept:

@@ -85,9 +85,9 @@ def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
 
 def layout_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory, of a parameter's shape and of ``dtype``, whose strides are those of its slot."""
-    fills_memory = parameter.is_contiguous() or memory_order(parameter) is not None
-    meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
-    return meta.as_strided(parameter.shape, parameter.stride()) if fills_memory else meta
+    if parameter.is_contiguous() or memory_order(parameter) is not None:
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="meta")
+    return torch.empty(parameter.shape, dtype=dtype, device="meta")
 
 
 def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
