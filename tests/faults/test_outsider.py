@@ -126,13 +126,23 @@ def assert_stands_it(running: Job, *recorded: bytes) -> None:
 @pytest.mark.parametrize("node_memory", [pytest.param("1", marks=needs_native), "0"])
 def test_an_outsider_changes_nothing_in_a_job_of_hvdkitrun(node_memory, tmp_path):
     environments = [rank_environment(HVDKIT_NODE_MEMORY=node_memory)]
-    # A process that stands for a rank forked elsewhere would keep the port that it handed on.
-    with job(tmp_path, hvdkitrun("--gloo"), environments=environments, preload=False) as running:
+    with job(tmp_path, hvdkitrun("--gloo"), environments=environments) as running:
         ports = running.ports()
         # Two of each rank where ranks have nothing else to talk through; that where they met is closed.
         assert len({port.number for port in ports}) == (0 if node_memory == "1" else 2 * RANKS)
         assert all(is_loopback(port.address) for port in ports), ports
         assert_stands_it(running)
+
+
+def test_a_shell_around_rank_0_does_not_keep_the_port_open_where_ranks_met(tmp_path):
+    launcher = [*hvdkitrun("--gloo"), "sh", "-c", '"$@"; exit $?', "sh"]
+    with job(tmp_path, launcher, preload=False) as running:
+        ranks = psutil.Process(running.processes[0].pid).children(recursive=True)
+        [port] = {one.environ()["HVDKIT_RENDEZVOUS_PORT"] for one in ranks if "HVDKIT_RENDEZVOUS_PORT" in one.environ()}
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)))
+        running.end()
+        running.check_ended_well()
 
 
 def test_an_outsider_who_replays_what_ranks_said_changes_nothing(tmp_path):

@@ -89,7 +89,6 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._clients: dict[socket.socket, _Client] = {}
-        self._admitted: set[int] = set()
         self._expected: set[int] = set()
         self._wakes, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -107,8 +106,9 @@ class Server:
         self._wakes.send(b"\0")
 
     def lacks(self, ranks: Collection[int]) -> bool:
-        """True if some of these ranks have not connected."""
-        return not self._admitted.issuperset(ranks)
+        """True if some of these ranks are not connected, as one that has died and is started anew."""
+        connected = {one.claimed for one in list(self._clients.values()) if one.is_admitted}
+        return not connected.issuperset(ranks)
 
     def _serve(self) -> None:
         while True:
@@ -143,8 +143,6 @@ class Server:
     def _drop(self, client: _Client) -> None:
         if client.greeting is not None and not client.is_admitted:
             self.refused.add(client.claimed)
-        if client.is_admitted:
-            self._admitted.discard(client.claimed)  # it may come again, when it is expected the next time
         self._selector.unregister(client.connection)
         del self._clients[client.connection]
         client.connection.close()
@@ -167,16 +165,15 @@ class Server:
             client.greeting = Connected(self._session, STORE, max(self._expected) + 1, hello)
             client.connection.sendall(client.greeting.answer)
         if client.greeting is not None and len(client.received) >= PROOF_BYTES:
-            rank = client.greeting.admitted(bytes(client.received[:PROOF_BYTES]))
+            client.greeting.admitted(bytes(client.received[:PROOF_BYTES]))
             del client.received[:PROOF_BYTES]
             client.is_admitted = True
             with self._lock:
-                self._admitted.add(rank)
                 self._close_if_complete()
         return client.is_admitted or len(client.received) < HELLO_BYTES + PROOF_BYTES
 
     def _close_if_complete(self) -> None:
-        if self._listener is not None and self._admitted >= self._expected:
+        if self._listener is not None and not self.lacks(self._expected):
             self._selector.unregister(self._listener)
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # for those who have inherited it, too
