@@ -206,6 +206,8 @@ def run_mpi(
     if crashed:  # as it does, seldom, while it ends the ranks of a job that failed: what these told is kept
         say(f"mpirun itself was killed by signal {signal_name(-outcome.code)} ({-outcome.code})")
         failure = failure or next((Failure(rank, 1, how="aborted") for rank in output.failures.records), None)
+    elif failure is None and outcome.failed is not None:  # mpirun, seldom, comes to no end and makes no report
+        failure = next((stream.aborted for stream in streams.values() if stream.aborted is not None), None)
     if outcome.failed is None or failure is not None:  # else mpirun may not have come to start ranks
         tell_of_init(outcome, output, chosen)
     shortage = None if failure is not None or outcome.failed is None else find_shortage(own_words)

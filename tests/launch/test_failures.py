@@ -240,6 +240,29 @@ def test_where_mpirun_itself_crashes_what_ranks_told_is_kept(tmp_path: Path):
     assert re.fullmatch(r"hvdkitrun: rank 1 on \S+ failed with code 1, which ended the job", lines[-1])
 
 
+MPIRUN_STOPS = """
+import psutil, signal, time
+tells = sys.excepthook
+def stop(*failure):
+    tells(*failure)
+    calls = ["MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD", "  Proc: [[7,1],1]", "  Errorcode: 1"]
+    os.write(2, chr(10).join(["", "-" * 74, *calls, "-" * 74, ""]).encode())
+    time.sleep(1)  # until mpirun has handed it on
+    psutil.Process().parent().parent().send_signal(signal.SIGSTOP)
+    time.sleep(100)
+sys.excepthook = stop
+raise ValueError("no data")
+"""
+
+
+def test_where_mpirun_comes_to_no_end_the_rank_that_called_for_it_is_named(tmp_path: Path):
+    status, lines = run("--mpi", script(tmp_path, f"exec({MPIRUN_STOPS!r}, globals())"))
+    assert status == 1, lines
+    assert lines[0] == "hvdkitrun: rank 1 failed:"
+    assert "ValueError: no data" in lines
+    assert re.fullmatch(r"hvdkitrun: rank 1 on \S+ failed with code 1, which ended the job", lines[-1])
+
+
 def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: Path):
     status, lines = run(controller, script(tmp_path, "sys.exit(3)"), "--verbose")
     assert status == 3

@@ -141,6 +141,15 @@ def test_that_a_rank_has_called_for_the_end_of_the_job_is_seen(places):
     for piece in cut(b"[1,0]<stdout>: MPI_ABORT was invoked on rank 1 in communicator\n", places):
         stream.feed(piece)
     assert not stream.aborting
+    assert stream.aborted is None
     for piece in cut(ABORTING, places):
         stream.feed(piece)
     assert stream.aborting
+    assert stream.aborted == Failure(1, 7, how="aborted")
+
+
+def test_the_rank_of_another_communicator_is_no_rank_of_the_job():
+    stream = MpirunStream(lambda rank, name, data: None)
+    stream.feed(ABORTING.replace(b"MPI_COMM_WORLD", b"MPI COMMUNICATOR 3 SPLIT FROM 0"))
+    assert stream.aborting
+    assert stream.aborted is None

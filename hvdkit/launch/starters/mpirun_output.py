@@ -18,8 +18,11 @@ _DASHES = rb"-{60,76}"
 _REPORT = re.compile(_DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
 _PARTIAL_REPORT = re.compile(rb"(?:-{1,76}|" + _DASHES + rb"\n[^\n]*)\Z")
 # What MPI says when a rank calls for the end of the job.
-_ABORTING = re.compile(_DASHES + rb"\nMPI_ABORT was invoked on rank \d+ in communicator")
-_LONGEST_ABORTING = 200
+_ABORTING = re.compile(
+    _DASHES + rb"\nMPI_ABORT was invoked on rank \d+ in communicator"
+    rb"(?: MPI_COMM_WORLD\n  Proc: \[\[\d+,\d+\],(?P<rank>\d+)\]\n  Errorcode: (?P<code>\d+)\n)?"
+)
+_LONGEST_ABORTING = 400
 # What it says to users then, in a rank's name, and what may become that at the end of a piece. Who ended the job is
 # told once, by hvdkitrun; the byte at its end would have grep take a log for a binary file.
 _BANNER_BEGIN = b"MPI_ABORT was invoked on rank "
@@ -38,6 +41,7 @@ class MpirunStream:
         self._in_report = False
         self.own_words = b""
         self.aborting = False  # a rank has called for the job's end
+        self.aborted: Failure | None = None  # which rank, once that is known
         self._latest = b""
         self._held: dict[tuple[int, str], bytes] = {}  # what may be the beginning of a banner
         self._after_banner: set[tuple[int, str]] = set()
@@ -46,7 +50,10 @@ class MpirunStream:
         """More bytes from mpirun; a piece that may be the start of a tag waits for the rest."""
         self._buffer += data
         self._latest = self._latest[-_LONGEST_ABORTING:] + data
-        self.aborting = self.aborting or _ABORTING.search(self._latest) is not None
+        if self.aborted is None and (match := _ABORTING.search(self._latest)):
+            self.aborting = True
+            if match["rank"]:
+                self.aborted = Failure(int(match["rank"]), int(match["code"]), how="aborted")
         while self._step():
             pass
 
