@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from time import monotonic
 
 from hvdkit.environments.failure_record import ANOTHER, Record
 from hvdkit.errors import cut_off
@@ -28,6 +29,7 @@ class Failures:
     def __init__(self, verbose: bool = False) -> None:
         self.records: dict[int, Record] = {}  # by rank, as they came in
         self.tracebacks: dict[int, str] = {}
+        self.times: dict[int, float] = {}  # when the records came, on the monotonic clock
         self._verbose = verbose
         self._shown: set[int] = set()  # all of it, or its line
         self._folded: set[int] = set()
@@ -36,7 +38,7 @@ class Failures:
         """A rank tells of its end. Returns whether it had not before: its command may start several processes."""
         if rank in self.records:
             return False
-        self.records[rank], self.tracebacks[rank] = record, traceback
+        self.records[rank], self.tracebacks[rank], self.times[rank] = record, traceback, monotonic()
         if self._verbose:
             _print([f"{SAYS}rank {rank} failed:", *(traceback or told(record)).splitlines()])
         elif not self._shown:
@@ -73,6 +75,15 @@ class Failures:
             _print([f"{SAYS}cannot keep all tracebacks in a file: {error}", *text.splitlines()])
         else:
             _print([f"{SAYS}all tracebacks are in {where}, or shown with --verbose"])
+
+    def first(self, ended: int, by_signal: bool, at: float) -> int:
+        """Return the rank that failed first. ``ended``: the rank that ended the job at ``at``, ``by_signal`` or not.
+
+        A rank that fails for its own reasons later than that may do so because the launcher ends the other ranks.
+        """
+        known = self.records.items()
+        records = {rank: one for rank, one in known if rank == ended or one.after is not None or self.times[rank] < at}
+        return first_to_fail(records, ended, by_signal)
 
     def _text(self, rank: int) -> str:
         return (self.tracebacks[rank] or told(self.records[rank])).rstrip("\n") + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -164,7 +165,7 @@ def run_gloo(
     slot = slots[outcome.failed]
     # What ends by a signal at the other end of ssh comes back as the shell's 128 + n.
     code = signal_from_status(outcome.code) if slot.host in remote else outcome.code
-    return failed(Failure(slot.rank, code), slots, output, chosen)
+    return failed(Failure(slot.rank, code), outcome.at, slots, output, chosen)
 
 
 def run_mpi(
@@ -216,7 +217,7 @@ def run_mpi(
     if own_words and (failure is None or chosen.verbose) and outcome.signal is None:
         print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
     if failure is not None and outcome.signal is None:
-        return failed(failure, slots, output, chosen)
+        return failed(failure, math.inf, slots, output, chosen)  # what ranks told may be read after mpirun's end
     output.failures.show_rest(None, chosen.output_folder)
     if outcome.signal is not None:
         return ended_by(outcome.signal)
@@ -255,14 +256,14 @@ def signal_from_status(status: int) -> int:
     return 128 - status if status - 128 in set(signal.Signals) else status
 
 
-def failed(failure: Failure, slots: list[Slot], output: Output, chosen: Options) -> int:
-    """Say which rank ended the job, and how; the exit status."""
+def failed(failure: Failure, at: float, slots: list[Slot], output: Output, chosen: Options) -> int:
+    """Say which rank ended the job, ``at`` that time, and how; the exit status."""
     by_signal = failure.code < 0 or failure.code > 128  # which is how a shell tells of one
-    records = output.failures.records
-    first = failures.first_to_fail(records, failure.rank, by_signal)
+    first = output.failures.first(failure.rank, by_signal, at)
     output.failures.show_rest(first, chosen.output_folder)
     if first != failure.rank:
-        how = "failed, which ended the job" if first in records else "left the job before the others, which ended it"
+        told = first in output.failures.records
+        how = "failed, which ended the job" if told else "left the job before the others, which ended it"
         say(f"rank {first} on {as_ranks_say(slots[first].host)} {how}")
         return failure.code if failure.code >= 0 else 128 - failure.code
     host = as_ranks_say(failure.host or slots[failure.rank].host)

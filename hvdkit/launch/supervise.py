@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -86,6 +87,7 @@ class Outcome:
     signal: int | None = None
     failed: int | None = None  # index of the child
     code: int = 0  # as subprocess has it: negative for a signal
+    at: float = field(default=math.inf, compare=False)  # on the monotonic clock; the other ranks are ended from then on
 
 
 def supervise(children: list[Child], stop_grace: float) -> Outcome:
@@ -235,6 +237,7 @@ class _Run:
     def stop(self) -> None:
         """Let go of every leash: the workers end what they started."""
         self.stopped_at = time.monotonic()
+        self.outcome = replace(self.outcome, at=self.stopped_at)
         for process in self.processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):

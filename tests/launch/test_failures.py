@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,19 @@ def of(rank: int) -> Record:
 )
 def test_who_failed_first(records: dict[int, Record], ended: int, by_signal: bool, first: int):
     assert first_to_fail(records, ended, by_signal) == first
+
+
+def test_a_rank_that_fails_while_the_launcher_ends_it_is_not_the_first():
+    failures = Failures()
+    failures.take(0, own(), "")
+    between = time.monotonic()
+    failures.take(2, own(), "")
+    assert failures.first(ended=1, by_signal=False, at=math.inf) == 0
+    assert failures.first(ended=2, by_signal=False, at=failures.times[0]) == 2
+    assert failures.first(ended=1, by_signal=False, at=failures.times[0]) == 1
+    assert failures.first(ended=1, by_signal=False, at=between) == 0
+    failures.take(3, of(4), "")
+    assert failures.first(ended=3, by_signal=False, at=failures.times[0]) == 4
 
 
 def shown(capfd: pytest.CaptureFixture[str], records: dict[int, Record], verbose: bool = False) -> list[str]:

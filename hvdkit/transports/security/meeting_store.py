@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from hvdkit.errors import AuthenticationError
+from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.security.greeting import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Connected, Connecting
 
@@ -200,7 +200,7 @@ class Server:
 class MeetingStore(Store):
     """A rank's way to the store: the server's memory on rank 0, else a connection to it.
 
-    Raises RuntimeError where the server is gone, and where keys are not there in time.
+    Raises PeerLostError where the server is gone, RuntimeError where keys are not there in time.
     """
 
     def __init__(self, asks: _Values | socket.socket, timeout_seconds: float) -> None:
@@ -242,9 +242,8 @@ class MeetingStore(Store):
             return self._asks.answer(what, joined, value)
         with self._lock:
             try:
-                self.is_broken = (
-                    True  # until the answer is there: one that comes later is no answer to the next request
-                )
+                # Until the answer is there: an answer that comes later does not belong to the next request.
+                self.is_broken = True
                 self._asks.sendall(_REQUEST.pack(what, len(joined), len(value)) + joined + value)
                 is_there, length = _ANSWER.unpack(_received(self._asks, _ANSWER.size))
                 found = _received(self._asks, length)
@@ -252,7 +251,7 @@ class MeetingStore(Store):
                 return bool(is_there), found
             except OSError as error:
                 self._asks.close()
-                raise RuntimeError(f"rank 0, which serves the store, does not answer: {error}") from error
+                raise PeerLostError(f"rank 0, which serves the store, does not answer: {error}", rank=0) from error
 
 
 def _received(connection: socket.socket, nbytes: int) -> bytes:
