@@ -337,6 +337,7 @@ def main() -> None:
 
 def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
     """Run a rank's command in the process group that mpirun made for it, which mpirun signals as a whole."""
+    mpirun = os.getppid()
     wake = wake_on_signals(
         [RELAY, *(signal.Signals[f"SIG{name}"] for name in FORWARDED if hasattr(signal, f"SIG{name}"))]
     )
@@ -348,8 +349,8 @@ def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
         os.write(2, ENDED)  # also of a rank that was through before: hvdkitrun waits for all when it is told to stop
     if leash.is_stopped:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        while True:
-            signal.pause()  # mpirun ends this process
+        while os.getppid() == mpirun:  # which ends this process, unless it is killed itself
+            time.sleep(LOOK_SECONDS)
     end_like(code, by_signal=True)
 
 

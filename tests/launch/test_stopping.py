@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hvdkit.launch import worker
 from hvdkit.launch.options import parse
 from tests.launch.launching import PATIENCE_SECONDS, check_gone, environment, marked, marker, wait_until
 from tests.launch.test_ssh import SSH
@@ -115,6 +117,37 @@ def test_ranks_on_other_hosts_save_too(controller, tmp_path):
 
 def test_ranks_of_a_job_save_and_leave_it(controller, tmp_path):
     assert_all_save(Job(tmp_path, [controller, "-np", "2"], "import hvdkit.torch as hvd\nhvd.init()\n"), 2)
+
+
+def test_ranks_save_after_another_has_ended_and_then_the_job_ends(controller, tmp_path):
+    job = Job(tmp_path, [controller, "-np", "2", "--stop-grace", "600"], "if rank == '1':\n    sys.exit(0)\n")
+    job.wait_for_ranks(1)
+    wait_until(lambda: len(marked(job.mark)) == 1, "rank 1 has ended")
+    status, output, _ = job.end(signal.SIGTERM)
+    assert job.saved() == ["1\n"]
+    assert (status, output.splitlines()[-1]) == (143, "hvdkitrun: ended all ranks after SIGTERM"), output
+
+
+# mpirun's daemon, which is killed while the worker of a rank that has saved waits to be ended by it.
+IS_KILLED = """
+import os, signal, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, *sys.argv[1:]], stderr=subprocess.PIPE)
+while b"ended" not in (line := worker.stderr.readline()):
+    worker.send_signal(signal.SIGURG)
+    time.sleep(0.1)
+print(worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_worker_of_a_rank_that_has_saved_does_not_outlive_mpirun():
+    mark = marker()
+    rank = [sys.executable, "-c", "import sys, time\nfor i in range(100): sys.stderr.write('x\\n'); time.sleep(0.05)"]
+    command = [sys.executable, "-c", IS_KILLED, worker.__file__, "10", *rank, mark]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    check_gone(mark)
+    wait_until(lambda: not psutil.pid_exists(int(killed.stdout)), "its worker ends")
 
 
 def test_after_the_grace_period_ranks_are_killed(controller, tmp_path):
