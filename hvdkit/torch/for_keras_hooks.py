@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -45,9 +45,10 @@ class TrainStepHooks(ParameterHooks):
         """Whether gradients of this backward pass were handed over as they became complete."""
         return self._hands_over
 
-    def has_seen(self, key: int) -> bool:
+    @property
+    def seen(self) -> Container[int]:
         """See ParameterHooks."""
-        return key in self._seen
+        return self._seen
 
     def reset(self) -> None:
         """A new step."""

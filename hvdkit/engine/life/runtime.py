@@ -41,6 +41,11 @@ def engine() -> Engine:
     return _session.engine
 
 
+def current() -> Engine | None:
+    """Return the engine if this process can communicate: None before init, after shutdown, and in a forked child."""
+    return None if _session is None or _session.process != os.getpid() else _session.engine
+
+
 def is_initialized() -> bool:
     """Whether there are answers to questions about ranks; also in a process that was forked from a rank."""
     return _session is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -97,9 +97,10 @@ class ParameterHooks(ABC):
         # By the parameter's id: the handle of its hook, and where PyTorch kept the parameter when it was hooked.
         self._handles: dict[int, tuple[RemovableHandle, int]] = {}
 
+    @property
     @abstractmethod
-    def has_seen(self, key: int) -> bool:
-        """True if the gradient of the parameter with this id was computed in this step."""
+    def seen(self) -> Container[int]:
+        """The ids of parameters whose gradients were computed in this step."""
 
     @abstractmethod
     def _computed(self, parameter: torch.Tensor) -> None:
@@ -175,12 +176,13 @@ class GradientHooks(ParameterHooks):
             earlier.detach()
         return True
 
-    def has_seen(self, key: int) -> bool:
+    @property
+    def seen(self) -> Container[int]:
         """See ParameterHooks."""
-        return key in self._left
+        return self._left
 
     def _computed(self, parameter: torch.Tensor) -> None:
-        if runtime.is_forked() or not runtime.is_initialized():
+        if runtime.current() is None:
             return  # a child's gradients are its own, and no rank's; after shutdown() all are
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -39,6 +40,15 @@ class Kinds(NamedTuple):
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradients as far as PyTorch fixes it (``grad_dtype``), else its own."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+_fixed_dtype = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
+
+
+def gradient_dtypes(parameters: Collection[torch.Tensor]) -> list[torch.dtype]:
+    """Return ``gradient_dtype`` of each parameter, in less time for many."""
+    fixed: list[torch.dtype | None] = list(map(_fixed_dtype, parameters))
+    return [one or parameter.dtype for one, parameter in zip(fixed, parameters, strict=True)]
 
 
 def can_be_planned(parameter: torch.Tensor, dtype: torch.dtype) -> bool:

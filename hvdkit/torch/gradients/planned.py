@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -67,6 +67,11 @@ class PlannedGradients:
     def _takes_part(self, i: int) -> bool:
         """Whether a gradient counts in this step: also that of a parameter that was frozen after it was complete."""
         return i not in self._left_out and (self.parameters[i].requires_grad or i in self._watched)
+
+    def _taking_part(self, slots: Iterable[int]) -> list[int]:
+        """Return those of these slots for which ``_takes_part`` is true, in less time for many."""
+        left_out, watched, parameters = self._left_out, self._watched, self.parameters
+        return [i for i in slots if i not in left_out and (i in watched or parameters[i].requires_grad)]
 
     def leave_out(self, ids: Collection[int]) -> None:
         """Reduce zeros for parameters whose gradients have another dtype now: this step is the last one of this lane.
@@ -212,8 +217,8 @@ class PlannedGradients:
         """Whether no two gradients may lie in the same memory: one's result may come before the other's is used."""
         gradients = [
             gradient
-            for i, parameter in enumerate(self.parameters)
-            if self._takes_part(i) and (gradient := parameter.grad) is not None and gradient.layout is torch.strided
+            for i in self._taking_part(range(len(self.parameters)))
+            if (gradient := self.parameters[i].grad) is not None and gradient.layout is torch.strided
         ]
         return not overlapping(gradients, [True] * len(gradients))
 
@@ -238,11 +243,8 @@ class PlannedGradients:
         started = perf_counter()
         gradients = {
             i: gradient
-            for i in slots
-            if i in self._small
-            and self._takes_part(i)
-            and (gradient := self.parameters[i].grad) is not None
-            and not gradient.is_sparse
+            for i in self._taking_part(slots)
+            if i in self._small and (gradient := self.parameters[i].grad) is not None and not gradient.is_sparse
         }
         if gradients:
             torch._foreach_copy_([self._small[i] for i in gradients], list(gradients.values()))
@@ -254,9 +256,7 @@ class PlannedGradients:
         gradients: list[torch.Tensor] = []  # dense ones, and what each is to be given, if it is not there
         results: list[torch.Tensor | None] = []
         owners: list[int] = []
-        for i in slots:
-            if not self._takes_part(i):
-                continue
+        for i in self._taking_part(slots):
             parameter = self.parameters[i]
             gradient, result = parameter.grad, self._copies.get(i, self._small.get(i))
             sparse_dim = self._sparse_dims.get(id(parameter))

@@ -14,7 +14,7 @@ from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.steps.registration import HOST
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.gradients.layout import Kinds, can_be_planned, gradient_dtype, slot_of
+from hvdkit.torch.gradients.layout import Kinds, can_be_planned, gradient_dtypes, slot_of
 from hvdkit.torch.gradients.named import NamedGradients
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.settings import Settings
@@ -43,7 +43,7 @@ def agree_on_kinds(
         if (gradient := parameter.grad) is not None
         and (gradient.is_sparse or getattr(parameter, "grad_dtype", parameter.dtype) is None)
     ]
-    dtypes = {id(parameter): gradient_dtype(parameter) for parameter in parameters}
+    dtypes = dict(zip(map(id, parameters), gradient_dtypes(parameters), strict=True))
     sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
     open_dtypes: dict[int, torch.dtype] = {}
     is_complete, everyones = engine.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
@@ -73,7 +73,8 @@ class Routes:
         sparse_only: bool = False,
     ) -> None:
         members = list(parameters.values())
-        self._kinds = [(id(member), gradient_dtype(member)) for member in members]
+        self.ids = list(parameters)  # of the parameters that ranks agree on, in order
+        self._dtypes = gradient_dtypes(members)
         self._groups, self._epoch = engine.groups, engine.groups.plan_epoch
         process_set_id = check_registered(settings.title, settings.process_set)
         assert settings.pairing is not None, "an optimizer is kept"
@@ -93,23 +94,15 @@ class Routes:
         self.named = self._by_name(named, name_of, settings)
 
     @property
-    def ids(self) -> list[int]:
-        """The ids of the parameters that ranks agreed on, in order."""
-        return [key for key, _ in self._kinds]
-
-    @property
     def is_outdated(self) -> bool:
         """Whether all ranks agree anew in the next step, because a rank had joined."""
         return self._is_put_off or self._epoch != self._groups.plan_epoch
 
     def changed(self, parameters: dict[int, torch.Tensor]) -> list[int]:
         """Return the ids of those of these parameters whose gradients have another dtype than ranks agreed on."""
-        agreed = dict(self._kinds)
-        return [
-            key
-            for key, parameter in parameters.items()
-            if key in agreed and agreed[key] is not gradient_dtype(parameter)
-        ]
+        agreed = dict(zip(self.ids, self._dtypes, strict=True))
+        dtypes = zip(parameters, gradient_dtypes(parameters.values()), strict=True)
+        return [key for key, dtype in dtypes if agreed.get(key, dtype) is not dtype]
 
     def leave_out(self, ids: Collection[int]) -> None:
         """Reduce nothing of these parameters in this step, the last one on these routes, on all ranks alike."""
@@ -119,7 +112,7 @@ class Routes:
 
     def fit(self, parameters: dict[int, torch.Tensor]) -> bool:
         """Whether these are the parameters that ranks agreed on, with gradients of the same dtypes."""
-        return self._kinds == [(key, gradient_dtype(parameter)) for key, parameter in parameters.items()]
+        return self.ids == list(parameters) and self._dtypes == gradient_dtypes(parameters.values())
 
     def _by_name(
         self, parameters: list[torch.Tensor], name_of: NameOf, settings: GradientSettings, prefix: str = ""

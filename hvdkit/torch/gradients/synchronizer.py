@@ -40,10 +40,7 @@ SUPERSEDED = (
 
 def is_current(engine: Any) -> bool:
     """True while ``engine`` is this process's engine."""
-    try:
-        return runtime.engine() is engine
-    except (NotInitializedError, ForkedChildError):
-        return False
+    return engine is not None and runtime.current() is engine
 
 
 class GradientSynchronizer:
@@ -135,7 +132,8 @@ class GradientSynchronizer:
 
     def _attach_again(self, trainable: dict[int, torch.Tensor]) -> None:
         """Hook parameters whose hook was not called in this step: torch.utils.swap_tensors takes it off."""
-        self._attach({key: one for key, one in trainable.items() if not self.hooks.has_seen(key)})
+        seen = self.hooks.seen
+        self._attach({key: one for key, one in trainable.items() if key not in seen})
 
     def _serve(self) -> None:
         """Have gradients of these parameters born where the node's other ranks can reach them."""

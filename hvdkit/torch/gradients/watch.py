@@ -37,7 +37,8 @@ class Watched(NamedTuple):
 
 def watch(gradient: torch.Tensor) -> Watched:
     """Remember a gradient as it is."""
-    return Watched(gradient, gradient._version, _address(gradient))
+    is_dense = gradient.layout is torch.strided
+    return Watched(gradient, gradient._version, gradient.data_ptr() if is_dense else 0)
 
 
 def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.Tensor | None]) -> list[int]:
@@ -45,8 +46,11 @@ def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.
 
     Views of one buffer count their versions together: what a backward pass added to another one is no change.
     """
-    moved = {key: one.is_moved(gradients[key]) for key, one in watched.items()}
-    changed = [key for key, one in watched.items() if moved[key] or one.gradient._version != one.version]
+    changed = [
+        key
+        for key, (gradient, version, address) in watched.items()
+        if gradients[key] is not gradient or gradient._version != version or _address(gradient) != address
+    ]
     if not changed:
         return []
     versions: dict[int, set[int]] = {}
@@ -56,7 +60,7 @@ def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.
     def is_anothers(one: torch.Tensor) -> bool:
         return one._version in versions[storage_of(one) or id(one)]
 
-    return [key for key in changed if moved[key] or not is_anothers(watched[key].gradient)]
+    return [key for key in changed if watched[key].is_moved(gradients[key]) or not is_anothers(watched[key].gradient)]
 
 
 def changed_of(pairs: Sequence[tuple[torch.Tensor, Watched | None]]) -> list[torch.Tensor]:

@@ -81,7 +81,8 @@ class OptimizerSynchronizer(GradientSynchronizer):
                 self._updates = None
 
     def _complete(self, parameter: torch.Tensor) -> None:
-        self.complete()
+        if self._updates is not None:
+            self.complete()
         super()._complete(parameter)
 
     @property
