@@ -162,7 +162,7 @@ def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
 def _last_resort(output: str) -> str:
     why = "waited .* for MPI to (start|bring)|was not answered by the store|could not connect to all"
     told = rf"hvdkit: rank \d+ ({why}).*"
-    where = r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_tcp_store|__init__)"  # without the native part
+    where = r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_agents_store|__init__)"  # without the native part
     found = re.search(f"{told}|{where}", output)
     return found[0].replace("\n", " / ") if found else ""
 
