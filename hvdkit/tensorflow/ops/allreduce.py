@@ -29,10 +29,11 @@ def _reduced(
     """The reductions of dense tensors, of dtypes that can be reduced, after all other checks."""
     codec, compressor = split_compression(asked.function, compression, op, tensors)
     tensor_checks.check_asked(asked)
-    dtypes = [tensor.dtype.name for tensor in tensors]
-    checks.check_op_for(asked.function, op, dtypes)
-    if op == ReduceOp.ADASUM:
-        checks.check_adasum(asked.function, dtypes, asked.process_set, runtime.topology().size)
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):  # which are defined for all dtypes
+        dtypes = [tensor.dtype.name for tensor in tensors]
+        checks.check_op_for(asked.function, op, dtypes)
+        if op == ReduceOp.ADASUM:
+            checks.check_adasum(asked.function, dtypes, asked.process_set, runtime.topology().size)
     request = ReduceRequest(op, *checks.check_factors(asked.function, *factors), codec)
     with tf.device(device) if device else nullcontext():
         results = around(compressor, tensors, lambda sent: reduce(asked, sent, request))
