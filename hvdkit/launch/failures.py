@@ -77,12 +77,16 @@ class Failures:
             _print([f"{SAYS}all tracebacks are in {where}, or shown with --verbose"])
 
     def first(self, ended: int, by_signal: bool, at: float) -> int:
-        """Return the rank that failed first. ``ended``: the rank that ended the job at ``at``, ``by_signal`` or not.
+        """Return the rank that failed first.
 
-        A rank that fails for its own reasons later than that may do so because the launcher ends the other ranks.
+        ``ended``: the rank whose end ended the job, ``by_signal`` or not, at the monotonic time ``at``. The launcher
+        then ends the other ranks, and their failures are its doing: their records count only if they blame a rank.
         """
-        known = self.records.items()
-        records = {rank: one for rank, one in known if rank == ended or one.after is not None or self.times[rank] < at}
+        records = {
+            rank: record
+            for rank, record in self.records.items()
+            if rank == ended or record.after is not None or self.times[rank] < at
+        }
         return first_to_fail(records, ended, by_signal)
 
     def _text(self, rank: int) -> str:

@@ -207,7 +207,7 @@ def run_mpi(
     if crashed:  # as it does, seldom, while it ends the ranks of a job that failed: what these told is kept
         say(f"mpirun itself was killed by signal {signal_name(-outcome.code)} ({-outcome.code})")
         failure = failure or next((Failure(rank, 1, how="aborted") for rank in output.failures.records), None)
-    elif failure is None and outcome.failed is not None:  # mpirun, seldom, comes to no end and makes no report
+    elif failure is None and outcome.failed is not None:  # mpirun hung in its own end and printed no report
         failure = next((stream.aborted for stream in streams.values() if stream.aborted is not None), None)
     if outcome.failed is None or failure is not None:  # else mpirun may not have come to start ranks
         tell_of_init(outcome, output, chosen)
@@ -257,13 +257,13 @@ def signal_from_status(status: int) -> int:
 
 
 def failed(failure: Failure, at: float, slots: list[Slot], output: Output, chosen: Options) -> int:
-    """Say which rank ended the job, ``at`` that time, and how; the exit status."""
+    """Print which rank ended the job and how. ``at``: the monotonic time of that. Returns the exit status."""
     by_signal = failure.code < 0 or failure.code > 128  # which is how a shell tells of one
     first = output.failures.first(failure.rank, by_signal, at)
     output.failures.show_rest(first, chosen.output_folder)
     if first != failure.rank:
-        told = first in output.failures.records
-        how = "failed, which ended the job" if told else "left the job before the others, which ended it"
+        has_failed = first in output.failures.records
+        how = "failed, which ended the job" if has_failed else "left the job before the others, which ended it"
         say(f"rank {first} on {as_ranks_say(slots[first].host)} {how}")
         return failure.code if failure.code >= 0 else 128 - failure.code
     host = as_ranks_say(failure.host or slots[failure.rank].host)

@@ -87,7 +87,7 @@ class Outcome:
     signal: int | None = None
     failed: int | None = None  # index of the child
     code: int = 0  # as subprocess has it: negative for a signal
-    at: float = field(default=math.inf, compare=False)  # on the monotonic clock; the other ranks are ended from then on
+    at: float = field(default=math.inf, compare=False)  # monotonic time from which the other children are ended
 
 
 def supervise(children: list[Child], stop_grace: float) -> Outcome:

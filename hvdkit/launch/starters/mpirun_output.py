@@ -41,7 +41,7 @@ class MpirunStream:
         self._in_report = False
         self.own_words = b""
         self.aborting = False  # a rank has called for the job's end
-        self.aborted: Failure | None = None  # which rank, once that is known
+        self.aborted: Failure | None = None  # the rank that called, and its exit code, once they are known
         self._latest = b""
         self._held: dict[tuple[int, str], bytes] = {}  # what may be the beginning of a banner
         self._after_banner: set[tuple[int, str]] = set()

@@ -46,9 +46,9 @@ _fixed_dtype = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") el
 
 
 def gradient_dtypes(parameters: Collection[torch.Tensor]) -> list[torch.dtype]:
-    """Return ``gradient_dtype`` of each parameter, in less time for many."""
+    """Return ``gradient_dtype`` of each parameter; faster than to call that for each, as each step does."""
     fixed: list[torch.dtype | None] = list(map(_fixed_dtype, parameters))
-    return [one or parameter.dtype for one, parameter in zip(fixed, parameters, strict=True)]
+    return [dtype or parameter.dtype for dtype, parameter in zip(fixed, parameters, strict=True)]
 
 
 def can_be_planned(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
