@@ -210,12 +210,14 @@ class RankedCases:
         runner: str = "tests.ranks",
         per_node: int | None = None,
         preload: tuple[str, ...] = CASES,
+        seconds: float = JOB_TIMEOUT_SECONDS,
         **environment: str,
     ) -> None:
         self.modules = ",".join(modules)
         self.per_node = per_node
         self.runner = runner
         self.preload = preload
+        self.seconds = seconds  # for a case, or for the start
         self.environment = environment
         self.names = [name for module in modules for name in case_names(module)]
         assert len(set(self.names)) == len(self.names), "cases of one job need different names"
@@ -234,7 +236,7 @@ class RankedCases:
                     command,
                     size,
                     transport,
-                    JOB_TIMEOUT_SECONDS,
+                    self.seconds,
                     per_node=self.per_node,
                     preload=self.preload,
                     progress=reached,
@@ -243,7 +245,7 @@ class RankedCases:
                 end = f"exit status {status}"
             except subprocess.TimeoutExpired as stuck:
                 output = (stuck.output or b"").decode(errors="replace")
-                end = f"killed: no case ended for {JOB_TIMEOUT_SECONDS} s"
+                end = f"killed: no case ended for {self.seconds} s"
             reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
         return reports, f"{end}\n{output[-8000:]}"
 

@@ -134,6 +134,11 @@ def job_identifier(environ: Mapping[str, str]) -> str:
     return "0"
 
 
+def nccl_host() -> str:
+    """Return the host that NCCL takes this process to run on, where NCCL_HOSTID says it, else nothing."""
+    return os.environ.get("NCCL_HOSTID", "")
+
+
 @contextmanager
 def for_a_while(values: Mapping[str, str | None]) -> Iterator[None]:
     """These values in this process's environment, None for not set: for a library that has no arguments for them."""

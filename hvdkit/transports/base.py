@@ -115,6 +115,30 @@ class DeviceCollectives(ABC):
         """Give everything back; what is in flight is lost."""
 
 
+# Flat arrays of host memory, each with a flat tensor of a device of as many elements.
+Pairs = Sequence[tuple[Any, Any]]
+
+
+class HostCopies(ABC):
+    """Copies between tensors of a device and memory of the host, one after the other; nothing but ``close`` blocks."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """Return what the calling thread has given the device to do so far."""
+
+    @abstractmethod
+    def to_host(self, pairs: Pairs, after: Sequence[Any]) -> Transfer:
+        """Copy tensors into the arrays beside them, behind the marks ``after``, of which some may be None."""
+
+    @abstractmethod
+    def to_device(self, pairs: Pairs) -> Transfer:
+        """Copy arrays into the tensors beside them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way, and let go of the host's memory. Nothing can be copied afterwards."""
+
+
 class Transport(ABC):
     """Moves bytes between the ranks of one job.
 

@@ -13,7 +13,8 @@ from hvdkit.compression import CASTS, Int8, PowerSGD
 from hvdkit.engine.loop.driver import spin_seconds
 from hvdkit.engine.ranks.topology import nodes_that_share, topology_of
 from hvdkit.engine.steps.arrangement import arrange, load
-from hvdkit.engine.steps.plan import Slot, first_order, lay_out, small_offsets
+from hvdkit.engine.steps.block import block_offsets
+from hvdkit.engine.steps.plan import Slot, first_order, lay_out
 from hvdkit.engine.steps.schedule import (
     BUCKET_AT_THE_END,
     LARGEST_BUCKET,
@@ -22,6 +23,7 @@ from hvdkit.engine.steps.schedule import (
     Piece,
     choose_sizes,
     cut,
+    for_a_device,
     send_order,
     without_overlap,
 )
@@ -181,10 +183,26 @@ def test_the_first_bucket_is_smaller_than_the_others():
     assert buckets[0].nbytes <= 4096 < buckets[1].nbytes
 
 
+def test_a_device_has_buckets_of_its_own_size_unless_one_was_asked_for():
+    network = Network(50e-6, 1e-9)
+    sizes = for_a_device(choose_sizes(network, None, None))
+    assert (sizes.bucket, sizes.first_bucket, sizes.alone) == (25 << 20, 1 << 20, None)
+    assert sizes.in_flight >= 2 * sizes.bucket
+    asked = for_a_device(choose_sizes(network, 3 << 20, None))
+    assert (asked.bucket, asked.first_bucket) == (3 << 20, 3 << 20)
+
+
 def test_small_gradients_have_one_block_and_large_ones_have_no_place_in_it():
     floats, halves = np.dtype(np.float32), np.dtype(np.float16)
     slots = [Slot("a", (3,), floats), Slot("b", (1 << 20,), floats), Slot("c", (33,), halves), Slot("d", (0,), floats)]
-    assert small_offsets(slots) == ([0, None, 64, 192], 192)
+    assert block_offsets(slots) == ([0, None, 64, 192], 192)
+
+
+def test_gradients_of_a_device_have_one_block_in_the_host_large_ones_too():
+    floats = np.dtype(np.float32)
+    slots = [Slot("a", (3,), floats), Slot("b", (1 << 20,), floats), Slot("c", (0,), floats)]
+    end = 64 + (4 << 20)
+    assert block_offsets(slots, holds_all=True) == ([0, 64, end], end)
 
 
 def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():

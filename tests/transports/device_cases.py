@@ -141,8 +141,13 @@ def case_ranks_that_share_a_device_are_staged(hvd):
             assert hvd.broadcast_(own.clone(), 1).tolist() == [1.0] * 3
             assert hvd.allgather(own[:1]).tolist() == [float(rank) for rank in range(hvd.size())]
             model, optimizer = model_and_optimizer(hvd)
+            before = pretend_device.COPIED[0]
             model(torch.ones(4, 5)).sum().backward()
             optimizer.step()
+            assert pretend_device.COPIED[0] > before
+            lane = list(runtime.engine().lanes.values())[-1]
+            assert lane.on_device
+            assert "copied" in lane.reducer.reason
             if hvd.rank() == 0:
                 assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="staged").tolist() == [1.0] * 2
             hvd.join()
@@ -150,6 +155,32 @@ def case_ranks_that_share_a_device_are_staged(hvd):
         assert launches(work) == 0
     finally:
         pretend_device.SHARED.clear()
+        hvd.shutdown()
+        hvd.init()
+
+
+def case_gradients_on_a_device_on_some_ranks_only_have_the_same_sums(hvd):
+    hvd.shutdown()
+    pretend_device.SHARED.append(True)
+    pretend_device.HOSTS.append(1)
+    try:
+        hvd.init()
+        model, optimizer = model_and_optimizer(hvd)
+        for step in range(3):
+            optimizer.zero_grad()
+            batches = [torch.full((4, 5), 1.0 + rank + step) for rank in range(hvd.size())]
+            everyones = [torch.autograd.grad(model(batch).sum(), list(model.parameters())) for batch in batches]
+            model(batches[hvd.rank()]).sum().backward()
+            optimizer.synchronize()
+            for parameter, *gradients in zip(model.parameters(), *everyones, strict=True):
+                torch.testing.assert_close(parameter.grad, sum(gradients) / hvd.size())
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert list(runtime.engine().lanes.values())[-1].on_device == (hvd.rank() != 1)
+        del model, optimizer
+    finally:
+        pretend_device.SHARED.clear()
+        pretend_device.HOSTS.clear()
         hvd.shutdown()
         hvd.init()
 

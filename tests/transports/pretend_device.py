@@ -6,7 +6,9 @@ and NCCL itself. ``python -m tests.transports.pretend_device MODULE FOLDER`` is 
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -14,14 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdkit.engine.steps import registration
 from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.host_copies import StreamCopies
 from hvdkit.transports.gpu.nccl import exchange
 from hvdkit.transports.torch_distributed import TorchTransport
 from tests import ranks
 from tests.transports.launched import COUNT
 
 FAIL_AT: list[int] = []  # numbers of launches that fail
-SHARED: list[bool] = []  # not empty: these ranks share their device
+# Not empty: these ranks share their device, so that gradients are copied to the host and back.
+SHARED: list[bool] = [True] if os.environ.get("TESTS_SHARED_DEVICE") else []
+HOSTS: list[int] = []  # ranks whose gradients are in host memory, while those of others are on a device
+COPIED = [0]  # batches of gradients that were copied to the host, or back
+COPY_SECONDS = 0.002  # later than who does not wait for them would look
 
 
 class ThreadEnd:
@@ -41,6 +49,8 @@ class ThreadEnd:
 class ThreadStream:
     """Runs what is launched one after the other, while the launching thread goes on."""
 
+    seconds = 0.0  # before each
+
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "pretend-stream")
 
@@ -49,15 +59,35 @@ class ThreadStream:
 
     def launch(self, device, after, tensors, work) -> ThreadEnd:
         assert all(mark == "a mark" for mark in after)
-        COUNT[0] += 1
-        if COUNT[0] in FAIL_AT:
-            raise RuntimeError("pretended failure at launch")
+        self._count()
 
         def run() -> None:
+            time.sleep(self.seconds)
             with torch.no_grad():
                 work(lambda one: one.wait())
 
         return ThreadEnd(self._thread.submit(run))
+
+    def _count(self) -> None:
+        COUNT[0] += 1
+        if COUNT[0] in FAIL_AT:
+            raise RuntimeError("pretended failure at launch")
+
+
+class CopyingStream(ThreadStream):
+    """A stream on which nothing but copies are launched, and late."""
+
+    seconds = COPY_SECONDS
+
+    def _count(self) -> None:
+        COPIED[0] += 1
+
+
+class Unlocked:
+    """Memory of the host that copies may reach."""
+
+    def close(self) -> None:
+        """Nothing is to be undone."""
 
 
 def open_pretend(store, rank, size, device, timeout_seconds):
@@ -66,6 +96,16 @@ def open_pretend(store, rank, size, device, timeout_seconds):
         return None
     group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
     return TorchDeviceCollectives(group, torch.device(device), ThreadStream())
+
+
+def open_pretended_copies(device):
+    if not SHARED or this_rank() in HOSTS:
+        return None
+    return lambda block: StreamCopies(torch.device(device), CopyingStream(), Unlocked())
+
+
+def this_rank() -> int:
+    return int(os.environ["RANK"])
 
 
 def pretend() -> None:
@@ -78,6 +118,7 @@ def pretend() -> None:
 
     TorchTransport.__init__ = init
     TorchTransport._open_device = staticmethod(open_pretend)
+    registration.copies_opener = open_pretended_copies
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ logger = logging.getLogger("hvdkit")
 
 # How long a pass over shared memory watches the other ranks before the engine looks at other operations.
 PASS_SPIN_SECONDS = 20e-6
+# How long an error that names no rank, as those of a device's library, waits for a goodbye or a broken connection.
+NAMELESS_SECONDS = 5.0
 
 
 class Engine(NamedOperations):
@@ -267,14 +269,16 @@ class Engine(NamedOperations):
         try:
             moved = operation.advance()
         except PeerLostError as error:
-            if error.rank is not None and self.negotiation.may_have_left(error.rank):
+            rank = self._gone(operation) if error.rank is None else error.rank
+            is_unclear = rank is None and monotonic() - operation.broken_at < NAMELESS_SECONDS
+            if is_unclear or (rank is not None and self.negotiation.may_have_left(rank)):
                 return False  # the operation says it again
-            reason = self.mailbox.departed.get(-1 if error.rank is None else error.rank)
-            who = "" if error.rank is None else self.topology.describe(error.rank)
+            reason = self.mailbox.departed.get(-1 if rank is None else rank)
+            who = "" if rank is None else self.topology.describe(rank)
             how = f"{who} has left the job: {reason}" if reason else str(error)
             if who not in how:
                 how = f"{who} is lost: {how}"
-            raise PeerLostError(f"{operation.what} failed on {self.mailbox.me()}: {how}", error.rank) from error
+            raise PeerLostError(f"{operation.what} failed on {self.mailbox.me()}: {how}", rank) from error
         except PayloadError as error:
             raise PayloadError(
                 error.rank, error.problem, f"{operation.what} failed on {self.mailbox.me()}: "
@@ -284,6 +288,12 @@ class Engine(NamedOperations):
         if moved and operation in self.operations:
             self.operations.remove(operation)
         return moved is not None
+
+    def _gone(self, operation: Operation) -> int | None:
+        """Return the first rank of an operation that has left or is lost, for a library that does not tell which."""
+        gone = {*self.mailbox.departed, *self.transport.lost_peers()}.intersection(operation.members)
+        left_at = self.mailbox.departed_at
+        return min(gone, key=lambda rank: left_at.get(rank, 0.0), default=None)
 
     def fail(self, error: HorovodInternalError) -> None:
         """End every wait with ``error``: a rank is lost, or this one cannot go on."""

@@ -13,7 +13,9 @@ from hvdkit.transports.base import Transfer, Transport
 class Operation:
     """Drives one generator of a collective forward; ``advance`` never blocks."""
 
-    __slots__ = ("_broken", "_members", "_on_done", "_pending", "_steps", "_transport", "_what", "fail", "since")
+    __slots__ = (
+        "_broken", "_on_done", "_pending", "_steps", "_transport", "_what", "broken_at", "fail", "members", "since",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -29,10 +31,11 @@ class Operation:
         self._steps = steps
         self._transport = transport
         self._on_done = on_done
-        self._members = members
+        self.members = members
         self.fail = on_fail  # tells whoever waits that the operation will not end
         self._pending: list[Transfer] = []
         self._broken: PeerLostError | None = None
+        self.broken_at = 0.0  # when a transfer first said that a peer is lost
 
     def advance(self) -> bool | None:
         """Go as far as possible. True: finished; False: went on; None: nothing has come in. Raises what went wrong."""
@@ -46,7 +49,7 @@ class Operation:
                         return moved
                     self._pending.pop()
             except PeerLostError as error:
-                self._broken = error
+                self._breaks(error)
                 raise
             moved = False
             try:
@@ -54,6 +57,9 @@ class Operation:
             except StopIteration as stop:
                 self._on_done(stop.value)
                 return True
+            except PeerLostError as error:
+                self._breaks(error)  # the generator has ended, and would seem to be through when asked again
+                raise
             if self._pending:
                 self._transport.watch(list(self._pending))
 
@@ -69,7 +75,7 @@ class Operation:
             if not self._is_done(transfer):
                 several = getattr(transfer, "awaited", None)
                 peers.update([transfer.peer] if several is None else several())
-        return peers.difference((-1,)).union(self._members) if -1 in peers else peers
+        return peers.difference((-1,)).union(self.members) if -1 in peers else peers
 
     def _is_done(self, transfer: Transfer) -> bool:
         try:
@@ -77,5 +83,9 @@ class Operation:
         except PeerLostError as error:
             # For ``advance``, whose caller knows what the operation is and whether the peer has left. MPI tells it
             # once, and says ever after that the request is done.
-            self._broken = error
+            self._breaks(error)
             return False
+
+    def _breaks(self, error: PeerLostError) -> None:
+        if self._broken is None:
+            self._broken, self.broken_at = error, monotonic()

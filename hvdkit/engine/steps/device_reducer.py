@@ -14,7 +14,7 @@ from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.engine.steps.reducer import Met, Reducer
 from hvdkit.engine.steps.residuals import Residuals, State
-from hvdkit.engine.steps.schedule import Piece
+from hvdkit.engine.steps.schedule import Piece, Sizes, for_a_device
 from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import DeviceCollectives
@@ -74,6 +74,9 @@ class DeviceReducer(Reducer):
         self._slots = list(slots)
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self.reason = "the device's collectives"
+
+    def sizes(self, usual: Sizes) -> Sizes:
+        return for_a_device(usual)
 
     def lay_out(self, arrangement: Arrangement) -> None:
         self._pull(range(len(self._kept)))

@@ -20,14 +20,14 @@ from hvdkit.collectives.staging import Mode, Turn
 from hvdkit.compression import Codec, Memory
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
+from hvdkit.engine.steps.block import private_block
 from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, Where
 from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
-from hvdkit.engine.steps.plan import Bucket, Reduction, Slot, small_offsets
+from hvdkit.engine.steps.plan import Bucket, Reduction, Slot
 from hvdkit.engine.steps.reducer import Met, Reducer
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from hvdkit.transports.base import aligned_empty
 
 logger = logging.getLogger("hvdkit")
 
@@ -48,7 +48,8 @@ class Work(NamedTuple):
 class HostReducer(Reducer):
     """``node``: where the ranks of this node reach each other's gradients; None where no two share memory.
 
-    ``layout``: how ranks lie on nodes, where some of them share memory. Gradients that lie in the arena are pinned from
+    ``layout``: how ranks lie on nodes, where some of them share memory. ``holds_all``: large gradients are copied into
+    the block too; ``node``, if there is one, has that block. Gradients that lie in the arena are pinned from
     when they are offered until all ranks are through with them: whatever becomes of the tensor, the memory stays.
     """
 
@@ -62,13 +63,13 @@ class HostReducer(Reducer):
         slots: Sequence[Slot],
         node: NodePass | None = None,
         takes_turns: bool = False,
+        holds_all: bool = False,
     ) -> None:
         self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
         self._slots = list(slots)
         self.residuals = Residuals(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
         self._runs: dict[Piece, list[Part]] = {}  # what lies in a piece of these buckets
-        self._small = node.small if node is not None else _block_of_small(slots)
-        self._small_offers = {slot: offer_of(memory) for slot, memory in self._small.items()}
+        self.block = node.block if node is not None else private_block(slots, holds_all)
         self._nbytes = [slot.elements * slot.dtype.itemsize for slot in slots]
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self._pinned: list[int] = []
@@ -86,14 +87,14 @@ class HostReducer(Reducer):
         self.residuals.lay_out(arrangement.buckets)
 
     def small(self, slot: int) -> Array | None:
-        return self._small.get(slot)
+        return self.block.places.get(slot)
 
     def offer(self, slot: int, offer: Offer | None) -> None:
-        small = self._small_offers.get(slot)
-        if small is not None:
+        copied = self.block.offers.get(slot)
+        if copied is not None:
             if offer is None:
-                small.array[...] = 0
-            self._offers[slot] = small
+                copied.array[...] = 0
+            self._offers[slot] = copied
             return
         assert offer is not FILLED, f"{self._slots[slot].name!r} is no small slot"
         self._offers[slot] = offer
@@ -296,16 +297,15 @@ class HostReducer(Reducer):
         order.leave(work.number)
 
     def forget(self, quiet: bool) -> None:
-        self._small, self._small_offers = {}, {}
-        if self._node is not None:
-            self._node.small = {}
-            if quiet:
-                self._node.give_back()
+        self.block.leave()
+        if self._node is not None and quiet:
+            self._node.give_back()
         self.residuals.forget()
         ARENA.trim()
 
     def close(self) -> None:
-        self._small, self._small_offers, self._node = {}, {}, None
+        self.block.leave()
+        self._node = None
 
 
 def _until_right(node: NodePass, number: int) -> Steps[None]:
@@ -313,16 +313,6 @@ def _until_right(node: NodePass, number: int) -> Steps[None]:
     waits = node.withdrawn(number)
     if waits:
         yield list(waits)
-
-
-def _block_of_small(slots: Sequence[Slot]) -> dict[int, Array]:
-    offsets, nbytes = small_offsets(slots)
-    block = aligned_empty(nbytes)
-    return {
-        slot: block[offset : offset + one.elements * one.dtype.itemsize].view(one.dtype)
-        for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True))
-        if offset is not None
-    }
 
 
 def _reason_for(layout: Layout | None, node: NodePass | None) -> str:

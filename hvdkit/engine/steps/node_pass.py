@@ -19,7 +19,8 @@ from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.loop.tags import SPAN
 from hvdkit.engine.ranks.segments import lane_segment
-from hvdkit.engine.steps.plan import Slot, small_offsets
+from hvdkit.engine.steps.block import Block, block_offsets
+from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE
 
@@ -78,10 +79,19 @@ class Order:
 
 
 class NodePass:
-    """The window of one lane, and this rank's index among the ``members`` of its node (ranks of the transport)."""
+    """The window of one lane, and this rank's index among the ``members`` of its node (ranks of the transport).
+
+    ``holds_all``: large gradients have a place in each rank's region too.
+    """
 
     def __init__(
-        self, transport: NodeTransport, members: Sequence[int], segment: int, slots: Sequence[Slot], spin_seconds: float
+        self,
+        transport: NodeTransport,
+        members: Sequence[int],
+        segment: int,
+        slots: Sequence[Slot],
+        spin_seconds: float,
+        holds_all: bool = False,
     ) -> None:
         from hvdkit.kernels._native import Cells, InPlace
 
@@ -92,11 +102,11 @@ class NodePass:
         self._transport, self._segment = transport, segment
         self._wakeups = transport.wakeups_of([rank for rank in self.members if rank != transport.rank])
         count = len(self.members)
-        offsets, small_bytes = small_offsets(slots)
+        offsets, block_bytes = block_offsets(slots, holds_all)
         cells_bytes = 2 * count * CELLS * CACHE_LINE
         table_begin = cells_bytes + count * CELLS * np.dtype(np.float64).itemsize
         self._head_bytes = _pages(table_begin + InPlace.table_bytes(count, len(slots)))
-        self._region_bytes = _pages(small_bytes)
+        self._region_bytes = _pages(block_bytes)
         staging_begin = self._head_bytes + count * self._region_bytes
         self.window: Any = transport.memory.window(segment, staging_begin + staging_bytes(count))
         self._cells = Cells(self.window, 0, 2 * count * CELLS)
@@ -116,12 +126,10 @@ class NodePass:
         self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, spin_seconds)
         window: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)
         self._ready_at: Array = window[cells_bytes:table_begin].view(np.float64).reshape(count, CELLS)
-        memory = window[self._region(self.me) :]
-        self.small: dict[int, Array] = {}
-        for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True)):
-            if offset is not None:
-                self.small[slot] = memory[offset : offset + one.elements * one.dtype.itemsize].view(one.dtype)
-                self._in_place.offer(slot, Where.REGION)
+        region = self._region(self.me)
+        self.block = Block(window[region : region + self._region_bytes], slots, offsets)
+        for slot in self.block.places:
+            self._in_place.offer(slot, Where.REGION)
 
     def _region(self, rank: int) -> int:
         return self._head_bytes + rank * self._region_bytes
@@ -235,7 +243,9 @@ def _dtype_number(slot: Slot) -> int:
     return list(DTYPES).index(NAMES[slot.dtype])
 
 
-def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePass | None, str]:
+def node_pass(
+    group: Group, lane_id: int, slots: Sequence[Slot], holds_all: bool = False
+) -> tuple[NodePass | None, str]:
     """Where a lane's gradients meet on this node, or why they cannot; both nothing with one rank of the group here."""
     staging = None if group.layout is None else group.layout.staging
     if staging is None:
@@ -245,10 +255,11 @@ def node_pass(group: Group, lane_id: int, slots: Sequence[Slot]) -> tuple[NodePa
     assert isinstance(group.transport, NodeTransport)
     here = None
     try:
-        here = NodePass(group.transport, staging.members, lane_segment(lane_id), slots, staging.spin_seconds)
+        segment = lane_segment(lane_id)
+        here = NodePass(group.transport, staging.members, segment, slots, staging.spin_seconds, holds_all)
         here.populate()
     except OSError as error:
         if here is not None:
             here.discard()
-        return None, f"no room for {small_offsets(slots)[1]} bytes on each rank ({error})"
+        return None, f"no room for {block_offsets(slots, holds_all)[1]} bytes on each rank ({error})"
     return here, ""

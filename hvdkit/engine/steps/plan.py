@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.arena import SMALLEST_BYTES
 from hvdkit.compression import Codec
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import CACHE_LINE
@@ -79,21 +78,6 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         return self.elements * self.dtype.itemsize
-
-
-def is_small(slot: Slot) -> bool:
-    """Whether a gradient is copied into the lane's memory, since it is too small for an allocation of the arena."""
-    return slot.elements * slot.dtype.itemsize < SMALLEST_BYTES
-
-
-def small_offsets(slots: Sequence[Slot]) -> tuple[list[int | None], int]:
-    """Where small gradients lie in one block, in bytes, None for large ones; and what the block takes."""
-    offsets: list[int | None] = []
-    end = 0
-    for slot in slots:
-        offsets.append(end if is_small(slot) else None)
-        end += slot.padded * slot.dtype.itemsize if is_small(slot) else 0
-    return offsets, end
 
 
 def lay_out(

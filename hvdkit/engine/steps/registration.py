@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from hvdkit.collectives.group import Group
+from hvdkit.collectives.group import Array, Group
+from hvdkit.collectives.hierarchical import Layout
 from hvdkit.compression import Codec
 from hvdkit.config import Settings
 from hvdkit.engine.loop.tags import LANES
@@ -15,15 +17,17 @@ from hvdkit.engine.ops.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.steps.copied_reducer import CopiedReducer
 from hvdkit.engine.steps.device_reducer import DeviceReducer, stays_on_device
 from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
-from hvdkit.engine.steps.node_pass import node_pass
+from hvdkit.engine.steps.node_pass import NodePass, node_pass
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
+from hvdkit.transports.base import HostCopies
 
 logger = logging.getLogger("hvdkit")
 
@@ -100,25 +104,49 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
     return Lane(lanes, lane_id, number, plan, group, reducer, settings.verify)
 
 
+def copies_opener(device: str) -> Callable[[Array], HostCopies] | None:
+    """Return what opens copies between a device and a block of host memory; None where gradients are not on CUDA."""
+    if device.partition(":")[0] != "cuda":
+        return None
+    from hvdkit.transports.gpu.host_copies import open_copies
+
+    return partial(open_copies, device)
+
+
 def _host_reducer(named: NamedOperations, topology: Topology, in_turns: bool, plan: Plan, lane_id: int) -> Reducer:
     """What reduces a lane's gradients on the host: in the node's memory if no rank of the lane is short of it."""
-    group = named.groups.group(plan.process_set_id)
+    group, opener = named.groups.group(plan.process_set_id), copies_opener(plan.device)
     if group.layout is None:
-        return HostReducer(group, plan.reduction, None, plan.slots)
-    node, problem = node_pass(group, lane_id, plan.slots)
+        return _reducer_in(None, None, group, plan, opener)
+    node, problem = node_pass(group, lane_id, plan.slots, holds_all=opener is not None)
     everyone = topology.size
-    # The first rank that is short of memory, and whether all compute where they sum.
-    agreed = np.array([topology.rank if problem else everyone, plan.device in ("cpu", HOST)])
+    # The first rank that is short of memory, whether all compute where they sum, and whether all copy, or none.
+    agreed = np.array(
+        [topology.rank if problem else everyone, plan.device in ("cpu", HOST), opener is not None, opener is None]
+    )
     named.allreduce([agreed], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
-    short, all_on_host = int(agreed[0]), bool(agreed[1])
-    if short == topology.rank:
+    short, all_on_host, are_alike = int(agreed[0]), bool(agreed[1]), bool(agreed[2] or agreed[3])
+    if short == topology.rank or (group.rank == 0 and not are_alike):
         logger.warning(
             "%s: the gradients of '%s' are not in shared memory, which is slower: %s",
-            topology.describe(topology.rank), plan.name, problem,
+            topology.describe(topology.rank), plan.name, problem or "they are on a GPU on some ranks and not on others",
         )  # fmt: skip
-    if short < everyone:
+    if short < everyone or not are_alike:
         if node is not None:
             node.discard()
-        return HostReducer(group, plan.reduction, None, plan.slots)
+        return _reducer_in(None, None, group, plan, opener)
     takes_turns = in_turns and all_on_host and node is not None and len(group.layout.nodes) == 1
-    return HostReducer(group, plan.reduction, group.layout, plan.slots, node, takes_turns)
+    return _reducer_in(group.layout, node, group, plan, opener, takes_turns)
+
+
+def _reducer_in(
+    layout: Layout | None,
+    node: NodePass | None,
+    group: Group,
+    plan: Plan,
+    opener: Callable[[Array], HostCopies] | None,
+    takes_turns: bool = False,
+) -> Reducer:
+    if opener is None:
+        return HostReducer(group, plan.reduction, layout, plan.slots, node, takes_turns)
+    return CopiedReducer(group, plan.reduction, layout, plan.slots, node, opener)

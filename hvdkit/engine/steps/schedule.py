@@ -48,6 +48,9 @@ WORTH_AN_OPERATION = MEBIBYTE
 # caches too: a few large buckets, summed when it is over, cost less. Larger ones would keep the engine from all else.
 BUCKET_AT_THE_END = 128 * MEBIBYTE
 
+# For a device's own collectives: the sizes of DistributedDataParallel's buckets, chosen for NCCL (Li et al., 2020).
+DEVICE_BUCKET = 25 * MEBIBYTE
+
 
 @dataclass(frozen=True)
 class Network:
@@ -103,6 +106,17 @@ def choose_sizes(
     least, most = (count * max(bucket, SMALLEST_BUCKET) for count in (BUCKETS_IN_FLIGHT, MOST_BUCKETS_IN_FLIGHT))
     in_flight = min(max(least, trip), most)
     return Sizes(bucket, first, in_flight, f"{reason}; {in_flight / MEBIBYTE:.0f} MiB in flight", encoded, alone)
+
+
+def for_a_device(sizes: Sizes) -> Sizes:
+    """Return sizes for gradients that a device's library sums, of which what the host measured says nothing.
+
+    A size that was asked for stays.
+    """
+    if sizes.alone is None or sizes.bucket >= DEVICE_BUCKET:
+        return replace(sizes, alone=None)
+    in_flight, reason = BUCKETS_IN_FLIGHT * DEVICE_BUCKET, f"{DEVICE_BUCKET // MEBIBYTE} MiB, as on any device"
+    return replace(sizes, bucket=DEVICE_BUCKET, first_bucket=MEBIBYTE, in_flight=in_flight, reason=reason, alone=None)
 
 
 def without_overlap(sizes: Sizes) -> Sizes:

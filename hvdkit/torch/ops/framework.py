@@ -17,6 +17,7 @@ from hvdkit.api.operations import Operations
 from hvdkit.api.result_memory import RESULTS
 from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.torch.ops.tensor_checks import dtype_name
+from hvdkit.transports.gpu.device import cuda_mark
 
 Array = npt.NDArray[Any]
 
@@ -144,10 +145,7 @@ OPERATIONS = Operations(Torch())
 
 def device_array(tensor: Tensor) -> DeviceArray:
     """A contiguous tensor for the engine, with its values as of the present thread's work on the device."""
-    mark: Any = None
-    if tensor.is_cuda:
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record(torch.cuda.current_stream(tensor.device))
+    mark: Any = cuda_mark(tensor.device) if tensor.is_cuda else None
 
     def to_host() -> Array:
         if mark is not None:

@@ -35,6 +35,12 @@ _LOCAL_OPS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 _HALVES = (torch.float16, torch.bfloat16)
+CAPTURED = (
+    "a CUDA graph cannot capture an operation of hvdkit, in which threads of the host take part: each replay would use "
+    "gradients of this rank alone.\n"
+    "HINT: capture the model by torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead'), and leave "
+    "operations, backward() and optimizer.step() outside of graphs of your own."
+)
 
 
 class End(Protocol):
@@ -67,6 +73,19 @@ class Work(Protocol):
     def __call__(self, wait: Wait) -> None: ...
 
 
+def cuda_mark(device: torch.device) -> Any:
+    """Return an event behind the calling thread's work on a GPU.
+
+    Raises:
+        ValueError: that work is being captured in a CUDA graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(CAPTURED)
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class CudaEnd:
     """An event behind the last kernel, and the collectives before it, any of which may have been given up."""
 
@@ -96,9 +115,7 @@ class CudaStream:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, device: torch.device) -> Any:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        return event
+        return cuda_mark(device)
 
     def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Work) -> End:
         if device not in self._streams:

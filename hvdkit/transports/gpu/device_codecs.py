@@ -1,4 +1,4 @@
-"""Payloads of lossy codecs by torch's own operations: what stands for tensors of a device, and back.
+"""Payloads of lossy codecs: what stands for tensors of a device, and back, by torch's operations or Triton's kernels.
 
 A payload stands for what it stands for on the host, but top-k's has exactly as many values as are wanted. All have a
 size that ranks know beforehand.
@@ -6,14 +6,57 @@ size that ranks know beforehand.
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvdkit.compression import DGC, Codec, Int4, Int8, Memory, OneBit, TopK
+from hvdkit.errors import in_words
+
+logger = logging.getLogger("hvdkit")
+
+# Devices whose tensors Triton's kernels take.
+TRITON_DEVICES = {"cuda"}
+# Elements of a block: each is in the registers of one program, and of more a kernel is compiled for minutes.
+LARGEST_TRITON_BLOCK = 8192
+NO_TRITON = (
+    "codecs encode on the GPU by PyTorch's operations, which takes several times as long as by Triton's kernels, since "
+    "these cannot be compiled here: %s.\nHINT: have a C compiler and Python's headers (Debian: gcc, python3-dev)."
+)
+
+
+class _Kernels(NamedTuple):
+    """Kernels of Triton."""
+
+    encode: Callable[..., None]
+    decode: Callable[..., None]
+    take_largest: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@functools.cache
+def _triton(device: torch.device) -> _Kernels | None:
+    """Return the kernels of Triton; None where PyTorch has come without it, or nothing can be compiled for a device."""
+    try:
+        from hvdkit.transports.gpu import triton_codecs, triton_topk
+    except ImportError:
+        return None
+    try:
+        payload = torch.zeros((1, 20), dtype=torch.uint8, device=device)
+        triton_codecs.decode(payload, torch.empty((1, 16), device=device), 16, 8)
+    except Exception as error:  # of Triton, a compiler or the driver, each with exceptions of its own
+        logger.warning(NO_TRITON, in_words(error))
+        return None
+    return _Kernels(triton_codecs.encode, triton_codecs.decode, triton_topk.take_largest)
+
+
+def _kernels(tensor: Tensor) -> _Kernels | None:
+    """Return the kernels of Triton for a tensor, None where it is for torch's operations."""
+    return _triton(tensor.device) if tensor.device.type in TRITON_DEVICES else None
 
 
 class Coder(ABC):
@@ -30,11 +73,64 @@ class Coder(ABC):
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
         """The values of ``elements`` elements in each row."""
 
+    def add_to(self, flat: Tensor, payload: Tensor) -> None:
+        """Add the values that one row's payload stands for."""
+        flat.add_(self.decode(payload[None], flat.numel())[0])
 
-class Quantised(Coder):
+    def encode_rest(
+        self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Encode rows plus what was kept of them; see ``encode``.
+
+        Returns the payloads, what they stand for where that is at hand, and what is kept from now on, if anything is.
+        """
+        wanted = rows if kept is None else rows + kept
+        payloads = self.encode(wanted, valid, phase)
+        sent = self.decode(payloads, rows.shape[1])
+        return payloads, sent, None if kept is None else lacks(wanted, sent, kept)
+
+
+def lacks(wanted: Tensor, sent: Tensor, kept: Tensor) -> Tensor:
+    """What ``sent`` lacks of what was wanted; where that is not finite, what was kept before."""
+    lost = wanted - sent
+    return torch.where(torch.isfinite(lost), lost, kept)
+
+
+class Blocks(Coder):
+    """Blocks of elements with a scale each: payloads are the scales of a row, and ``bits`` for each element."""
+
+    bits: int
+    rounds = True  # to the nearest, as Triton's kernels do
+
+    def encode_rest(
+        self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        kernels = _kernels(rows) if self.rounds and self.step <= LARGEST_TRITON_BLOCK else None
+        if kernels is None:
+            return super().encode_rest(rows, kept, valid, phase)
+        nbytes = rows.shape[1] // self.step * (4 + self.step * self.bits // 8)
+        payloads = rows.new_empty((len(rows), nbytes), dtype=torch.uint8)
+        left, before = (None, None) if kept is None else (torch.empty_like(rows), kept.contiguous())
+        kernels.encode(rows.contiguous(), before, payloads, left, self.step, self.bits, valid)
+        return payloads, None, left
+
+    def decode(self, payloads: Tensor, elements: int) -> Tensor:
+        kernels = _kernels(payloads) if self.step <= LARGEST_TRITON_BLOCK else None
+        if kernels is None:
+            return self.decoded(payloads, elements)
+        values = payloads.new_empty((len(payloads), elements), dtype=torch.float32)
+        kernels.decode(payloads.contiguous(), values, self.step, self.bits)
+        return values
+
+    @abstractmethod
+    def decoded(self, payloads: Tensor, elements: int) -> Tensor:
+        """``decode`` by torch's operations."""
+
+
+class Quantised(Blocks):
     def __init__(self, codec: Int8 | Int4, turn: int, rank: int) -> None:
-        self._codec, self._bits, self._largest = codec, codec.bits, 127 if codec.bits == 8 else 7
-        self.step = codec.block
+        self._codec, self.bits, self._largest = codec, codec.bits, 127 if codec.bits == 8 else 7
+        self.step, self.rounds = codec.block, not codec.stochastic
         self._words = codec.seed + turn * 0x85EBCA6B + 2 * rank * 0xC2B2AE35
 
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
@@ -50,16 +146,16 @@ class Quantised(Coder):
         else:
             multiples = torch.round(multiples)
         codes = torch.nan_to_num(multiples).clamp(-self._largest, self._largest).to(torch.int8).view(len(wanted), -1)
-        if self._bits == 4:
+        if self.bits == 4:
             nibbles = (codes + 8).view(torch.uint8)
             codes = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=1)
 
-    def decode(self, payloads: Tensor, elements: int) -> Tensor:
+    def decoded(self, payloads: Tensor, elements: int) -> Tensor:
         blocks = elements // self._codec.block
         scales = payloads[:, : 4 * blocks].contiguous().view(torch.float32)
         codes = payloads[:, 4 * blocks :]
-        if self._bits == 4:
+        if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], dim=2).view(len(payloads), -1).view(torch.int8) - 8
         else:
             codes = codes.contiguous().view(torch.int8)
@@ -67,7 +163,9 @@ class Quantised(Coder):
         return values.view(len(payloads), elements)
 
 
-class Signs(Coder):
+class Signs(Blocks):
+    bits = 1
+
     def __init__(self, codec: OneBit, turn: int, rank: int) -> None:
         self.step = codec.block
 
@@ -80,7 +178,7 @@ class Signs(Coder):
         packed = (bits << _shifts(wanted.device)).sum(dim=2, dtype=torch.uint8)
         return torch.cat([scales.view(torch.uint8), packed], dim=1)
 
-    def decode(self, payloads: Tensor, elements: int) -> Tensor:
+    def decoded(self, payloads: Tensor, elements: int) -> Tensor:
         blocks = elements // self.step
         scales = payloads[:, : 4 * blocks].contiguous().view(torch.float32)
         bits = (payloads[:, 4 * blocks :, None] >> _shifts(payloads.device)) & 1
@@ -93,13 +191,18 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 class Largest(Coder):
-    """Exactly as many as are wanted of each row, so that all ranks know the size of a payload."""
+    """As many as are wanted of each row, or padded to that, so that all ranks know the size of a payload.
+
+    By torch's operations they are the largest. Triton's kernels take those above a threshold, and then the first of
+    those that are at most 1.5 % below it.
+    """
 
     def __init__(self, codec: TopK, turn: int, rank: int) -> None:
         memory = Memory(0)
         memory.turn = turn
         self._ratio = codec.ratio_at(memory)
         self.sends_all = 2 * codec.ratio >= 1
+        self._masks = isinstance(codec, DGC)  # what was sent leaves its velocity
 
     def _count(self, elements: int) -> int:
         return min(elements, max(1, round(elements * self._ratio)))
@@ -110,6 +213,19 @@ class Largest(Coder):
         values = torch.gather(wanted, 1, indices)
         return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)], dim=1)
 
+    def encode_rest(
+        self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if (kernels := _kernels(rows)) is None:
+            return super().encode_rest(rows, kept, valid, phase)
+        before = None if kept is None else kept.contiguous()
+        payloads, left = kernels.take_largest(rows.contiguous(), before, self._count(rows.shape[1]))
+        return payloads, self.decode(payloads, rows.shape[1]) if self._masks else None, left
+
+    def add_to(self, flat: Tensor, payload: Tensor) -> None:
+        indices, values = self.pairs(payload[None], flat.numel())
+        flat.scatter_add_(0, indices[0], values[0])
+
     def pairs(self, payloads: Tensor, elements: int) -> tuple[Tensor, Tensor]:
         """Indices and values, both [rows, count]."""
         count = self._count(elements)
@@ -118,7 +234,8 @@ class Largest(Coder):
 
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
         indices, values = self.pairs(payloads, elements)
-        return values.new_zeros((len(payloads), elements)).scatter_(1, indices, values)
+        # Added: what pads a payload is zeros at the first element, which may be there too.
+        return values.new_zeros((len(payloads), elements)).scatter_add_(1, indices, values)
 
 
 # What encodes payloads of a codec that has a twin here, at a turn of a rank.

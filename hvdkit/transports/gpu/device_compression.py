@@ -20,7 +20,7 @@ from hvdkit.compression import DGC, Codec, LossyCodec, Memory, PowerSGD
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.memory import OWED, RESIDUAL, Key
 from hvdkit.kernels import Scale
-from hvdkit.transports.gpu.device_codecs import CODERS, Coder
+from hvdkit.transports.gpu.device_codecs import CODERS, Coder, lacks
 from hvdkit.transports.gpu.device_scale import rescale_
 
 Wait = Callable[[Any], None]
@@ -167,28 +167,12 @@ def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> 
         buffer.copy_(flat)
 
 
-def _encode(
-    coder: Coder, rows: Tensor, kept: Tensor | None, valid: int, phase: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The payloads of some rows plus what was kept of them, what they stand for, and what is kept from now on."""
-    wanted = rows if kept is None else rows + kept
-    payloads = coder.encode(wanted, valid, phase)
-    sent = coder.decode(payloads, rows.shape[1])
-    return payloads, sent, None if kept is None else _lacks(wanted, sent, kept)
-
-
-def _lacks(wanted: Tensor, sent: Tensor, kept: Tensor) -> Tensor:
-    """What ``sent`` lacks; where that is not finite, what was kept before."""
-    lost = wanted - sent
-    return torch.where(torch.isfinite(lost), lost, kept)
-
-
 def _all(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     """A plain sum, where as many values as elements would be sent."""
     residual = memory.array(RESIDUAL)
     sent = flat.clone() if residual is None else flat + residual
     if residual is not None:
-        residual.copy_(_lacks(sent, sent, residual))
+        residual.copy_(lacks(sent, sent, residual))
     flat.copy_(sent)
     exchange.sum(flat)
     rescale_(flat, exchange.scale)
@@ -202,15 +186,16 @@ def _gather(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
         _all(exchange, flat, memory)
         return
     kept = None if residual is None else residual[None]
-    payload, sent, now_kept = _encode(coder, flat[None], kept, count, 0)
+    payload, sent, now_kept = coder.encode_rest(flat[None], kept, count, 0)
     everyones = exchange.gather(payload[0])
-    total = coder.decode(everyones[:1], count)[0]
-    for rank in range(1, exchange.size):
-        total = total + coder.decode(everyones[rank : rank + 1], count)[0]
-    rescale_(flat.copy_(total), exchange.scale)
-    if residual is not None and now_kept is not None:
-        residual.copy_(now_kept[0])
-    memory.sent(sent[0])
+    flat.zero_()
+    for everyone in everyones:
+        coder.add_to(flat, everyone)
+    rescale_(flat, exchange.scale)
+    if now_kept is not None:
+        memory.arrays[RESIDUAL] = now_kept[0]
+    if sent is not None:
+        memory.sent(sent[0])
 
 
 def _two_phase(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
@@ -223,21 +208,22 @@ def _two_phase(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     chunk = -(-count // (size * coder.step)) * coder.step
     rows = pad(flat, (0, size * chunk - count)).view(size, chunk)
     kept = None if residual is None else pad(residual, (0, size * chunk - count)).view(size, chunk)
-    payloads, sent, now_kept = _encode(coder, rows, kept, count, 0)
+    payloads, sent, now_kept = coder.encode_rest(rows, kept, count, 0)
     incoming = coder.decode(exchange.swap(payloads), chunk)
     own, valid = rows[me : me + 1].clone(), min(chunk, max(0, count - me * chunk))
     for peer in range(size):
         if peer != me:
             own += incoming[peer]
     own[0, valid:] = 0.0  # signs, for one, stand for something there too
-    payload, own_sent, own_kept = _encode(coder, own, None if kept is None else kept[me : me + 1], valid, 1)
+    payload, own_sent, own_kept = coder.encode_rest(own, None if kept is None else kept[me : me + 1], valid, 1)
     everyones = exchange.gather(payload[0])
     rescale_(flat.copy_(coder.decode(everyones, chunk).view(-1)[:count]), exchange.scale)
-    sent[me] = own_sent[0]
     if residual is not None and now_kept is not None and own_kept is not None:
         now_kept[me] = own_kept[0]
         residual.copy_(now_kept.view(-1)[:count])
-    memory.sent(sent.view(-1)[:count])
+    if sent is not None and own_sent is not None:
+        sent[me] = own_sent[0]
+        memory.sent(sent.view(-1)[:count])
 
 
 def _add_to_velocity(codec: DGC, flat: Tensor, memory: DeviceMemory, ranks: int) -> None:

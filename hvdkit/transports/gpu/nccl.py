@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hvdkit.environments.variables import for_a_while
+from hvdkit.environments.variables import for_a_while, nccl_host
 from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.gpu.device import CudaStream, TorchDeviceCollectives
 from hvdkit.transports.security.admission import unsealed
@@ -25,7 +25,11 @@ logger = logging.getLogger("hvdkit")
 # NCCL's watchdog gives up what takes longer. Deadlines are the engine's, which notices lost ranks over the transport.
 NEVER = timedelta(days=3650)
 # It may end a communicator, never the process: deadlines and errors are the engine's. Torch has no argument for it.
-WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # this would end a process whose watchdog waits for long
+}
 
 _warned: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
 
@@ -45,9 +49,13 @@ def nccl_version() -> int:
 
 
 def gpu_of(device: torch.device) -> str:
-    """What tells this GPU from all others of the job."""
+    """Return what tells this GPU from those of other ranks, as NCCL does: hosts, by NCCL_HOSTID, have none in common.
+
+    With an NCCL_HOSTID of its own on each rank, several train on one GPU by NCCL, which then sends over a network.
+    """
     properties = torch.cuda.get_device_properties(device)
-    return str(getattr(properties, "uuid", f"{os.uname().nodename}/{device.index}"))
+    uuid = getattr(properties, "uuid", f"{os.uname().nodename}/{device.index}")
+    return f"{nccl_host()}/{uuid}"
 
 
 def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:

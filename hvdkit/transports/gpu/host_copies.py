@@ -1,0 +1,131 @@
+"""Copies between tensors of a GPU and a block of host memory, on a stream of their own, beside the computation.
+
+The block is page-locked, so that the GPU copies without the processor. It may be memory that other processes map too:
+the ranks of a node then sum in the very memory that the GPU has written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdkit.kernels import BFLOAT16
+from hvdkit.transports.base import HostCopies, Pairs, Transfer
+from hvdkit.transports.gpu.device import CudaStream, DeviceTransfer, End, Stream
+
+logger = logging.getLogger("hvdkit")
+
+NOT_LOCKED = (
+    "the %d bytes of host memory in which gradients of GPUs are summed could not be page-locked, so that copies are "
+    "slower: %s"
+)
+# How long the end waits for copies that are under way; each waits for the work before it on the GPU alone.
+LAST_COPIES_SECONDS = 10.0
+
+_never_unlocked: list[Any] = []  # memory that copies may still reach
+
+
+def open_copies(device: str, block: Any) -> HostCopies:
+    """Return copies between ``device`` ("cuda:0") and a block of bytes, which are page-locked from now on."""
+    return StreamCopies(torch.device(device), CudaStream(), Locked(block, torch.device(device)))
+
+
+class Locked:
+    """Page-locked host memory; just the memory where the system or CUDA refuses that."""
+
+    def __init__(self, block: Any, device: torch.device) -> None:
+        self._block = block  # stays mapped for as long as it is locked
+        self._address = block.__array_interface__["data"][0]
+        self.is_locked = False
+        if not block.nbytes:
+            return
+        with torch.cuda.device(device):
+            self._cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = self._cuda.cudaHostRegister(self._address, block.nbytes, 0)
+            self.is_locked = int(status) == 0
+            if not self.is_locked:
+                logger.warning(NOT_LOCKED, block.nbytes, self._cuda.cudaGetErrorString(status))
+                _clear_last_error(device)
+
+    def close(self) -> None:
+        """Unlock it, once nothing is copied any more."""
+        if self.is_locked:
+            self.is_locked = False
+            self._cuda.cudaHostUnregister(self._address)
+        self._block = None
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Take an error from CUDA's record of the last one, where PyTorch would take it for that of its next kernel."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        logger.debug("CUDA's last error was: %s", error)
+
+
+class StreamCopies(HostCopies):
+    """Copies on a stream. ``locked``: what holds the block of the host until ``close``."""
+
+    def __init__(self, device: torch.device, stream: Stream, locked: Any) -> None:
+        self._device, self._stream, self._locked = device, stream, locked
+        self._last: End | None = None
+
+    def mark(self) -> Any:
+        return self._stream.mark(self._device)
+
+    def to_host(self, pairs: Pairs, after: Sequence[Any]) -> Transfer:
+        hosts, tensors = _split(pairs)
+        return self._launch(hosts, tensors, tensors, [mark for mark in after if mark is not None])
+
+    def to_device(self, pairs: Pairs) -> Transfer:
+        hosts, tensors = _split(pairs)
+        return self._launch(tensors, hosts, tensors, [])
+
+    def _launch(
+        self, into: Sequence[Tensor], out_of: Sequence[Tensor], tensors: list[Tensor], after: list[Any]
+    ) -> Transfer:
+        def work(wait: Any) -> None:
+            torch._foreach_copy_(list(into), list(out_of), non_blocking=True)
+
+        with torch.no_grad():
+            self._last = self._stream.launch(self._device, after, tensors, work)
+        return DeviceTransfer(self._last, [*into, *out_of])
+
+    def close(self) -> None:
+        locked, self._locked = self._locked, None
+        if locked is None:
+            return
+        deadline = monotonic() + LAST_COPIES_SECONDS
+        while self._last is not None and not _is_over(self._last):
+            if monotonic() > deadline:
+                _never_unlocked.append(locked)
+                return
+            sleep(0.001)
+        locked.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _is_over(end: End) -> bool:
+    try:
+        return end.query()
+    except RuntimeError:  # the device failed, and copies nothing any more
+        return True
+
+
+def _split(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:
+    return [_tensor(array) for array, _ in pairs], [tensor for _, tensor in pairs]
+
+
+def _tensor(array: Any) -> Tensor:
+    """A flat array as a tensor of the same memory."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

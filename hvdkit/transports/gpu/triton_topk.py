@@ -1,0 +1,177 @@
+"""Kernels of Triton that take about the largest values of rows: two passes over memory, where sorting makes dozens.
+
+A sample tells about where the threshold lies. One pass adds what was kept to the gradient and counts, by tile, what
+exceeds each of some thresholds around it; the lowest of them that not too many values exceed is taken. Another pass
+moves what exceeds it out of the rows, then fills up, in the order of elements, with what exceeds the next lower one.
+Where values lie in a payload depends on counts alone, so that the same run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+SAMPLE = 16384
+CANDIDATES = tl.constexpr(16)  # thresholds, around the one that the sample tells, each more than the last by
+STEP = tl.constexpr(0.015)  # of that one: in the tail of a normal distribution, by a tenth of what exceeds it
+# Arguments that differ from bucket to bucket, for which no kernel is compiled anew.
+SIZES = ("stride", "wanted", "tiles")
+CHUNK = 1024  # tiles of which one program finds the places at a time
+
+
+@triton.jit
+def _magnitudes(numbers):
+    """Absolute values; NaN is the largest of all."""
+    return tl.where(numbers == numbers, tl.abs(numbers), float("inf"))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _estimate(
+    values, kept, thresholds, elements, stride, wanted, SAMPLE: tl.constexpr, KEEPS: tl.constexpr
+):  # fmt: skip
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, SAMPLE) * stride
+    mask = place < elements
+    numbers = tl.load(values + row * elements + place, mask, other=0.0)
+    if KEEPS:
+        numbers += tl.load(kept + row * elements + place, mask, other=0.0)
+    bits = _magnitudes(numbers).to(tl.int32, bitcast=True)  # in the order of the numbers
+    low, high = (
+        tl.full((), 1, tl.int32),
+        tl.full((), 0x7F800001, tl.int32),
+    )  # at least so many as wanted reach the first, fewer the second
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if tl.sum((mask & (bits >= middle)).to(tl.int32)) >= wanted:
+            low = middle
+        else:
+            high = middle
+    number = tl.arange(0, CANDIDATES)
+    about = low.to(tl.float32, bitcast=True)
+    tl.store(thresholds + row * CANDIDATES + number, about * (1.0 + (number - CANDIDATES // 2) * STEP))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _survey(
+    values, kept, left, thresholds, counts, broken, elements, tiles, TILE: tl.constexpr, KEEPS: tl.constexpr
+):  # fmt: skip
+    row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    place = tile * TILE + tl.arange(0, TILE)
+    mask = place < elements
+    at = row * elements + place
+    numbers = tl.load(values + at, mask, other=0.0)
+    if KEEPS:
+        before = tl.load(kept + at, mask, other=0.0)
+        numbers += before
+        is_finite = numbers - numbers == 0
+        tl.store(broken + row * tiles + tile, tl.max((is_finite == 0).to(tl.int32), 0))
+        numbers = tl.where(is_finite, numbers, before)
+        tl.store(left + at, numbers, mask)
+    size = _magnitudes(numbers)
+    threshold = thresholds + row * CANDIDATES
+    for number in tl.static_range(0, CANDIDATES, 2):
+        # Two counts in one number: neither is more than a tile.
+        first = (mask & (size >= tl.load(threshold + number))).to(tl.int32)
+        second = (mask & (size >= tl.load(threshold + number + 1))).to(tl.int32)
+        both = tl.sum(first + (second << 16), 0)
+        begin = counts + (row * CANDIDATES + number) * tiles + tile
+        tl.store(begin, both & 0xFFFF)
+        tl.store(begin + tiles, both >> 16)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _place(
+    counts, broken, chosen, starts, payloads, tiles, wanted, CHUNK: tl.constexpr, KEEPS: tl.constexpr
+):  # fmt: skip
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNK)
+    candidate = tl.arange(0, CANDIDATES)
+    begin = counts + row * CANDIDATES * tiles
+    totals = tl.zeros((CANDIDATES,), tl.int32)
+    is_broken = 0
+    first = 0
+    while first < tiles:  # of which Triton's interpreter makes no range
+        mask = first + lane < tiles
+        found = tl.load(begin + candidate[:, None] * tiles + first + lane[None, :], mask[None, :], other=0)
+        totals += tl.sum(found, 1)
+        if KEEPS:
+            is_broken |= tl.max(tl.load(broken + row * tiles + first + lane, mask, other=0), 0)
+        first += CHUNK
+    # Of the highest more may be there than are wanted, where the sample misled: then the first ones are taken.
+    high = tl.minimum(tl.sum((totals > wanted).to(tl.int32), 0), CANDIDATES - 1)
+    low = tl.maximum(high - 1, 0)
+    tl.store(chosen + row * 2, high)
+    tl.store(chosen + row * 2 + 1, is_broken)
+    if is_broken:
+        tl.store(payloads + row * 2 * wanted, 0x7FC00000)  # NaN
+    end_high = 0
+    end_low = tl.sum(tl.where(candidate == high, totals, 0), 0)
+    first = 0
+    while first < tiles:
+        mask = first + lane < tiles
+        of_high = tl.load(begin + high * tiles + first + lane, mask, other=0)
+        of_low = tl.load(begin + low * tiles + first + lane, mask, other=0) - of_high
+        place = starts + row * 2 * tiles + first + lane
+        tl.store(place, end_high + tl.cumsum(of_high, 0) - of_high, mask)
+        tl.store(place + tiles, end_low + tl.cumsum(of_low, 0) - of_low, mask)
+        end_high += tl.sum(of_high, 0)
+        end_low += tl.sum(of_low, 0)
+        first += CHUNK
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _take(
+    rows, left, thresholds, chosen, starts, payloads, elements, tiles, wanted, TILE: tl.constexpr, KEEPS: tl.constexpr
+):  # fmt: skip
+    row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    place = tile * TILE + tl.arange(0, TILE)
+    mask = place < elements
+    at = row * elements + place
+    numbers = tl.load(rows + at, mask, other=0.0)
+    size = _magnitudes(numbers)
+    threshold = thresholds + row * CANDIDATES
+    number, is_broken = tl.load(chosen + row * 2), tl.load(chosen + row * 2 + 1)
+    is_high = mask & (size >= tl.load(threshold + number))
+    is_low = mask & (size >= tl.load(threshold + tl.maximum(number - 1, 0))) & (is_high == 0)
+    before = tl.cumsum(is_high.to(tl.int32) + (is_low.to(tl.int32) << 16), 0)
+    start = starts + row * 2 * tiles + tile
+    to = tl.where(is_high, tl.load(start) + (before & 0xFFFF), tl.load(start + tiles) + (before >> 16)) - 1
+    is_taken = (is_high | is_low) & (to < wanted)
+    is_written = is_taken & ((to > 0) | (is_broken == 0))  # the first one says that something is not finite
+    begin = payloads + row * 2 * wanted
+    tl.store(begin + to, numbers.to(tl.int32, bitcast=True), is_written)
+    tl.store(begin + wanted + to, place, is_written)
+    if KEEPS:
+        tl.store(left + at, tl.zeros((TILE,), tl.float32), is_written)
+
+
+def take_largest(rows: Tensor, kept: Tensor | None, wanted: int) -> tuple[Tensor, Tensor | None]:
+    """Take about the ``wanted`` largest of each row of float32 values plus what was kept of it.
+
+    Returns payloads, in each row ``wanted`` values and as many int32 indices in bytes, with zeros at index 0 where
+    fewer were taken, and what is left of the rows where something is kept. If a value of a row is not finite then, NaN
+    is among those taken, and what was kept of it stays.
+    """
+    count, elements = rows.shape
+    tiles, keeps = triton.cdiv(elements, TILE), kept is not None
+    whole: dict[str, Any] = {"dtype": torch.int32, "device": rows.device}
+    thresholds = torch.empty((count, CANDIDATES.value), dtype=torch.float32, device=rows.device)
+    chosen = torch.empty((count, 2), **whole)
+    counts, starts = torch.empty((count, CANDIDATES.value, tiles), **whole), torch.empty((count, 2, tiles), **whole)
+    broken = torch.empty((count, tiles), **whole) if keeps else None
+    payloads = torch.zeros((count, 2 * wanted), **whole)
+    left = torch.empty_like(rows) if keeps else None
+    stride = triton.cdiv(elements, SAMPLE)
+    of_sample = max(1, round(wanted / stride))
+    options: dict[str, Any] = {"KEEPS": keeps, "enable_fp_fusion": False}
+    _estimate[count,](rows, kept, thresholds, elements, stride, of_sample, SAMPLE=SAMPLE, num_warps=16, **options)
+    _survey[tiles, count](rows, kept, left, thresholds, counts, broken, elements, tiles, TILE=TILE, **options)
+    _place[count,](counts, broken, chosen, starts, payloads, tiles, wanted, CHUNK=CHUNK, num_warps=8, **options)
+    source = rows if left is None else left
+    _take[tiles, count](
+        source, left, thresholds, chosen, starts, payloads, elements, tiles, wanted, TILE=TILE, **options
+    )
+    return payloads.view(torch.uint8), left

@@ -1,0 +1,166 @@
+"""Operations on tensors of a GPU: each dtype and operator, in place and not, async, grouped, in a stream of the user's.
+
+Values are whole numbers that every dtype holds exactly, so that results are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+
+from hvdkit.engine.life import runtime
+from tests.gpu import card
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+SHAPE = (7, 33)
+
+
+def own(rank: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A rank's tensor, of whole numbers from 1 to 3: sums and products of four ranks fit all dtypes."""
+    numbers = torch.randint(1, 4, SHAPE, generator=torch.Generator().manual_seed(seed * 100 + rank))
+    return numbers.to(card.DEVICE, dtype)
+
+
+def everyones(hvd, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    return [own(rank, dtype, seed) for rank in range(hvd.size())]
+
+
+def operators(hvd):
+    """By name: an operator of hvdkit, and the same of a list of tensors."""
+    return {
+        "sum": (hvd.Sum, lambda tensors: reduce(torch.add, tensors)),
+        "min": (hvd.Min, lambda tensors: reduce(torch.minimum, tensors)),
+        "max": (hvd.Max, lambda tensors: reduce(torch.maximum, tensors)),
+        "product": (hvd.Product, lambda tensors: reduce(torch.mul, tensors)),
+    }
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert found.device.type == card.DEVICE.type, (what, found.device)
+    assert found.dtype == expected.dtype, (what, found.dtype)
+    assert torch.equal(found, expected), (what, found, expected)
+
+
+def case_allreduce_of_each_dtype_with_each_operator(hvd):
+    for dtype in (*FLOATS, *INTEGERS):
+        for name, (op, expected) in operators(hvd).items():
+            tensors = everyones(hvd, dtype)
+            mine = tensors[hvd.rank()]
+            check(hvd.allreduce(mine, op=op, name=f"new.{dtype}.{name}"), expected(tensors), (dtype, name))
+            check(mine, own(hvd.rank(), dtype), "what was given stays")
+            assert hvd.allreduce_(mine, op=op, name=f"place.{dtype}.{name}") is mine
+            check(mine, expected(everyones(hvd, dtype)), (dtype, name))
+
+
+def case_operations_go_the_way_that_is_tried(hvd):
+    hvd.allreduce(torch.ones(3, device=card.DEVICE))
+    collectives = any(runtime.engine().groups._device_collectives.values())
+    assert collectives == (card.WAY == "nccl")
+
+
+def case_averages_of_each_dtype(hvd):
+    for dtype in FLOATS:
+        tensors = [tensor * hvd.size() for tensor in everyones(hvd, dtype)]
+        expected = reduce(torch.add, tensors) / hvd.size()
+        check(hvd.allreduce(tensors[hvd.rank()], name=f"average.{dtype}"), expected, dtype)
+        scaled = hvd.allreduce(
+            tensors[hvd.rank()], op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0, name=f"scaled.{dtype}"
+        )
+        check(scaled, 2 * reduce(torch.add, tensors), dtype)
+
+
+def case_adasum_of_equal_tensors_is_that_tensor(hvd):
+    for dtype in FLOATS:
+        mine = own(0, dtype)
+        check(hvd.allreduce(mine, op=hvd.Adasum, name=f"adasum.{dtype}"), mine, dtype)
+
+
+def case_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in (*FLOATS, *INTEGERS, torch.bool):
+        tensors = everyones(hvd, dtype)
+        check(hvd.broadcast(tensors[rank], size - 1, name=f"b.{dtype}"), tensors[size - 1], dtype)
+        rows = [tensor[: 1 + number] for number, tensor in enumerate(tensors)]
+        check(hvd.allgather(rows[rank], name=f"g.{dtype}"), torch.cat(rows), dtype)
+        parts = [torch.full((size,), number, device=card.DEVICE).to(dtype) for number in range(size)]
+        received = hvd.alltoall(parts[rank], name=f"a.{dtype}")
+        check(received, torch.arange(size, device=card.DEVICE).to(dtype), dtype)
+        if dtype is not torch.bool:
+            total = reduce(torch.add, tensors)
+            mine = torch.tensor_split(total, size)[rank]
+            check(hvd.reducescatter(tensors[rank], op=hvd.Sum, name=f"r.{dtype}"), mine, dtype)
+
+
+def case_grouped_operations(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    several = [everyones(hvd, dtype, seed) for seed, dtype in enumerate((*FLOATS, torch.int64, torch.float32))]
+    mine = [tensors[rank] for tensors in several]
+    sums = [reduce(torch.add, tensors) for tensors in several]
+    for found, expected in zip(hvd.grouped_allreduce(mine, op=hvd.Sum, name="grouped"), sums, strict=True):
+        check(found, expected, "grouped")
+    for found, tensors in zip(hvd.grouped_allgather(mine, name="gathered"), several, strict=True):
+        check(found, torch.cat(tensors), "gathered")
+    hvd.grouped_allreduce_(mine, op=hvd.Sum, name="in place")
+    for found, expected in zip(mine, sums, strict=True):
+        check(found, expected, "in place")
+    assert size == hvd.size()
+
+
+def case_many_at_once_in_an_order_of_each_ranks_own(hvd):
+    order = list(range(40)) if hvd.rank() % 2 else list(reversed(range(40)))
+    handles = {}
+    for number in order:
+        tensor = torch.full((100 + number,), float(number + hvd.rank()), device=card.DEVICE)
+        handles[number] = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"many.{number}")
+    for number in reversed(order):
+        total = hvd.size() * number + sum(range(hvd.size()))
+        check(hvd.synchronize(handles[number]), torch.full((100 + number,), float(total), device=card.DEVICE), number)
+
+
+def case_work_before_and_after_in_a_stream_of_the_users_own(hvd):
+    total = float(sum(range(1, hvd.size() + 1)))
+    for turn in range(5):
+        with card.own_stream():
+            tensor = torch.zeros(100_000, device=card.DEVICE)
+            card.keep_busy()
+            tensor.fill_(hvd.rank() + 1.0)  # behind the work above
+            handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"stream.{turn}")
+            hvd.synchronize(handle)
+            tensor.mul_(2)
+            gathered = hvd.allgather(tensor[:1] + turn, name=f"gathered.{turn}")
+            found = tensor.clone()
+        assert found.eq(2 * total).all()
+        assert gathered.tolist() == [2 * total + turn] * hvd.size()
+
+
+def case_tensors_that_are_no_block_of_memory(hvd):
+    tensors = everyones(hvd, torch.float32)
+    total = reduce(torch.add, tensors)
+    mine = tensors[hvd.rank()]
+    check(hvd.allreduce(mine.t(), op=hvd.Sum, name="transposed"), total.t(), "transposed")
+    check(hvd.allreduce(mine[:, ::2], op=hvd.Sum, name="every second"), total[:, ::2], "every second")
+    hvd.allreduce_(mine.t(), op=hvd.Sum, name="transposed in place")
+    check(mine, total, "transposed in place")
+
+
+def case_gradients_of_operations(hvd):
+    mine = own(hvd.rank(), torch.float32).requires_grad_()
+    hvd.allreduce(mine, op=hvd.Sum, name="with a gradient").mul(hvd.rank() + 1.0).sum().backward()
+    check(mine.grad, torch.full(SHAPE, float(sum(range(1, hvd.size() + 1))), device=card.DEVICE), "gradient")
+
+
+def case_a_rank_that_joined_gives_zeros(hvd):
+    if hvd.rank() == 0:
+        alone = torch.ones(1000, device=card.DEVICE)
+        check(hvd.allreduce(alone, op=hvd.Sum, name="alone"), torch.ones(1000, device=card.DEVICE), "alone")
+    hvd.join()
+
+
+def case_init_again(hvd):
+    for _ in range(2):
+        hvd.shutdown()
+        hvd.init()
+        found = hvd.allreduce(torch.ones(1000, device=card.DEVICE), op=hvd.Sum)
+        check(found, torch.full((1000,), float(hvd.size()), device=card.DEVICE), "after init again")

@@ -1,0 +1,143 @@
+"""Races that are provoked: late work, memory that is used again, streams that overtake each other.
+
+Each probe is first run with a safeguard taken away, and must find wrong sums then; it then finds right ones with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from hvdkit.engine.life import runtime
+from hvdkit.transports.gpu import device as device_module
+from tests.gpu import card
+from tests.ranks import Skip
+
+ELEMENTS = 4_000_000
+TURNS = 4
+
+
+@contextlib.contextmanager
+def without_marks() -> Iterator[None]:
+    """Launches do not wait for the work that makes their inputs."""
+    real = device_module.CudaStream.launch
+
+    def launch(self, device, after, tensors, work):
+        return real(self, device, [], tensors, work)
+
+    device_module.CudaStream.launch = launch
+    try:
+        yield
+    finally:
+        device_module.CudaStream.launch = real
+
+
+@contextlib.contextmanager
+def late_launches() -> Iterator[None]:
+    """What is launched begins late, as behind a long collective."""
+    real = device_module.CudaStream.launch
+
+    def launch(self, device, after, tensors, work):
+        def late(wait):
+            card.keep_busy(4 * card.BUSY_CYCLES)
+            work(wait)
+
+        return real(self, device, after, tensors, late)
+
+    device_module.CudaStream.launch = launch
+    try:
+        yield
+    finally:
+        device_module.CudaStream.launch = real
+
+
+class Model(torch.nn.Module):
+    """One large weight whose gradient is a number, late on the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(ELEMENTS, device=card.DEVICE))
+
+    def forward(self, number: float) -> torch.Tensor:
+        return (self.weight * number).sum()
+
+
+def gradients_with_late_work(hvd) -> list[float]:
+    """How far the sums of a few steps are from what is right; each gradient is made behind a long kernel."""
+    model = Model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Sum
+    )
+    wrong = []
+
+    def late(gradient: torch.Tensor) -> torch.Tensor:
+        card.keep_busy()
+        return gradient * 1.0
+
+    model.weight.register_hook(late)
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        model(1.0 + hvd.rank() + turn).backward()
+        optimizer.synchronize()
+        right = float(sum(1 + rank + turn for rank in range(hvd.size())))
+        wrong.append((model.weight.grad - right).abs().max().item())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert list(runtime.engine().lanes.values())[-1].on_device
+    return wrong
+
+
+def case_a_gradient_that_is_late_is_waited_for(hvd):
+    card.only_on_a_gpu()
+    with without_marks():
+        found = gradients_with_late_work(hvd)
+    assert any(hvd.allgather_object(max(found))), "the probe does not find sums of gradients that are not there yet"
+    assert gradients_with_late_work(hvd) == [0.0] * TURNS
+
+
+def case_memory_in_use_is_not_given_to_others(hvd):
+    """A tensor that is reduced in place, and of which nobody knows any more."""
+    card.only_on_a_gpu()
+    if card.WAY == "host":
+        raise Skip("operations by name wait for their copies to the host")
+    with late_launches():
+        for turn in range(TURNS):
+            hvd.allreduce_async_(torch.full((ELEMENTS,), 1.0, device=card.DEVICE), op=hvd.Sum, name=f"reused.{turn}")
+            others = [torch.full((ELEMENTS,), -7.0, device=card.DEVICE) for _ in range(6)]
+            hvd.allreduce(torch.ones(1, device=card.DEVICE), name=f"behind it.{turn}")
+            torch.cuda.synchronize()
+            assert all(other.eq(-7.0).all() for other in others), turn
+
+
+def case_results_are_there_on_any_stream(hvd):
+    """A result is read on a stream that knows nothing of the one on which it was asked for."""
+    card.only_on_a_gpu()
+    if card.WAY == "host":
+        raise Skip("operations by name wait for their copies to the host")
+    other = torch.cuda.Stream()
+    with late_launches():
+        for turn in range(TURNS):
+            tensor = torch.full((ELEMENTS,), 1.0 + hvd.rank() + turn, device=card.DEVICE)
+            hvd.allreduce_(tensor, op=hvd.Sum, name=f"any.{turn}")
+            with torch.cuda.stream(other):
+                low, high = tensor.min().item(), tensor.max().item()
+            right = float(sum(1 + rank + turn for rank in range(hvd.size())))
+            assert (low, high) == (right, right), (turn, low, high)
+
+
+def case_steps_follow_each_other_without_a_wait(hvd):
+    """The next step's gradients are made while nobody has looked at the last step's results."""
+    model = Model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), op=hvd.Sum
+    )
+    for turn in range(20):
+        optimizer.zero_grad()
+        if turn % 3 == 0:
+            card.keep_busy()
+        model(float(turn + hvd.rank())).backward()
+        optimizer.step()
+    right = -float(sum(turn + rank for turn in range(20) for rank in range(hvd.size())))
+    assert model.weight.detach().eq(right).all(), (model.weight[0].item(), right)

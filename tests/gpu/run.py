@@ -1,0 +1,255 @@
+"""Run the parts of tests/gpu, some side by side, and save one table as they end. See run.sh."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.gpu import mps
+from tests.gpu.parts import NCCL_WITH_MPS, Part, all_parts
+from tests.gpu.telling import TELL
+
+ROOT = Path(__file__).resolve().parents[2]
+BESIDE = 4  # parts at a time
+TAIL = 4000
+LAST_SECONDS = 15  # for the table, and the parts that are stopped
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what the parts run on")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts")
+    parser.add_argument("--list", action="store_true", help="name the parts")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the table goes")
+    parser.add_argument("--budget", type=float, default=470, help="seconds in all; what has not begun then is not run")
+    return parser.parse_args()
+
+
+@dataclass
+class Running:
+    """A part that has been started."""
+
+    part: Part
+    process: subprocess.Popen[bytes]
+    began: float
+    output: Any
+    folder: Path
+
+
+class Run:
+    """All parts, and what is known of those that have ended."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder, self.began = args, folder, time.monotonic()
+        self.about = about(args.device)
+        self.ended: list[dict[str, Any]] = []
+        self.mps = mps.start(folder / "mps") if args.device == "cuda" else "no GPU"  # why it is not used
+
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.args.budget - (time.monotonic() - self.began)
+
+    def start(self, part: Part) -> Running:
+        folder = self.folder / part.name
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment.update(part.environment)
+        if part.wants_mps and not self.mps:
+            environment.update(mps.variables(self.folder / "mps"))
+        environment.update({"TESTS_DEVICE": self.args.device, TELL: str(folder / "cases")})
+        of_figures = ("--output", str(folder), *(("--timeout", str(part.seconds - 10)) if part.starts_ranks else ()))
+        command = [*part.command, *(of_figures if part.has_figures else ())]
+        output = (folder / "output").open("wb")
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        return Running(part, process, time.monotonic(), output, folder)
+
+    def is_over(self, running: Running) -> bool:
+        """Whether it has ended, or was stopped at its limit; then what is known of it is saved."""
+        seconds = time.monotonic() - running.began
+        is_late = seconds > running.part.seconds or self.left() < LAST_SECONDS
+        status = running.process.poll()
+        if status is None and not is_late:
+            return False
+        stop(running.process)
+        running.output.close()
+        self.ended.append(result(running, seconds, status))
+        if running.part.wants_mps and not self.mps:
+            self.look_at_mps(running.part, self.ended[-1])
+        self.save()
+        for picture in running.folder.glob("*.png"):
+            shutil.copy(picture, self.path.with_name(f"{self.path.stem}-{running.part.name}.png"))
+        print(line(self.ended[-1]), flush=True)
+        return True
+
+    def look_at_mps(self, part: Part, ended: dict[str, Any]) -> None:
+        """Go on without MPS where it does not work, and with a new one after a part was killed in the middle of it."""
+        folder = self.folder / "mps"
+        if part.name == NCCL_WITH_MPS:
+            if ended["outcome"] == "passed" and not mps.is_used(folder):
+                ended.update(outcome="failed", why="MPS has served nobody")
+            if ended["outcome"] != "passed":
+                self.mps = ended.get("why", "it does not work here")
+                mps.stop(folder)
+        elif ended["outcome"] == "stopped":
+            mps.stop(folder)
+            self.mps = mps.start(folder)
+
+    def skip(self, part: Part, why: str) -> None:
+        self.ended.append({"part": part.name, "outcome": "not run", "why": why, "seconds": 0.0, "cases": []})
+        print(line(self.ended[-1]), flush=True)
+        self.save()
+
+    @property
+    def path(self) -> Path:
+        """The table's, in JSON."""
+        card = re.sub(r"[^a-z0-9]+", "-", self.about["card"].lower()).strip("-")
+        return Path(self.args.results / f"gpu-{card}.json")
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        seconds = round(time.monotonic() - self.began, 1)
+        self.path.write_text(json.dumps({**self.about, "seconds": seconds, "parts": self.ended}, indent=1) + "\n")
+        self.path.with_suffix(".txt").write_text(table(self.about, self.ended))
+
+
+def about(device: str) -> dict[str, str]:
+    """What it ran on."""
+    import torch
+
+    found = {
+        "card": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": sys.version.split()[0],
+        "commit": said_by("git", "rev-parse", "--short", "HEAD"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if device == "cuda":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found
+
+
+def said_by(*command: str) -> str:
+    """What a program prints; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a part has started, with the ranks that have sessions of their own, and wait for it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def result(running: Running, seconds: float, status: int | None) -> dict[str, Any]:
+    """What is known of a part that has ended with ``status``, None if it was stopped."""
+    told = running.folder / "cases"
+    cases = [json.loads(one) for one in told.read_text().splitlines()] if told.exists() else []
+    found: dict[str, Any] = {
+        "part": running.part.name,
+        "outcome": "stopped" if status is None else "passed" if status == 0 else "failed",
+        "seconds": round(seconds, 1),
+        "cases": cases,
+    }
+    if running.part.is_tests and status == 5:
+        found["outcome"], found["why"] = "not run", "no such test"
+    for path in running.folder.glob("*.json"):
+        with contextlib.suppress(json.JSONDecodeError):  # of a part that was stopped while it wrote
+            found["figures"] = json.loads(path.read_text())["summary"]
+    if found["outcome"] != "passed" or not cases:
+        found["output"] = (running.folder / "output").read_text(errors="replace")[-TAIL:]
+    return found
+
+
+def line(one: dict[str, Any]) -> str:
+    """A part in one line."""
+    counts = Counter(case["outcome"] for case in one["cases"])
+    cases = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome])
+    return f"{one['part']:18} {one['outcome']:8} {one['seconds']:6.1f} s  {cases or one.get('why', '')}"
+
+
+def table(about: dict[str, str], ended: list[dict[str, Any]]) -> str:
+    """All that is known, to be read."""
+    lines = [", ".join(f"{name} {value}" for name, value in about.items()), ""]
+    for one in ended:
+        lines.append(line(one))
+        for case in one["cases"]:
+            if case["outcome"] != "passed":
+                last = [text for text in case["text"].splitlines() if text.strip()][-1:] or [""]
+                lines.append(f"    {case['outcome']}: {case['case']}: {last[0].strip()[:200]}")
+        for target in one.get("figures", {}).get("targets", []):
+            verdict = "met" if target["met"] else "MISSED"
+            lines.append(f"    {verdict}: {target['what']}: {target['value']} (must: {target['must']})")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    args = parse()
+    parts = all_parts(args.device)
+    if args.list:
+        print("\n".join(part.name for part in parts))
+        return 0
+    if args.only:
+        if unknown := set(args.only) - {part.name for part in parts}:
+            sys.exit(f"no such part: {', '.join(sorted(unknown))}\nHINT: --list names all.")
+        parts = [part for part in parts if part.name in args.only]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        run = Run(args, Path(folder))
+        try:
+            go_through(run, parts)
+        finally:
+            if not run.mps:
+                mps.stop(run.folder / "mps")
+    print(f"\n{table(run.about, run.ended)}")
+    return int(any(one["outcome"] != "passed" for one in run.ended))
+
+
+def go_through(run: Run, parts: Sequence[Part]) -> None:
+    """Start and end all parts."""
+    waiting, running = list(parts), []
+    while waiting or running:
+        running = [one for one in running if not run.is_over(one)]
+        if waiting and run.left() < LAST_SECONDS:
+            for part in waiting:
+                run.skip(part, "the time was up")
+            waiting = []
+        while waiting and len(running) < BESIDE and not any(one.part.is_alone for one in running):
+            if waiting[0].is_alone and running:
+                break
+            part = waiting.pop(0)
+            if part.name == NCCL_WITH_MPS and run.mps:
+                run.skip(part, run.mps)
+            else:
+                running.append(run.start(part))
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Kernels of Triton compiled for GPUs, without one: ``python -m`` this prints a line for each.
+
+What the compiler makes of them is looked at: loads of 16 bytes, no multiplication contracted with an addition.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hvdkit.transports.gpu import triton_codecs, triton_topk
+
+CAPABILITIES = (80, 90)  # A100, H100 and H200
+FLOATS = ("values", "kept", "left", "rows", "thresholds")
+# Addresses that begin on 16 bytes, and numbers that are multiples of 16, as those of real buckets are.
+ALIGNED = (*FLOATS, "payloads", "elements")
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """A name, a kernel and the values of its constant arguments."""
+    for bits, block in ((8, 256), (8, 48), (4, 256), (4, 48), (1, 1024)):
+        width = triton.next_power_of_2(block)
+        shape = {"BITS": bits, "BLOCK": block, "WIDTH": width, "GROUP": max(1, triton_codecs.TILE // width)}
+        yield f"encode {bits} bits, {block}", triton_codecs._encode, {**shape, "KEEPS": True}
+        yield f"decode {bits} bits, {block}", triton_codecs._decode, shape
+    nothing_kept = {"kept": None, "left": None, "KEEPS": False}
+    yield "encode 8 bits, nothing kept", triton_codecs._encode, {**shape, **nothing_kept}
+    for kept in ({"KEEPS": True}, nothing_kept):
+        yield "estimate", triton_topk._estimate, {**kept, "SAMPLE": triton_topk.SAMPLE}
+        yield "survey", triton_topk._survey, {**kept, "TILE": triton_topk.TILE}
+        yield "place", triton_topk._place, {**kept, "CHUNK": triton_topk.CHUNK}
+        yield "take", triton_topk._take, {**kept, "TILE": triton_topk.TILE}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> Any:
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    if constants.get("KEEPS") is False:
+        constants |= {name: None for name in ("broken",) if name in names}
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        pointers = (*FLOATS, "payloads", "counts", "broken", "chosen", "starts")
+        return "*fp32" if name in FLOATS else "*i32" if name in pointers else "i32"
+
+    source = ASTSource(
+        fn=kernel,
+        signature={name: kind(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in names
+            if name in ALIGNED and name not in constants
+        },
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+
+
+def main() -> None:
+    for name, kernel, constants in variants():
+        for capability in CAPABILITIES:
+            made = compiled(kernel, constants, capability)
+            text = made.asm["ptx"]
+            assert made.asm["cubin"], name
+            assert not re.search(r"fma\.rn\.f32", text), f"{name}: a product is added without being rounded"
+            wide = len(re.findall(r"global[^\n]*v4\.b32", text))
+            print(f"{name}, sm_{capability}: {wide} wide accesses, {made.metadata.shared} bytes of shared memory")
+            assert wide or name.startswith(("estimate", "place")), f"{name}: no access is wide"
+
+
+if __name__ == "__main__":
+    main()
