@@ -21,7 +21,10 @@ an optimizer whose parameters are on several devices.
   capture in PyTorch's default mode also ends where another thread asks for an event, as the engine's does while an
   operation is in flight: capture when none is, or with ``capture_error_mode="thread_local"``.
 - Codecs that quantise are kernels of Triton (``triton_codecs``), one pass each for encoding with its residual and for
-  decoding; PyTorch's operations, which do the same in about ten, are the fallback and the oracle in tests.
+  decoding; top-k's selection (``triton_topk``) takes two. PyTorch's operations, which take about ten and dozens, are
+  the fallback and the oracle in tests.
+- Buckets of a device's own collectives have DistributedDataParallel's size: what the host measured of its own way says
+  nothing about NCCL.
 - Half precision and the fp16 codec: two phases (alltoall, sum in fp32 in rank order, allgather), since NCCL's own sum
   rounds to 16 bits each time. fp32 and fp64 are summed in NCCL's order: all ranks hold the same bits, but not those of
   the CPU.
