@@ -200,7 +200,7 @@ def summarise(reports: list[dict[str, Any]]) -> dict[str, Any]:
             "over_ddp": common.paired_ratio(total, name, ddp),
             "host_milliseconds": float(np.median([turn[name][2] for turn in turns])),
             "backward_host_milliseconds": float(np.median([turn[name][1] for turn in turns])),
-            **reports[0]["traces"].get(name, {}),
+            **{what: value for what, value in reports[0]["traces"].get(name, {}).items() if what != "spans"},
         }
         weights = {one["weights"][name] for one in reports}
         if name != ALONE and len(weights) > 1:

@@ -7,6 +7,7 @@ and copied back. On "cpu" another process group takes the place of NCCL, and thr
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -32,6 +33,13 @@ def only_on_a_gpu() -> None:
     """Skip a case that says nothing about the CPU, which has no streams."""
     if not IS_GPU:
         raise Skip("needs a GPU")
+
+
+def settle() -> None:
+    """Have nothing under way, nor left for the collector, which may not run while a CUDA graph is captured."""
+    gc.collect()
+    if IS_GPU:
+        torch.cuda.synchronize()
 
 
 def keep_busy(cycles: int = BUSY_CYCLES) -> None:

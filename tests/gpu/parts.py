@@ -80,6 +80,14 @@ def all_parts(device: str) -> list[Part]:
         _cases("training", "nccl", "4"),
         _cases("operations", "host", "4"),
         _cases("training", "host", "4"),
-        Part("sanitizer-nccl", (*checker, python, "-m", "tests.gpu.one_step"), 150, environment={"TESTS_WAY": "nccl"}),
-        Part("sanitizer-host", (*checker, python, "-m", "tests.gpu.one_step"), 150, environment={"TESTS_WAY": "host"}),
+        *(
+            Part(
+                f"sanitizer-{way}",
+                (*checker, python, "-m", "tests.gpu.one_step"),
+                150,
+                # Each tensor has memory of its own then, beyond which an access is seen.
+                environment={"TESTS_WAY": way, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NCCL_MAX_NCHANNELS": "1"},
+            )
+            for way in ("nccl", "host")
+        ),
     ]

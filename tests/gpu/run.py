@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from tests.gpu import mps
+from tests.gpu.mps import Mps
 from tests.gpu.parts import NCCL_WITH_MPS, Part, all_parts
 from tests.gpu.telling import TELL
 
@@ -50,6 +51,7 @@ class Running:
     began: float
     output: Any
     folder: Path
+    is_stopped: bool = False
 
 
 class Run:
@@ -59,7 +61,9 @@ class Run:
         self.args, self.folder, self.began = args, folder, time.monotonic()
         self.about = about(args.device)
         self.ended: list[dict[str, Any]] = []
-        self.mps = mps.start(folder / "mps") if args.device == "cuda" else "no GPU"  # why it is not used
+        self.mps = Mps(folder)
+        if args.device == "cuda":
+            self.mps.start()
 
     def left(self) -> float:
         """Seconds of the budget."""
@@ -70,8 +74,8 @@ class Run:
         folder.mkdir()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.update(part.environment)
-        if part.wants_mps and not self.mps:
-            environment.update(mps.variables(self.folder / "mps"))
+        if part.wants_mps:
+            environment.update(self.mps.variables())
         environment.update({"TESTS_DEVICE": self.args.device, TELL: str(folder / "cases")})
         of_figures = ("--output", str(folder), *(("--timeout", str(part.seconds - 10)) if part.starts_ranks else ()))
         command = [*part.command, *(of_figures if part.has_figures else ())]
@@ -84,16 +88,19 @@ class Run:
     def is_over(self, running: Running) -> bool:
         """Whether it has ended, or was stopped at its limit; then what is known of it is saved."""
         seconds = time.monotonic() - running.began
-        is_late = seconds > running.part.seconds or self.left() < LAST_SECONDS
-        status = running.process.poll()
-        if status is None and not is_late:
+        status = None if running.is_stopped else running.process.poll()
+        if status is None and not running.is_stopped and seconds <= running.part.seconds:
             return False
         stop(running.process)
         running.output.close()
         self.ended.append(result(running, seconds, status))
-        if running.part.wants_mps and not self.mps:
+        if running.part.wants_mps and not self.mps.reason:
             self.look_at_mps(running.part, self.ended[-1])
         self.save()
+        with tarfile.open(self.path.with_name(f"{self.path.stem}-raw.tar.gz"), "w:gz") as raw:
+            for file in sorted(self.folder.glob("*/*")):
+                if file.is_file() and file.suffix in ("", ".json"):
+                    raw.add(file, file.relative_to(self.folder))
         for picture in running.folder.glob("*.png"):
             shutil.copy(picture, self.path.with_name(f"{self.path.stem}-{running.part.name}.png"))
         print(line(self.ended[-1]), flush=True)
@@ -101,16 +108,15 @@ class Run:
 
     def look_at_mps(self, part: Part, ended: dict[str, Any]) -> None:
         """Go on without MPS where it does not work, and with a new one after a part was killed in the middle of it."""
-        folder = self.folder / "mps"
         if part.name == NCCL_WITH_MPS:
-            if ended["outcome"] == "passed" and not mps.is_used(folder):
-                ended.update(outcome="failed", why="MPS has served nobody")
-            if ended["outcome"] != "passed":
-                self.mps = ended.get("why", "it does not work here")
-                mps.stop(folder)
-        elif ended["outcome"] == "stopped":
-            mps.stop(folder)
-            self.mps = mps.start(folder)
+            if ended["outcome"] == "passed":
+                self.mps.check()
+            else:
+                self.mps.reason = "it does not work here"
+            if self.mps.reason:
+                ended.update(outcome="failed", why=self.mps.reason)
+        elif ended["outcome"] == "stopped" and self.left() > LAST_SECONDS:
+            self.mps.start()
 
     def skip(self, part: Part, why: str) -> None:
         self.ended.append({"part": part.name, "outcome": "not run", "why": why, "seconds": 0.0, "cases": []})
@@ -132,19 +138,22 @@ class Run:
 
 def about(device: str) -> dict[str, str]:
     """What it ran on."""
-    import torch
-
     found = {
-        "card": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
+        "card": device,
         "python": sys.version.split()[0],
         "commit": said_by("git", "rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d"),
     }
-    if device == "cuda":
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        import torch
+
+        found.update(torch=torch.__version__, cuda=str(torch.version.cuda))
+        if device == "cuda":
+            found["driver"] = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+            found["card"] = torch.cuda.get_device_name()
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:  # the parts will tell more of it
+        found["problem"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -225,8 +234,7 @@ def main() -> int:
         try:
             go_through(run, parts)
         finally:
-            if not run.mps:
-                mps.stop(run.folder / "mps")
+            run.mps.stop()
     print(f"\n{table(run.about, run.ended)}")
     return int(any(one["outcome"] != "passed" for one in run.ended))
 
@@ -235,6 +243,11 @@ def go_through(run: Run, parts: Sequence[Part]) -> None:
     """Start and end all parts."""
     waiting, running = list(parts), []
     while waiting or running:
+        if run.left() < LAST_SECONDS:
+            for one in running:  # all at once, before anything is told of them
+                if one.process.poll() is None:
+                    one.is_stopped = True
+                    stop(one.process)
         running = [one for one in running if not run.is_over(one)]
         if waiting and run.left() < LAST_SECONDS:
             for part in waiting:
@@ -244,8 +257,8 @@ def go_through(run: Run, parts: Sequence[Part]) -> None:
             if waiting[0].is_alone and running:
                 break
             part = waiting.pop(0)
-            if part.name == NCCL_WITH_MPS and run.mps:
-                run.skip(part, run.mps)
+            if part.name == NCCL_WITH_MPS and run.mps.reason:
+                run.skip(part, run.mps.reason)
             else:
                 running.append(run.start(part))
         time.sleep(0.1)

@@ -9,16 +9,16 @@
 #
 # Needs a Python (PYTHON, else python3) with PyTorch for CUDA, pytest and what hvdkit depends on, and a C++ compiler; no
 # network, and nothing is installed but in a temporary folder. What that Python lacks is taken from wheels in the folder
-# WHEELS (.whl of the repository if it is not set). Gather them where there is a network, for its version of Python:
+# WHEELS, if that is set. Gather them where there is a network, for its version of Python:
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-#       --platform manylinux2014_x86_64 -d .whl numpy ml_dtypes cloudpickle psutil pytest pytest-timeout pybind11 \
+#       --platform manylinux2014_x86_64 -d "$WHEELS" numpy ml_dtypes cloudpickle psutil pytest pytest-timeout pybind11 \
 #       setuptools wheel tqdm matplotlib hypothesis
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python3}
-WHEELS=${WHEELS:-.whl}
-if ls "$WHEELS"/*.whl > /dev/null 2>&1; then
+WHEELS=${WHEELS:-}
+if [ -n "$WHEELS" ] && ls "$WHEELS"/*.whl > /dev/null 2>&1; then
     SITE=$(mktemp -d)
     trap 'rm -rf "$SITE"' EXIT
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$SITE" "$WHEELS"/*.whl || exit 1

@@ -86,6 +86,9 @@ def test_a_collective_waits_for_the_work_that_makes_its_input(alone, monkeypatch
 def is_overwritten(alone) -> bool:
     """Whether a collective of which nobody knows any more, as after a failure, writes into what others have since."""
     buffer = alone.allocate(ELEMENTS, "float32")
+    # A kernel is loaded when it is first launched, which may wait for those that run.
+    finish(alone.allreduce([buffer], ReduceOp.SUM, 1.0, Scale(3.0), "none", [alone.mark()]))
+    torch.full((ELEMENTS,), -7.0, device="cuda").eq(-7.0).all().item()
     torch.cuda.synchronize()
     transfer = alone.allreduce([buffer], ReduceOp.SUM, 1.0, Scale(3.0), "none", [alone.mark()])
     del buffer, transfer

@@ -359,6 +359,7 @@ def case_a_backward_pass_in_a_stream_of_the_users_own(hvd):
 def case_graphed_callables_train_as_others_do(hvd):
     card.only_on_a_gpu()
     model, alone = pair()
+    card.settle()
     graphed = torch.cuda.make_graphed_callables(model, (torch.randn(ROWS, WIDTH, device=card.DEVICE),))
     optimizer, plain = both(hvd, model, alone)
     for step in range(STEPS):
@@ -384,6 +385,7 @@ def case_a_step_that_is_captured_in_a_graph_is_refused_in_words(hvd):
             optimizer.step()
     torch.cuda.current_stream().wait_stream(side)
     optimizer.zero_grad()
+    card.settle()
 
     def capture() -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

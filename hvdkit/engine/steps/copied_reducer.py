@@ -47,7 +47,9 @@ class CopiedReducer(HostReducer):
         return None
 
     def offer(self, slot: int, offer: Offer | None) -> None:
-        if offer is not None:
+        if offer is None:
+            self._gradients.pop(slot, None)
+        else:
             self._gradients[slot] = offer
         super().offer(slot, None if offer is None else FILLED)
 

@@ -135,7 +135,8 @@ class Quantised(Blocks):
 
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
         blocks = wanted.view(len(wanted), -1, self._codec.block)
-        scales = blocks.abs().amax(dim=2) / self._largest
+        # By a tensor of the device: by a number of the host PyTorch multiplies with its rounded reciprocal there.
+        scales = blocks.abs().amax(dim=2) / torch.full((), float(self._largest), device=wanted.device)
         # Not divided: as on the host, or what is near the middle of two codes would get another one.
         multiples = blocks * (1.0 / torch.where(scales == 0, 1.0, scales))[:, :, None]
         if self._codec.stochastic:

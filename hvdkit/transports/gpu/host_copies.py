@@ -29,10 +29,13 @@ NOT_LOCKED = (
 LAST_COPIES_SECONDS = 10.0
 
 _never_unlocked: list[Any] = []  # memory that copies may still reach
+_left_open: list[tuple[End | None, Any]] = []  # of copies that nobody closed: unlocked when others are opened
 
 
 def open_copies(device: str, block: Any) -> HostCopies:
     """Return copies between ``device`` ("cuda:0") and a block of bytes, which are page-locked from now on."""
+    while _left_open:
+        _unlock_after(*_left_open.pop())
     return StreamCopies(torch.device(device), CudaStream(), Locked(block, torch.device(device)))
 
 
@@ -99,18 +102,23 @@ class StreamCopies(HostCopies):
 
     def close(self) -> None:
         locked, self._locked = self._locked, None
-        if locked is None:
-            return
-        deadline = monotonic() + LAST_COPIES_SECONDS
-        while self._last is not None and not _is_over(self._last):
-            if monotonic() > deadline:
-                _never_unlocked.append(locked)
-                return
-            sleep(0.001)
-        locked.close()
+        if locked is not None:
+            _unlock_after(self._last, locked)
 
     def __del__(self) -> None:
-        self.close()
+        # The collector may come while a CUDA graph is captured, which ends where anybody asks for an event.
+        if self._locked is not None:
+            _left_open.append((self._last, self._locked))
+
+
+def _unlock_after(last: End | None, locked: Any) -> None:
+    deadline = monotonic() + LAST_COPIES_SECONDS
+    while last is not None and not _is_over(last):
+        if monotonic() > deadline:
+            _never_unlocked.append(locked)
+            return
+        sleep(0.001)
+    locked.close()
 
 
 def _is_over(end: End) -> bool:
