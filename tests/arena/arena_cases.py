@@ -15,6 +15,7 @@ import torch
 
 from hvdkit.arena import ARENA, Arena
 from hvdkit.compression import CASTS
+from hvdkit.engine.steps.block import Block
 from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.offers import offer_of
 from hvdkit.engine.steps.plan import Reduction, Slot
@@ -276,7 +277,7 @@ def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_: Any) 
 class NodeOfOne:
     """What a lane asks of its node when it is offered a gradient and when it fails."""
 
-    small: dict[int, Any] = {}  # noqa: RUF012
+    block = Block(np.zeros(0, np.uint8), [], [])
     withdrawn = False
 
     def offer(self, *_: Any) -> None:
