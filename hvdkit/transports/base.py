@@ -30,10 +30,10 @@ class Transfer(Protocol):
         ...
 
 
-def aligned_empty(nbytes: int) -> Bytes:
-    """Uninitialised flat memory of ``nbytes`` bytes that begins on a cache line."""
-    raw = np.empty(nbytes + CACHE_LINE, dtype=np.uint8)
-    start = -raw.ctypes.data % CACHE_LINE
+def aligned_empty(nbytes: int, alignment: int = CACHE_LINE) -> Bytes:
+    """Return uninitialised flat memory of ``nbytes`` bytes whose address is a multiple of ``alignment``."""
+    raw = np.empty(nbytes + alignment, dtype=np.uint8)
+    start = -raw.ctypes.data % alignment
     return raw[start : start + nbytes]
 
 

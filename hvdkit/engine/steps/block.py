@@ -33,6 +33,11 @@ def block_offsets(slots: Sequence[Slot], holds_all: bool = False) -> tuple[Offse
     return offsets, end
 
 
+def pages(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class Block:
     """The block of one rank. ``memory``: its bytes, which may be shared with the other ranks of the node."""
 
@@ -53,10 +58,6 @@ class Block:
 def private_block(slots: Sequence[Slot], holds_all: bool = False) -> Block:
     """Return a block that no other rank reaches."""
     offsets, nbytes = block_offsets(slots, holds_all)
-    if not holds_all:
-        return Block(aligned_empty(nbytes), slots, offsets)
-    # Whole pages, since these may be locked, which can be done once for each.
-    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    raw = aligned_empty(nbytes + mmap.PAGESIZE)
-    begin = -raw.ctypes.data % mmap.PAGESIZE
-    return Block(raw[begin : begin + nbytes], slots, offsets)
+    # A block of all slots may be page-locked. Two blocks must not share a page, which can be locked only once.
+    memory = aligned_empty(pages(nbytes), mmap.PAGESIZE) if holds_all else aligned_empty(nbytes)
+    return Block(memory, slots, offsets)

@@ -20,10 +20,10 @@ from hvdkit.transports.base import HostCopies, Pairs, Transfer
 
 
 class CopiedReducer(HostReducer):
-    """A reducer of host memory whose slots, all of them, lie in the lane's block; gradients are tensors of a device.
+    """A HostReducer for gradients on a device: all slots have a place in the lane's block.
 
-    A piece is copied from the device when its bucket is complete, and back when it is reduced; it is over when the host
-    has seen that copy end. ``opener`` opens copies between the device and the block.
+    When a bucket is complete, its pieces are copied from the device into the block. A reduced piece is copied back, and
+    is over when the host has seen that copy end. ``opener`` opens copies between the device and the block.
     """
 
     on_device = True

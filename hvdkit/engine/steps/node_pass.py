@@ -7,7 +7,6 @@ for chunks of gradients that others cannot reach where they lie.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from enum import IntEnum
 from time import perf_counter
@@ -19,7 +18,7 @@ from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.loop.tags import SPAN
 from hvdkit.engine.ranks.segments import lane_segment
-from hvdkit.engine.steps.block import Block, block_offsets
+from hvdkit.engine.steps.block import Block, block_offsets, pages
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 # Counters of each rank, used in turn. A rank's operations in flight lie within half as many, so a counter is used again
 # only when this rank is through with its last use, and others wait for no less than what it says.
 CELLS = 2 * SPAN
-PAGE = mmap.PAGESIZE
 
 
 class Where(IntEnum):
@@ -105,8 +103,8 @@ class NodePass:
         offsets, block_bytes = block_offsets(slots, holds_all)
         cells_bytes = 2 * count * CELLS * CACHE_LINE
         table_begin = cells_bytes + count * CELLS * np.dtype(np.float64).itemsize
-        self._head_bytes = _pages(table_begin + InPlace.table_bytes(count, len(slots)))
-        self._region_bytes = _pages(block_bytes)
+        self._head_bytes = pages(table_begin + InPlace.table_bytes(count, len(slots)))
+        self._region_bytes = pages(block_bytes)
         staging_begin = self._head_bytes + count * self._region_bytes
         self.window: Any = transport.memory.window(segment, staging_begin + staging_bytes(count))
         self._cells = Cells(self.window, 0, 2 * count * CELLS)
@@ -233,10 +231,6 @@ class NodePass:
     def discard(self) -> None:
         """Give back all that was populated, before anybody has used it: some rank has no room for its part."""
         self.window.give_back(0, self._head_bytes + len(self.members) * self._region_bytes)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 def _dtype_number(slot: Slot) -> int:

@@ -18,6 +18,7 @@ from hvdkit.api.result_memory import RESULTS
 from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.torch.ops.tensor_checks import dtype_name
 from hvdkit.transports.gpu.device import cuda_mark
+from hvdkit.transports.gpu.host_copies import as_tensor as as_tensor
 
 Array = npt.NDArray[Any]
 
@@ -34,13 +35,6 @@ def as_array(tensor: Tensor) -> Array:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(_BFLOAT16)
     return tensor.numpy()
-
-
-def as_tensor(array: Array) -> Tensor:
-    """The memory of an array as a CPU tensor of the same shape."""
-    if array.dtype == _BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def host_copy(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ logger = logging.getLogger("hvdkit")
 
 # Devices whose tensors Triton's kernels take.
 TRITON_DEVICES = {"cuda"}
-# Elements of a block: each is in the registers of one program, and of more a kernel is compiled for minutes.
+# Elements of a block. A program holds a block in registers; a kernel for larger blocks takes minutes to compile.
 LARGEST_TRITON_BLOCK = 8192
 NO_TRITON = (
     "codecs encode on the GPU by PyTorch's operations, which takes several times as long as by Triton's kernels, since "
@@ -91,7 +91,7 @@ class Coder(ABC):
 
 
 def lacks(wanted: Tensor, sent: Tensor, kept: Tensor) -> Tensor:
-    """What ``sent`` lacks of what was wanted; where that is not finite, what was kept before."""
+    """Return ``wanted`` less ``sent``; ``kept``, the residual before, where the difference is not finite."""
     lost = wanted - sent
     return torch.where(torch.isfinite(lost), lost, kept)
 
@@ -102,10 +102,13 @@ class Blocks(Coder):
     bits: int
     rounds = True  # to the nearest, as Triton's kernels do
 
+    def _kernels(self, tensor: Tensor) -> _Kernels | None:
+        return _kernels(tensor) if self.step <= LARGEST_TRITON_BLOCK else None
+
     def encode_rest(
         self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        kernels = _kernels(rows) if self.rounds and self.step <= LARGEST_TRITON_BLOCK else None
+        kernels = self._kernels(rows) if self.rounds else None
         if kernels is None:
             return super().encode_rest(rows, kept, valid, phase)
         nbytes = rows.shape[1] // self.step * (4 + self.step * self.bits // 8)
@@ -115,8 +118,7 @@ class Blocks(Coder):
         return payloads, None, left
 
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        kernels = _kernels(payloads) if self.step <= LARGEST_TRITON_BLOCK else None
-        if kernels is None:
+        if (kernels := self._kernels(payloads)) is None:
             return self.decoded(payloads, elements)
         values = payloads.new_empty((len(payloads), elements), dtype=torch.float32)
         kernels.decode(payloads.contiguous(), values, self.step, self.bits)

@@ -25,7 +25,7 @@ NOT_LOCKED = (
     "the %d bytes of host memory in which gradients of GPUs are summed could not be page-locked, so that copies are "
     "slower: %s"
 )
-# How long the end waits for copies that are under way; each waits for the work before it on the GPU alone.
+# How long ``close`` waits for copies under way. They depend on this rank's own work on the GPU alone.
 LAST_COPIES_SECONDS = 10.0
 
 _never_unlocked: list[Any] = []  # memory that copies may still reach
@@ -129,11 +129,11 @@ def _is_over(end: End) -> bool:
 
 
 def _split(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:
-    return [_tensor(array) for array, _ in pairs], [tensor for _, tensor in pairs]
+    return [as_tensor(array) for array, _ in pairs], [tensor for _, tensor in pairs]
 
 
-def _tensor(array: Any) -> Tensor:
-    """A flat array as a tensor of the same memory."""
+def as_tensor(array: Any) -> Tensor:
+    """Return a CPU tensor of an array's shape that shares its memory."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -15,13 +15,13 @@ from torch import Tensor
 TILE = 4096
 # Arguments that differ from bucket to bucket: no kernel is compiled anew for them in the middle of training.
 SIZES = ("valid", "blocks", "row_words")
-# A multiple is added to this, and it is subtracted again: what is left is the nearest whole number, halves to even.
+# Adding this number to a multiple and subtracting it again rounds to the nearest whole number, halves to even.
 MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def _pack(numbers, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Words of 32 bits out of whole numbers of so many bits, [group, width]; the first one is in the lowest bits."""
+    """Pack whole numbers of ``BITS`` bits, [group, width], into 32-bit words, the first number in the lowest bits."""
     lane = tl.arange(0, WIDTH)
     shifted = numbers << ((lane * BITS) % 32)[None, :]
     return tl.sum(tl.reshape(shifted, (GROUP, WIDTH * BITS // 32, 32 // BITS)), 2)
@@ -29,7 +29,7 @@ def _pack(numbers, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def _unpack(words, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Whole numbers of so many bits, [group, width], out of words of 32 bits."""
+    """Unpack words of 32 bits into whole numbers of ``BITS`` bits, [group, width]."""
     shifts = tl.arange(0, 32 // BITS) * BITS
     numbers = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
     return tl.reshape(numbers, (GROUP, WIDTH))
@@ -57,8 +57,8 @@ def _encode(
         most: tl.constexpr = (1 << (BITS - 1)) - 1
         is_broken = tl.max((wanted != wanted).to(tl.int32), 1) > 0  # the largest of some may leave NaN out
         scale = tl.math.div_rn(tl.where(is_broken, float("nan"), tl.max(tl.abs(wanted), 1)), most * 1.0)
-        one_by = tl.math.div_rn(1.0, tl.where(scale == 0, 1.0, scale))
-        codes = (wanted * one_by[:, None] + MAGIC) - MAGIC
+        inverse = tl.math.div_rn(1.0, tl.where(scale == 0, 1.0, scale))
+        codes = (wanted * inverse[:, None] + MAGIC) - MAGIC
         codes = tl.minimum(tl.maximum(tl.where(codes == codes, codes, 0.0), -most * 1.0), most * 1.0)
         numbers = codes.to(tl.int32)
         numbers = numbers & 255 if BITS == 8 else numbers + 8
@@ -96,7 +96,7 @@ def _decode(
 
 
 class _Shape:
-    """How rows of values, each a number of blocks, are dealt out to programs."""
+    """The grid of programs for rows of values, each row a number of blocks."""
 
     def __init__(self, values: Tensor, block: int) -> None:
         rows, elements = values.shape

@@ -1,9 +1,10 @@
-"""Kernels of Triton that take about the largest values of rows: two passes over memory, where sorting makes dozens.
+"""Kernels of Triton that select about the largest values of rows, in two passes over memory; sorting takes dozens.
 
-A sample tells about where the threshold lies. One pass adds what was kept to the gradient and counts, by tile, what
-exceeds each of some thresholds around it; the lowest of them that not too many values exceed is taken. Another pass
-moves what exceeds it out of the rows, then fills up, in the order of elements, with what exceeds the next lower one.
-Where values lie in a payload depends on counts alone, so that the same run gives the same bits.
+``_estimate`` finds the threshold of a sample. ``_survey`` adds the residual to the gradient and counts, in each tile,
+the values above each of 16 thresholds around that of the sample. ``_place`` chooses the lowest threshold that no more
+values exceed than are wanted, and computes each tile's position in the payload. ``_take`` moves the values above the
+threshold into the payload, and fills it up, in the order of elements, with values above the next lower threshold.
+Positions depend on counts alone, so that the same run gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 TILE = 4096
 SAMPLE = 16384
-CANDIDATES = tl.constexpr(16)  # thresholds, around the one that the sample tells, each more than the last by
-STEP = tl.constexpr(0.015)  # of that one: in the tail of a normal distribution, by a tenth of what exceeds it
+CANDIDATES = tl.constexpr(16)  # thresholds around that of the sample
+# Between two thresholds, relative to that of the sample: about a tenth fewer values exceed the next one.
+STEP = tl.constexpr(0.015)
 # Arguments that differ from bucket to bucket, for which no kernel is compiled anew.
 SIZES = ("stride", "wanted", "tiles")
 CHUNK = 1024  # tiles of which one program finds the places at a time
@@ -26,7 +28,7 @@ CHUNK = 1024  # tiles of which one program finds the places at a time
 
 @triton.jit
 def _magnitudes(numbers):
-    """Absolute values; NaN is the largest of all."""
+    """Return absolute values, with NaN as infinity, so that it counts among the largest."""
     return tl.where(numbers == numbers, tl.abs(numbers), float("inf"))
 
 
@@ -40,10 +42,8 @@ def _estimate(
     if KEEPS:
         numbers += tl.load(kept + row * elements + place, mask, other=0.0)
     bits = _magnitudes(numbers).to(tl.int32, bitcast=True)  # in the order of the numbers
-    low, high = (
-        tl.full((), 1, tl.int32),
-        tl.full((), 0x7F800001, tl.int32),
-    )  # at least so many as wanted reach the first, fewer the second
+    # At least as many as wanted reach ``low``; fewer reach ``high``.
+    low, high = tl.full((), 1, tl.int32), tl.full((), 0x7F800001, tl.int32)
     while high - low > 1:
         middle = low + (high - low) // 2
         if tl.sum((mask & (bits >= middle)).to(tl.int32)) >= wanted:
@@ -100,7 +100,7 @@ def _place(
         if KEEPS:
             is_broken |= tl.max(tl.load(broken + row * tiles + first + lane, mask, other=0), 0)
         first += CHUNK
-    # Of the highest more may be there than are wanted, where the sample misled: then the first ones are taken.
+    # If the sample was not typical, too many values may exceed even the highest threshold: the first ones are taken.
     high = tl.minimum(tl.sum((totals > wanted).to(tl.int32), 0), CANDIDATES - 1)
     low = tl.maximum(high - 1, 0)
     tl.store(chosen + row * 2, high)
@@ -157,12 +157,13 @@ def take_largest(rows: Tensor, kept: Tensor | None, wanted: int) -> tuple[Tensor
     """
     count, elements = rows.shape
     tiles, keeps = triton.cdiv(elements, TILE), kept is not None
-    whole: dict[str, Any] = {"dtype": torch.int32, "device": rows.device}
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": rows.device}
     thresholds = torch.empty((count, CANDIDATES.value), dtype=torch.float32, device=rows.device)
-    chosen = torch.empty((count, 2), **whole)
-    counts, starts = torch.empty((count, CANDIDATES.value, tiles), **whole), torch.empty((count, 2, tiles), **whole)
-    broken = torch.empty((count, tiles), **whole) if keeps else None
-    payloads = torch.zeros((count, 2 * wanted), **whole)
+    chosen = torch.empty((count, 2), **integers)
+    counts = torch.empty((count, CANDIDATES.value, tiles), **integers)
+    starts = torch.empty((count, 2, tiles), **integers)
+    broken = torch.empty((count, tiles), **integers) if keeps else None
+    payloads = torch.zeros((count, 2 * wanted), **integers)
     left = torch.empty_like(rows) if keeps else None
     stride = triton.cdiv(elements, SAMPLE)
     of_sample = max(1, round(wanted / stride))
