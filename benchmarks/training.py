@@ -72,7 +72,6 @@ def add_flags(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--compression", choices=CODECS, default="none", help=argparse.SUPPRESS)
     parser.add_argument("--barrier", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--staged", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--overlap-forward", action="store_true", help=argparse.SUPPRESS)
 
 
 def worker_flags(args: argparse.Namespace, model: str) -> list[Any]:
@@ -102,7 +101,6 @@ def work(args: argparse.Namespace) -> None:
             optimizer,
             named_parameters=model.named_parameters(),
             compression=codec(hvd, args.compression),
-            **({"overlap_forward": True} if args.overlap_forward else {}),
         )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

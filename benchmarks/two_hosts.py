@@ -8,8 +8,8 @@ The hosts are Linux namespaces on this machine (see namespaces.py), made anew fo
 is what a plain TCP connection carries in both directions at once; at high rates that alone takes a good part of the
 cores, which the ranks share with it. An allreduce of n bytes sends at least 2 n (H-1) / H out of each of H hosts and as
 many in. The bound is the time that takes on the wire; for a step it is forward + max(backward, wire) + optimizer, with
-the phases of the step alone. "forward too" is hvdkit with ``overlap_forward``, whose bound is the wire, or the step
-alone. The allreduces are in place. "2 links" is mpi4py with two TCP connections, which hvdkit always asks Open MPI for.
+the phases of the step alone. The allreduces are in place. "2 links" is mpi4py with two TCP connections, which hvdkit
+always asks Open MPI for.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ HOSTS = 2
 PIECE_BYTES = 4 << 20
 TURNS = 4
 TURN_SECONDS = 0.5
-STEP_BOUNDS = ("bound", "bound fp16", "wire", "wire fp16")
-FORWARD_TOO = " forward too"
+STEP_BOUNDS = ("bound", "bound fp16")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -139,11 +138,6 @@ def contestants(parts: list[str], names: list[str] | None, codecs: list[str]) ->
     names_of_mpi = ("mpi4py", allreduce.TWO_LINKS) if jobs.has_mpi() else ()
     mpi4py = [Peer(name, name, "mpi", ("--inplace",)) for name in names_of_mpi]
     step = [peer for peer in training.contestants(codecs) if not {"--staged", "--barrier"} & set(peer.flags)]
-    step += [
-        Peer(peer.name + FORWARD_TOO, peer.worker, peer.launcher, (*peer.flags, "--overlap-forward"))
-        for peer in step
-        if peer.worker == "hvdkit"
-    ]
     found = {
         "allreduce": [*jobs.horovods("", "--inplace"), Peer("Gloo", "gloo", "plain"), *mpi4py],
         "step": step,
@@ -213,21 +207,17 @@ def measure_step(args: argparse.Namespace, link: Link, peers: list[Peer]) -> dic
 
 def bound_of(peer: str) -> str:
     """Which bound holds for a peer: of compute alone for codecs whose bytes are too few to count."""
-    plain = peer.removesuffix(FORWARD_TOO)
-    kind = "bound" if plain == peer else "wire"
-    if plain.endswith((" fp16", " bf16")):
-        return f"{kind} fp16"
-    dense = plain in {training.DDP, *(one.name for one in jobs.horovods())} or plain.endswith(" none")
-    return kind if dense else training.ALONE
+    if peer.endswith((" fp16", " bf16")):
+        return "bound fp16"
+    dense = peer in {training.DDP, *(horovod.name for horovod in jobs.horovods())} or peer.endswith(" none")
+    return "bound" if dense else training.ALONE
 
 
 def step_bounds(alone: dict[str, Any], wire: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that a step takes at least, if its gradients travel in fp32 and in fp16; then with forward too."""
+    """Milliseconds that a step takes at least, if its gradients travel in fp32 and in fp16."""
     forward, backward, optimizer = (alone["phases"][name] for name in training.PHASES)
     wires = [wire_milliseconds(alone["parameters"] * width, wire) for width in (4, 2)]
-    waits = [forward + max(backward, one) + optimizer for one in wires]
-    hides = [max(forward + backward + optimizer, one) for one in wires]
-    return dict(zip(STEP_BOUNDS, waits + hides, strict=True))
+    return dict(zip(STEP_BOUNDS, [forward + max(backward, seconds) + optimizer for seconds in wires], strict=True))
 
 
 def _need_wire(errors: dict[str, str]) -> None:

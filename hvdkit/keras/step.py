@@ -101,7 +101,7 @@ class DistributedStep:
 
     def _leave_to_background(self, gradients: list[Any], variables: list[Any], optimizer: Any) -> bool:
         """Begin a step whose updates are made when variables are needed. Returns whether that can be."""
-        if not self.settings.overlap_forward or self._gradients is None or not is_distributed(optimizer):
+        if self._gradients is None or not is_distributed(optimizer):
             return False
         if self.local or any(map(is_overwritten, variables)):
             return False

@@ -10,14 +10,12 @@ import torch
 
 from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings, names_of
-from hvdkit.engine.loop.driver import ROUND_SECONDS
+from hvdkit.engine.life import runtime
 from hvdkit.torch.for_keras_hooks import TrainStepHooks
-from hvdkit.torch.gradients.settings import Settings
-from hvdkit.torch.gradients.synchronizer import GradientSynchronizer, is_current
+from hvdkit.torch.gradients.agreement import OptimizerSettings
+from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import ChangedInFlightError
-from hvdkit.torch.optimizers.names import parameters_of
-from hvdkit.torch.optimizers.overlap import Updates
 from hvdkit.torch.parameters import broadcast_tensors
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"
@@ -26,8 +24,6 @@ CHANGED = (
     "and before they were applied.\n"
     "HINT: change gradients in a train_step of the model's own, or in the optimizer's apply()."
 )
-# Lists that hold each gradient while Keras's own train_step applies it: its own, and two on the way here.
-KNOWN_HOLDERS = 3
 
 
 class _Parameters:
@@ -49,55 +45,25 @@ class _Synchronizer(GradientSynchronizer):
 
     def _hand_over_early(self, parameter: torch.Tensor) -> None:
         # What goes by name has no way to be given up.
-        planned = self._routes.planned if self._routes is not None and is_current(self._engine) else None
+        planned = None if self._agreement is None else self._agreement.planned
         index = None if planned is None else planned.index.get(id(parameter))
         if planned is not None and index is not None:
             planned.hand_over(index)
 
     def begin(self, local: Collection[int]) -> None:
         """A backward pass begins, whose gradients come to ``synchronize()`` as they are."""
-        routes = self._routes
-        if routes is None or routes.planned is None or routes.is_outdated or any(key in local for key in routes.ids):
+        self._settle()
+        agreement = self._agreement
+        if agreement is None or runtime.current() is not self._engine or agreement.is_outdated():
             return
-        if not routes.planned.lane.on_device:  # where a collective that others have begun cannot be given up
+        if agreement.planned is not None and not any(key in local for key in agreement.ids):
             self.hooks.begin()
 
     @property
     def is_begun(self) -> bool:
         """Whether a gradient was complete in a step that is not over."""
-        return self.in_flight or (self._routes is not None and self._routes.in_flight)
-
-    def give_up(self) -> None:
-        """Forget a step that an exception ended. Nothing is waited for; ranks that use the step get an error."""
-        self._unraised = None
-        routes, current = self._routes, is_current(self._engine)
-        if routes is not None:
-            # What runs must not be in the middle of a sum; in a forked child nothing does.
-            with self._engine.driver.halted(ROUND_SECONDS if current else 0.0):
-                if routes.give_up(current):
-                    self._routes = None
-        self._start_step()
-
-
-class _ByParameter:
-    """An update, as a torch.optim.Optimizer makes it for some of its parameters."""
-
-    def __init__(self, update: backends.Update, parameters: Sequence[torch.Tensor], variables: Sequence[Any]) -> None:
-        self._update = update
-        # What a variable gives where it is used next may be a copy of another dtype.
-        self._variables = {id(one): variable for one, variable in zip(parameters, variables, strict=True)}
-        self.param_groups: list[dict[str, Any]] = [{"params": list(parameters)}]
-
-    def plain_with(self, param_groups: list[dict[str, Any]]) -> _ByParameter:
-        """The same for other parameters."""
-        chosen = parameters_of(param_groups)
-        return _ByParameter(self._update, chosen, [self._variables[id(parameter)] for parameter in chosen])
-
-    def step(self) -> None:
-        """Make the update, by the gradients that the parameters have."""
-        with torch.no_grad():
-            gradients = [parameter.grad for parameter in parameters_of(self.param_groups)]
-            self._update(gradients, list(self._variables.values()))
+        planned = None if self._agreement is None else self._agreement.planned
+        return self.in_flight or (planned is not None and planned.lane.in_flight and not planned.lane.is_abandoned)
 
 
 class TorchGradients(backends.Gradients):
@@ -107,11 +73,9 @@ class TorchGradients(backends.Gradients):
         self._settings = settings
         self._parameters = _Parameters()
         self._synchronizer: _Synchronizer | None = None
-        self._updates: Updates | None = None  # of the last step, some of which may be left
 
     def begin_backward(self, local: Collection[Any]) -> None:
         """What this backward pass computes goes to ``reduce`` as it is: it may travel when it is complete."""
-        self.complete()
         if self._synchronizer is not None:
             self._synchronizer.begin({id(one.value) for one in local})
 
@@ -119,36 +83,15 @@ class TorchGradients(backends.Gradients):
         """What was handed over and never came to ``reduce``, because of an exception, is of no step."""
         if self._synchronizer is not None:
             self._synchronizer.hooks.cancel()
-            is_left = self._updates is not None and not self._updates.is_over
-            if self._synchronizer.is_begun and not is_left:
-                self._synchronizer.give_up()
+            if self._synchronizer.is_begun:
+                self._synchronizer.abandon(waits=False)
 
     def complete(self) -> None:
         """See Gradients."""
-        if self._updates is not None:
-            self._updates.complete_all()
-            if self._updates.is_over:
-                self._updates = None
 
     def reduce_later(self, gradients: Sequence[Any], variables: Sequence[Any], update: backends.Update) -> bool:
         """See Gradients."""
-        synchronizer = self._synchronizer
-        if synchronizer is None or not synchronizer.hooks.hands_over or any(one is None for one in gradients):
-            return False
-        parameters = [variable.value for variable in variables]
-        if any(one.grad is not gradient for one, gradient in zip(parameters, gradients, strict=True)):
-            return False
-        if synchronizer.verification.wants(synchronizer.verification.step):
-            return False
-        synchronizer.hooks.end()
-        self._parameters.param_groups[0]["params"] = parameters
-        with self._giving_up(synchronizer):
-            begun = synchronizer.begin_step(KNOWN_HOLDERS)
-            if begun is None:
-                return False
-            self._updates = Updates(synchronizer, *begun, _ByParameter(update, parameters, variables))
-            self._updates.begin()
-        return True
+        return False
 
     @contextmanager
     def _giving_up(self, synchronizer: _Synchronizer) -> Iterator[None]:
@@ -156,7 +99,7 @@ class TorchGradients(backends.Gradients):
         try:
             yield
         except BaseException as error:
-            synchronizer.give_up()
+            synchronizer.abandon(waits=False)
             if isinstance(error, ChangedInFlightError):
                 raise AssertionError(CHANGED.format(names=error.names)) from None
             raise
@@ -164,7 +107,6 @@ class TorchGradients(backends.Gradients):
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
         """See Gradients."""
         settings = self._settings
-        self.complete()
         if self._synchronizer is not None:
             self._synchronizer.hooks.end()
         size = settings.process_set.size() if settings.process_set.included() else 1
@@ -203,7 +145,7 @@ class TorchGradients(backends.Gradients):
         names = names_of(variables, use_generic_names=False)
         named = list(zip(names, [variable.value for variable in variables], strict=True))
         # Who adds up several passes does so before.
-        ours = settings.as_kind(Settings, groups=groups, names=named, backward_passes_per_step=1)
+        ours = settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
         synchronizer = _Synchronizer(self._parameters, ours)  # type: ignore[arg-type]  # asked for its param_groups
         synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
         return synchronizer

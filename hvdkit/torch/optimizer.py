@@ -8,15 +8,14 @@ from typing import Any, TypeVar
 import torch
 
 from hvdkit.api.checks import check_name
-from hvdkit.api.gradients.settings import check_settings
+from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forward
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
-from hvdkit.torch.gradients.settings import Settings
+from hvdkit.torch.gradients.agreement import OptimizerSettings
+from hvdkit.torch.gradients.names import check_names
 from hvdkit.torch.optimizers.distributed_class import is_distributed, wrap
-from hvdkit.torch.optimizers.names import check_names
-from hvdkit.torch.optimizers.overlap import check_overlap
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -63,12 +62,7 @@ def DistributedOptimizer(
         sparse_as_dense: reduce sparse gradients as dense ones. A gradient is known to be sparse from the first step
             in which some rank computes it, if that is the first step, or the first after parameters were changed.
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
-        overlap_forward: whether ``step()`` leaves what still travels to the background. Each parameter is updated
-            before it is used the next time, with the same bits: by the next forward pass, which so hides what a slow
-            network takes, or by whoever reads it. Clear gradients by ``optimizer.zero_grad()`` after ``step()``, since
-            ``model.zero_grad()`` waits for them all. ``step()`` waits, as without it, where clipping or a GradScaler
-            need all gradients, with a closure, with hooks on steps, where parameters are compared (HVDKIT_VERIFY) and
-            in the first step. For parameters in host memory and PyTorch's own optimizers.
+        overlap_forward: has no effect any more.
         name: what this optimizer is called in errors and in the timeline, its class otherwise. Optimizers of the ranks
             belong together by their names and, where several have one name, by the order in which they were made. So
             optimizers that are made in several threads need names of their own, the same on all ranks.
@@ -120,11 +114,11 @@ def DistributedOptimizer(
         is_member=lambda member: isinstance(member, torch.Tensor),
     )
     if overlap_forward:
-        check_overlap(optimizer, settings.op)
+        warn_of_overlap_forward()
     names = check_names(named_parameters, optimizer.param_groups)
     alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
     op = ReduceOp.AVERAGE if alone else settings.op
-    chosen = settings.as_kind(Settings, op=op, names=names, overlap_forward=bool(overlap_forward))
+    chosen = settings.as_kind(OptimizerSettings, op=op, names=names)
     if runtime.is_initialized() and not runtime.is_forked():
         chosen.label(runtime.engine())  # now: the order of first steps may be another on each rank
     wrapped: Optimizer = wrap(optimizer, chosen)

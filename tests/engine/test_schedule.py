@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdkit.compression import CASTS, Int8, PowerSGD
 from hvdkit.engine.loop.driver import spin_seconds
 from hvdkit.engine.ranks.topology import nodes_that_share, topology_of
-from hvdkit.engine.steps.arrangement import arrange, load
+from hvdkit.engine.steps.arrangement import load
 from hvdkit.engine.steps.block import block_offsets
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out
 from hvdkit.engine.steps.schedule import (
@@ -132,28 +132,6 @@ def test_on_a_slow_wire_what_the_next_forward_pass_needs_first_overtakes_the_res
     order, reasons = send_order([*large, urgent], [0.0, 3.0], [5, 0], [2 * 10**6] * 5, Network(0.0, 1e-6))
     assert order == [0, 1, 4, 2, 3]
     assert reasons[2] == "needed sooner than 2 that were ready before"
-
-
-def buckets_in_order(overlaps_forward, codec=CASTS["none"]):
-    """Of ten tensors of 2 MB each, the last one ready first, each 10 ms after the other: those that travel in turn."""
-    slots = [Slot(f"layer{index}", (500_000,), np.dtype(np.float32)) for index in range(10)]
-    ready_at = [0.01 * (9 - index) for index in range(10)]
-    sizes = choose_sizes(GIGABIT, None, None)  # 8 ms for each in each of two phases
-    found = arrange(slots, ready_at, (), sizes, GIGABIT, 0.5, codecs=[codec], overlaps_forward=overlaps_forward)
-    return [found.buckets[piece.bucket].slots[0] for piece in found.pieces]
-
-
-def test_where_the_next_forward_pass_begins_before_all_have_come_the_wire_is_not_taken_for_quicker_than_it_is():
-    as_ready = list(range(9, -1, -1))
-    assert buckets_in_order(overlaps_forward=False) == as_ready
-    # 16 ms a tensor, so that four of them are left when the first one is ready, after 90 ms.
-    overlapped = buckets_in_order(overlaps_forward=True)
-    assert overlapped != as_ready
-    assert sorted(overlapped) == sorted(as_ready)
-    assert overlapped.index(0) < 7, "needed first, so it goes before what is left of the others"
-    assert overlapped[overlapped.index(0) :] == sorted(overlapped[overlapped.index(0) :])
-    assert buckets_in_order(overlaps_forward=True, codec=CASTS["fp16"]) == as_ready, "half of the bytes"
-    assert buckets_in_order(True, Int8()) == buckets_in_order(False, Int8()), "few bytes, however long they are"
 
 
 @few

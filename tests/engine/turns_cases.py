@@ -31,9 +31,9 @@ def case_the_computation_and_the_sum_take_turns_where_there_is_no_core_for_both(
             assert len(lane.arrangement.pieces) == (1 if takes_turns else LAYERS)
             assert lane.in_flight
             deadline = time.monotonic() + (0.2 if takes_turns else 60)
-            while lane._started < LAYERS and time.monotonic() < deadline:
+            while lane.step.started < LAYERS and time.monotonic() < deadline:
                 time.sleep(0.002)
-            assert lane._started == (0 if takes_turns else LAYERS)
+            assert lane.step.started == (0 if takes_turns else LAYERS)
         optimizer.step()
     mean = (hvd.size() + 1) / 2
     for parameter, before in zip(net.parameters(), alone, strict=True):

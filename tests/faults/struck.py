@@ -87,10 +87,6 @@ def work(fault: Fault, folder: Path) -> None:
     check(hvd.rank() == rank, "rank")
     parameter = torch.nn.Parameter(torch.full((ELEMENTS,), float(rank)))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("weight", parameter)], op=hvd.Sum)
-    later = torch.nn.Parameter(torch.zeros(ELEMENTS))  # whose updates wait for their next use
-    background = hvd.DistributedOptimizer(
-        torch.optim.SGD([later], lr=1.0), [("later", later)], op=hvd.Sum, overlap_forward=True
-    )
     striker.at("broadcast")
     hvd.broadcast_parameters([("weight", parameter)], root_rank=0)
     check(bool(parameter.eq(0).all()), "broadcast")
@@ -102,9 +98,6 @@ def work(fault: Fault, folder: Path) -> None:
         ((parameter * PATTERN).sum() * step * (rank + 1)).backward()
         optimizer.step()
         check(torch.equal(parameter.grad, PATTERN * step * factors), f"step {step}")
-        background.zero_grad()
-        ((later * PATTERN).sum() * (rank + 1)).backward()
-        background.step()
         if step == STEPS // 2:
             striker.at("allreduce")
         total = hvd.allreduce(PATTERN * step * (rank + 1), op=hvd.Sum, name="large")
@@ -114,7 +107,6 @@ def work(fault: Fault, folder: Path) -> None:
             if hvd.rank() == 0:
                 torch.save(parameter.detach(), folder / "checkpoint")
             hvd.barrier()
-    check(torch.equal(later.detach(), -PATTERN * STEPS * factors), "what was updated later")
     tell("RANK", rank, "LEAVING", time.monotonic())
     striker.done()
     striker.at("shutdown")

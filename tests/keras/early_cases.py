@@ -48,7 +48,7 @@ def handed_over() -> Iterator[list[int]]:
 
 def lane_of(gradients: Any) -> Any:
     """The lane of an optimizer's gradients, if there is one."""
-    routes = None if gradients is None or gradients._synchronizer is None else gradients._synchronizer._routes
+    routes = None if gradients is None or gradients._synchronizer is None else gradients._synchronizer._agreement
     return None if routes is None or routes.planned is None else routes.planned.lane
 
 

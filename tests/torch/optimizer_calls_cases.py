@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvdkit.api.gradients.settings import warn_of_overlap_forward
 from tests.torch.optimizer_cases import distributed_sgd
 from tests.torch.optimizer_support import (
     assert_close,
@@ -138,3 +139,19 @@ def case_step_that_skips_a_synchronization_that_never_was_raises(hvd: Any) -> No
         optimizer.synchronize()
     train_step(optimizer, net, batch(hvd.rank()))
     assert_identical(hvd, net)
+
+
+def case_overlap_forward_warns_once_and_has_no_effect(hvd: Any) -> None:
+    warn_of_overlap_forward.cache_clear()
+    expected, results = None, []
+    for options in ({}, {"overlap_forward": True}, {"overlap_forward": True}):
+        net = make_net()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer = distributed_sgd(hvd, net, **options)
+        results.append(sum("overlap_forward" in str(warning.message) for warning in caught))
+        train_step(optimizer, net, batch(hvd.rank()))
+        weights = [parameter.detach().clone() for parameter in net.parameters()]
+        expected = expected or weights
+        assert all(map(torch.equal, weights, expected))
+    assert results == [0, 1, 0]

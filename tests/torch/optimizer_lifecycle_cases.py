@@ -148,7 +148,7 @@ def case_frozen_parameter_is_not_sent(hvd: Any) -> None:
     train_step(optimizer, net, batch(hvd.rank()))
     net.hidden.requires_grad_(False)
     train_step(optimizer, net, batch(hvd.rank()))
-    planned = optimizer._synchronizer._routes.planned
+    planned = optimizer._synchronizer._agreement.planned
     assert id(net.hidden.weight) not in planned.index
     assert net.hidden.weight.grad is None
     assert len(planned.parameters) == 6
@@ -311,11 +311,11 @@ def case_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> Non
     def forget(optimizer: Any, saved: dict[str, Any]) -> None:
         if hvd.size() == 1:
             return
-        lane = optimizer._synchronizer._routes.planned.lane
+        lane = optimizer._synchronizer._agreement.planned.lane
         end = lane._end
 
         def late_end() -> None:
-            lane._finishing = True  # as the end does first; the engine's thread drives what it then waits for
+            lane.step.finishing = True  # as the end does first; the engine's thread drives what it then waits for
             lane._driver.wake()
             wait_for_failure(lane)
             end()
@@ -330,9 +330,9 @@ def case_a_forgotten_step_is_an_error_where_it_is_forgotten_twice(hvd: Any) -> N
     def forget(optimizer: Any, saved: dict[str, Any]) -> None:
         if hvd.size() == 1:
             return
-        lane = optimizer._synchronizer._routes.planned.lane
+        lane = optimizer._synchronizer._agreement.planned.lane
         optimizer.load_state_dict(saved)
-        if optimizer._synchronizer._routes is not None:
+        if optimizer._synchronizer._agreement is not None:
             wait_for_failure(lane)
         optimizer.load_state_dict(saved)
 

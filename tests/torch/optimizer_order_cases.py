@@ -28,12 +28,12 @@ def backward(hvd: Any, net: Five, order: list[str]) -> None:
 
 
 def bucket_order(optimizer: Any) -> list[str]:
-    lane = optimizer._synchronizer._routes.planned.lane
+    lane = optimizer._synchronizer._agreement.planned.lane
     return [lane.slots[slot].name for bucket in lane.arrangement.buckets for slot in bucket.slots]
 
 
 def travel_order(optimizer: Any) -> list[str]:
-    lane = optimizer._synchronizer._routes.planned.lane
+    lane = optimizer._synchronizer._agreement.planned.lane
     return [name for index in range(len(lane.arrangement.pieces)) for name in lane.records.names_in(index)]
 
 

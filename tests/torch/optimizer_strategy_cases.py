@@ -138,7 +138,7 @@ def case_num_groups_is_the_deprecated_name_of_groups(hvd: Any) -> None:
         loss_of(net, batch(hvd.rank())).backward()
         optimizer.synchronize()
         assert_same_gradients(net, alone)
-    planned = optimizer._synchronizer._routes.planned
+    planned = optimizer._synchronizer._agreement.planned
     groups = sorted(sorted(group) for group in planned.lane.plan.groups)
     assert groups == [[0, 1, 2], [3, 4, 5], [6, 7]]  # of eight parameters
     assert distributed_sgd(hvd, make_net())._synchronizer.settings.groups is None

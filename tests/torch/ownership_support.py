@@ -61,7 +61,7 @@ def is_served() -> bool:
 
 def is_reduced_early(optimizer: Any) -> bool:
     """Whether gradients are reduced where they lie while the backward pass runs, and not when the step is completed."""
-    takes_turns = optimizer._synchronizer._routes.planned.lane.takes_turns
+    takes_turns = optimizer._synchronizer._agreement.planned.lane.takes_turns
     if "HVDKIT_FUSION_THRESHOLD" in os.environ:
         assert not takes_turns, "a job that is given its buckets overlaps"
     elif os.environ["OMP_NUM_THREADS"] != "1":

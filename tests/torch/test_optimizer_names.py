@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvdkit.api.gradients.planning import check_groups, form_groups, split_list
-from hvdkit.torch.optimizers.names import check_names, find_duplicates
+from hvdkit.torch.gradients.names import check_names, find_duplicates
 
 
 @pytest.mark.parametrize(("length", "parts"), [(0, 3), (1, 3), (7, 3), (9, 3), (10, 4), (5, 1)])

@@ -82,7 +82,7 @@ def case_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
 
 
 def case_a_wrapped_optimizer_does_not_warn(hvd: Any) -> None:
-    for options in ({}, {"overlap_forward": True}, {"backward_passes_per_step": 2}, {"op": hvd.Adasum}):
+    for options in ({}, {"backward_passes_per_step": 2}, {"op": hvd.Adasum}):
         if options.get("op") is not None and hvd.size() & (hvd.size() - 1):
             continue  # Adasum needs a power of two
         net = make_net()

@@ -276,7 +276,7 @@ for _ in range(2):
     optimizer.zero_grad()
     (weight * (1.0 + hvd.rank())).sum().backward()
     optimizer.step()
-reducer = optimizer._synchronizer._routes.planned.lane.reducer
+reducer = optimizer._synchronizer._agreement.planned.lane.reducer
 print(type(reducer).__name__, reducer.reason, weight.detach().unique().tolist(), flush=True)
 hvd.shutdown()
 """

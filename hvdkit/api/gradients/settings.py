@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -34,7 +36,6 @@ class GradientSettings:
     scale_local_gradients: bool = True
     device_dense: str = ""
     device_sparse: str = ""
-    overlap_forward: bool = False  # optimizers only: updates are made beside the next forward pass
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -127,3 +128,13 @@ def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
         getattr(source, "path", None) or (is_variable(source) and source.name.removesuffix(":0")) for source in sources
     ]
     return planning.names_of_paths([str(path or f"grad_{index}") for index, path in enumerate(paths)])
+
+
+@functools.cache
+def warn_of_overlap_forward() -> None:
+    """Warn once a process that the argument overlap_forward has no effect any more."""
+    warnings.warn(
+        "overlap_forward is removed: step() ends when the update is made. Remove the argument.",
+        DeprecationWarning,
+        stacklevel=3,
+    )

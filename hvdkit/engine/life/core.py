@@ -126,7 +126,6 @@ class Engine(NamedOperations):
 
         ``device``: the device for zeros where this rank has used none so far.
         """
-        self.lanes.end_steps()
         self.check_usable()
         self.groups.device = self.groups.device or device
         handle = Handle("join()", None, self._drive)
@@ -147,19 +146,17 @@ class Engine(NamedOperations):
         process_set_id: int = 0,
         groups: Sequence[Sequence[int]] = (),
         device: str = "cpu",
-        overlaps_forward: bool = False,
     ) -> Lane | None:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
         Returns None where a rank has joined, which has nothing to agree on: until all ranks have, gradients go by name.
 
         ``codecs``: those that slots number. ``device``: the one ("cuda:0") on which slots shall live if the transport
-        has collectives for it. ``overlaps_forward``: see Plan.
+        has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, where the ranks differ.
         """
-        self.lanes.end_steps()  # of optimizers that nobody may use any more
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
-        plan = Plan(name, list(slots), reduction, process_set_id, groups, device, bool(overlaps_forward))
+        plan = Plan(name, list(slots), reduction, process_set_id, groups, device)
         lane = register(self, self.topology, self.settings, self.lanes, plan)
         if lane is not None:
             self.lanes[lane.lane_id] = lane

@@ -94,8 +94,6 @@ class Session:
         engine = self.engine
         graceful, lost = False, None
         try:
-            if not (failed or code or engine.error):
-                self._end_steps()
             if engine.topology.size > 1:
                 graceful, lost = self._say_goodbye(reason, code, failed)
         finally:
@@ -106,18 +104,11 @@ class Session:
                         "%s: a library that the engine called has not come back; it is left there", engine.mailbox.me()
                     )
                 engine.fail(HorovodInternalError(SHUT_DOWN))
-                engine.lanes.give_up_steps()
                 engine.telemetry.stop()
                 if self._heartbeat is not None:
                     self._heartbeat.stop()
                 engine.transport.close(graceful and halted)
         return lost
-
-    def _end_steps(self) -> None:
-        try:
-            self.engine.lanes.end_steps()
-        except HorovodInternalError as error:  # whoever leaves wants to leave
-            logger.error("%s leaves in the middle of a step: %s", self.engine.mailbox.me(), error)
 
     def _say_goodbye(self, reason: str, code: int, failed: bool) -> tuple[bool, PeerLostError | None]:
         """Whether all ranks shut down now, and who is lost after all."""

@@ -143,14 +143,6 @@ class Abandoned(Message):
 
 
 @dataclass(slots=True)
-class Ended(Message):
-    """The sender takes no part in a step, nor in later ones."""
-
-    lane: int
-    step: int
-
-
-@dataclass(slots=True)
 class Ping(Message):
     """Asks for a sign of life."""
 
@@ -201,7 +193,6 @@ KINDS: dict[str, type[Message]] = {
     "lane": LaneStarted,
     "lane_error": LaneFailed,
     "given_up": Abandoned,
-    "ended": Ended,
     "ping": Ping,
     "pong": Pong,
     "bye": Bye,

@@ -27,16 +27,14 @@ UNSEEN = -1.0
 class Observation:
     """In the first step of a lane, of ``count`` slots: when rank 0 saw them become ready, and that all ranks learn it.
 
-    ``ready_at``: when each was ready on rank 0, in seconds, or UNSEEN; ``overlaps_forward``: what its plan says. Both
-    are the same on all ranks; before the exchange, and where rank 0 has joined, UNSEEN and False.
+    ``ready_at``: when each slot was ready on rank 0, in seconds, the same on all ranks; UNSEEN before the exchange, and
+    where rank 0 has joined.
     """
 
-    def __init__(self, group: Group, count: int, overlaps_forward: bool) -> None:
+    def __init__(self, group: Group, count: int) -> None:
         self.ready_at = [UNSEEN] * count
-        self.overlaps_forward = False
         self._group = group
         self._seen: dict[int, float] = {}  # here, in seconds
-        self._overlaps_here = overlaps_forward
 
     def sees(self, slot: int, since: float | None) -> None:
         """A slot is ready since then (perf_counter), or since just now; UNSEEN where nobody saw that."""
@@ -45,16 +43,13 @@ class Observation:
 
     def exchange(self, tag: int, joined: bool) -> Steps[None]:
         """Tell and hear, in microseconds since the first slot. Uses ``tag`` and ``tag + 1``."""
-        message = np.full(len(self.ready_at) + 1, -1, dtype=np.int64)
+        message = np.full(len(self.ready_at), -1, dtype=np.int64)
         if self._group.rank == 0 and not joined:
             first = min(self._seen.values(), default=0.0)
             for slot, at in self._seen.items():
                 message[slot] = int((at - first) * 1e6)
-            message[-1] = self._overlaps_here
         yield from allreduce(self._group, message, ReduceOp.MAX, ONE, CASTS["none"], tag, AUTO)
-        *ready_at, overlaps = message.tolist()
-        self.ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in ready_at]
-        self.overlaps_forward = overlaps > 0
+        self.ready_at = [UNSEEN if microseconds < 0 else microseconds * 1e-6 for microseconds in message.tolist()]
 
 
 @dataclass(frozen=True)
@@ -77,13 +72,12 @@ def arrange(
     sent_share: float,
     cuts: bool = True,
     codecs: Sequence[Codec] = (CASTS["none"],),
-    overlaps_forward: bool = False,
 ) -> Arrangement:
     """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
     The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
     two phases. ``cuts``: whether large tensors are cut. ``codecs``: the plan's; what lossy ones encode
-    lies together in the order of registration, whenever it is ready. ``overlaps_forward``: as rank 0's plan says.
+    lies together in the order of registration, whenever it is ready.
     """
     encoded = [codec.encodes for codec in codecs]
     whole = [codec.whole_tensors for codec in codecs]
@@ -98,7 +92,7 @@ def arrange(
     itemsizes = [bucket.dtype.itemsize for bucket in buckets]
     pieces = cut([bucket.elements for bucket in buckets], itemsizes, largest if cuts else [0] * len(buckets))
     nbytes = [(piece.end - piece.begin) * itemsizes[piece.bucket] for piece in pieces]
-    on_the_wire = [_on_the_wire(codecs[bucket.codec], bucket.dtype, overlaps_forward) for bucket in buckets]
+    on_the_wire = [_on_the_wire(codecs[bucket.codec], bucket.dtype) for bucket in buckets]
     sent = [int(size * on_the_wire[piece.bucket] * sent_share) for piece, size in zip(pieces, nbytes, strict=True)]
     needed = [min(bucket.slots) for bucket in buckets]
     turns, reasons = send_order(pieces, _ready(buckets, ready_at, seen), needed, sent, network)
@@ -111,14 +105,12 @@ def arrange(
     )
 
 
-def _on_the_wire(codec: Codec, dtype: np.dtype[Any], overlaps_forward: bool) -> float:
-    """What ``send_order`` takes a bucket for, in multiples of what one phase would take uncompressed.
+def _on_the_wire(codec: Codec, dtype: np.dtype[Any]) -> float:
+    """Return the bytes of a bucket on the wire in multiples of its uncompressed bytes, as ``send_order`` takes them.
 
-    What payloads take is not known before: more than they do, for the time of encoding.
+    Payload sizes are unknown in advance; 1.0 overestimates them to account for encoding time.
     """
-    if codec.encodes:
-        return 1.0
-    return codec.wire_itemsize(dtype) / dtype.itemsize * (2 if overlaps_forward else 1)
+    return 1.0 if codec.encodes else codec.wire_itemsize(dtype) / dtype.itemsize
 
 
 def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:

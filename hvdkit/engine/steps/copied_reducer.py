@@ -46,12 +46,13 @@ class CopiedReducer(HostReducer):
     def small(self, slot: int) -> Any:
         return None
 
-    def offer(self, slot: int, offer: Offer | None) -> None:
-        if offer is None:
-            self._gradients.pop(slot, None)
-        else:
-            self._gradients[slot] = offer
-        super().offer(slot, None if offer is None else FILLED)
+    def offer(self, slots: Sequence[int], offers: Sequence[Any]) -> None:
+        for slot, offer in zip(slots, offers, strict=True):
+            if offer is None:
+                self._gradients.pop(slot, None)
+            else:
+                self._gradients[slot] = offer
+        super().offer(slots, [None if offer is None else FILLED for offer in offers])
 
     def mark(self) -> Any:
         return self._copies.mark()

@@ -132,8 +132,9 @@ class DeviceReducer(Reducer):
     def small(self, slot: int) -> Any:
         return None
 
-    def offer(self, slot: int, offer: Offer | None) -> None:
-        self._offers[slot] = offer
+    def offer(self, slots: Sequence[int], offers: Sequence[Any]) -> None:
+        for slot, offer in zip(slots, offers, strict=True):
+            self._offers[slot] = offer
 
     def end_step(self) -> None:
         super().end_step()
@@ -149,7 +150,8 @@ class DeviceReducer(Reducer):
         return self._collectives.mark()
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
-        met(None)
+        if met is not None:
+            met(None)
         number, bucket = piece.bucket, self._buckets[piece.bucket]
         offers = [None if joined else self._offers[slot] for slot in bucket.slots]
         tensors = [  # the slots' flat ones, of zeros where there is no gradient

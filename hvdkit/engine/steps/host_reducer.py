@@ -77,44 +77,48 @@ class HostReducer(Reducer):
         self.takes_turns = takes_turns
         # Not by this rank's own node, which may be the only one with one rank: all ranks must cut alike.
         self.copies_buckets = layout is None
+        self._effective = effective(reduction.op, reduction.postscale, group.size)
+        self._shares: dict[Piece, list[tuple[int, int]]] = {}  # of these buckets, by rank of the node
         self._number = 0  # of the next operation, the same on all ranks
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
         self.reason = _reason_for(layout, node)
 
     def lay_out(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
-        self._runs = {}
+        self._runs, self._shares = {}, {}
         self.residuals.lay_out(arrangement.buckets)
 
     def small(self, slot: int) -> Array | None:
         return self.block.places.get(slot)
 
-    def offer(self, slot: int, offer: Offer | None) -> None:
-        copied = self.block.offers.get(slot)
-        if copied is not None:
-            if offer is None:
-                copied.array[...] = 0
-            self._offers[slot] = copied
-            return
-        assert offer is not FILLED, f"{self._slots[slot].name!r} is no small slot"
-        self._offers[slot] = offer
-        where, offset = Where.ZEROS if offer is None else Where.ELSEWHERE, -1
-        if offer is not None and offer.source is None:
-            offset = ARENA.pin(offer.address, self._nbytes[slot])
-        if offset >= 0:
-            self._pinned.append(offset)
-            where = Where.ARENA
-        if self._node is not None:
-            self._node.offer(slot, where, max(offset, 0))
+    def offer(self, slots: Sequence[int], offers: Sequence[Any]) -> None:
+        places, tell_node = self.block.offers, None if self._node is None else self._node.offer
+        for slot, offer in zip(slots, offers, strict=True):
+            place = places.get(slot)
+            if place is not None:
+                if offer is None:
+                    place.array[...] = 0
+                self._offers[slot] = place
+                continue
+            assert offer is not FILLED, f"{self._slots[slot].name!r} is no small slot"
+            self._offers[slot] = offer
+            where, offset = Where.ZEROS if offer is None else Where.ELSEWHERE, -1
+            if offer is not None and offer.source is None:
+                offset = ARENA.pin(offer.address, self._nbytes[slot])
+            if offset >= 0:
+                self._pinned.append(offset)
+                where = Where.ARENA
+            if tell_node is not None:
+                tell_node(slot, where, max(offset, 0))
 
     def end_step(self) -> None:
         super().end_step()
         self._offers = [None] * len(self._slots)
-        ARENA.unpin(self._take_pinned())
+        ARENA.unpin(self._take_pinned() if self._pinned else ())
         ARENA.end_step()
 
     def _take_pinned(self) -> list[int]:
-        """All offsets that are pinned, each given out once: several threads may end a step that fails."""
+        """Return all pinned offsets, each once: several threads may end a step that fails."""
         taken = []
         with suppress(IndexError):
             while True:
@@ -141,7 +145,7 @@ class HostReducer(Reducer):
         number, self._number = self._number, self._number + 1
         bucket = self._buckets[piece.bucket]
         offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
-        op, scale = effective(self._reduction.op, self._reduction.postscale, self._group.size)
+        op, scale = self._effective
         codec, memory = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
         return self._steps(Work(piece, bucket, op, scale, codec, memory, number, tag), offers, joined, met)
 
@@ -154,31 +158,38 @@ class HostReducer(Reducer):
         parts = with_offers(runs, offers) if is_flat or prepares else []
         if prepares:
             self._prepare(piece, parts)
-        if node is None or work.codec.everywhere:
+        if node is None or is_flat:
             for order in self._orders:
                 order.leave(number)
-            met(None)
+            if met is not None:
+                met(None)
             yield from self._reduce_flat(work, parts)
             return
-        yield list(node.ready(number, joined))
-        met(partial(node.ready_at, number))
+        yield node.ready(number, joined)
+        if met is not None:
+            met(partial(node.ready_at, number))
         absent = node.absent(number)
         staged = set(node.staged([run.slot for run in runs], absent))
         in_chunks = [part for part in parts if part.slot in staged]
-        if not prepares:
+        if staged and not prepares:
             in_chunks = with_offers([run for run in runs if run.slot in staged], offers)
         assert self.layout is not None
-        shares = self.residuals.shares(piece, self.layout, len(node.members))
+        shares = self._shares.get(piece)
+        if shares is None:
+            shares = self._shares[piece] = self.residuals.shares(piece, self.layout, len(node.members))
         if len(self.layout.nodes) == 1:
             self._orders[1].leave(number)
             begin, end = shares[node.me]
             share = piece.begin + begin, piece.begin + end
             node.run(Direction.ALL, bucket.slots, bucket.offsets, share, work.op, work.scale, absent)
             yield from _until_right(node, number)
-            yield from self._in_chunks(node, 0, Mode.ALLREDUCE, work, in_chunks, work.scale)
+            if in_chunks:
+                yield from self._in_chunks(node, 0, Mode.ALLREDUCE, work, in_chunks, work.scale)
+            else:
+                self._orders[0].leave(number)
         else:
             yield from self._reduce_across(node, work, in_chunks, shares, absent)
-        yield list(node.done(number))
+        yield node.done(number)
         node.over(number)
         self._group.bytes_sent += two_phase_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
 
@@ -312,7 +323,7 @@ def _until_right(node: NodePass, number: int) -> Steps[None]:
     """For ever, where a rank whose gradients were summed just now had taken them away: the failure is on its way."""
     waits = node.withdrawn(number)
     if waits:
-        yield list(waits)
+        yield waits
 
 
 def _reason_for(layout: Layout | None, node: NodePass | None) -> str:

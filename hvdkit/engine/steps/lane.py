@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
-from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.engine.loop.messages import Abandoned, Ended, LaneFailed
+from hvdkit.engine.loop.messages import Abandoned, LaneFailed
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.tags import SPAN, lane_tag
-from hvdkit.engine.steps.abandoned import ABANDONED, ENDED, AbandonedSteps
-from hvdkit.engine.steps.arrangement import Observation, arrange, load
+from hvdkit.engine.loop.tags import lane_tag
+from hvdkit.engine.steps.arrangement import Arrangement, Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
+from hvdkit.engine.steps.lane_step import LaneStep
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.telemetry.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
 
+ABANDONED = (
+    "%s gave up a step of optimizer '%s' after some of its gradients were handed over. %s uses that step, or has used "
+    "it, with zeros for the rest: their weights differ then.\n"
+    "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
+    "job, or have all ranks go back to the same state."
+)
+
 
 class Lane:
     """The buckets of one plan on this rank.
 
-    A training thread hands gradients over with ``ready``; the engine's driver starts the pieces of a bucket when all of
+    A training thread hands gradients over with ``ready``. The engine's driver starts the pieces of a bucket when all of
     its slots are ready and all pieces before them in the agreed order were started. The first step ends with one small
-    exchange in which all ranks learn when rank 0 saw its gradients become ready, and whether its next forward pass
-    waits for all, and with that the order of all later steps. Where gradients lie is for ``reducer`` to know.
+    exchange in which all ranks learn when rank 0 saw its gradients become ready, which gives the order of all later
+    steps. ``reducer`` knows where gradients lie.
     """
 
     def __init__(
@@ -38,158 +45,138 @@ class Lane:
         self._number = number  # in tags
         self.plan, self.slots = plan, plan.slots
         self.group = group
+        self.reducer = reducer
+        self.on_device = reducer.on_device  # slots are tensors of a device, not numpy arrays
+        # Nothing is reduced before the step is finished; gradients may as well be handed over then.
+        self.takes_turns = reducer.takes_turns
+        self.lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
         self.error: HorovodInternalError | None = None
-        self.sequence = 0  # operations started since registration, the same on all ranks that are as far
         self.closed = False
+        self.sequence = 0  # operations started since registration, the same on all ranks that are as far
         self.moved_at = 0.0  # when an operation was last through, by monotonic()
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
-        self.reducer = reducer
-        # Whether nothing is reduced before the step is finished; gradients may as well be handed over then.
-        self.takes_turns = reducer.takes_turns
-        self._running: dict[int, Operation] = {}  # by sequence
-        self.lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
+        self._running: dict[int, Operation] = {}  # by sequence number
         self._sizes = reducer.sizes(lanes.sizes)
         self.records = LaneRecords(lanes.telemetry, plan, group, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
-        self._abandoned = AbandonedSteps()
-        self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
+        self._observation = Observation(group, len(plan.slots))
+        self._abandoned: set[int] = set()  # the steps that this rank abandoned
+        self._abandoned_by: dict[int, int] = {}  # by step that is not over here, the rank that abandoned it
+        self._used = -1  # the newest step whose results this rank used
         self._lock = threading.Lock()
-        self._finishing = False
-        self.steps = 0  # that are over, which ranks count alike: also what was given up or taken part in with zeros
-        self._started = 0  # operations of this step
-        self._completed = 0
-        self._observation = Observation(group, len(plan.slots), plan.overlaps_forward)
-        self._arrange()
+        self.steps = 0  # steps that are over, the same on all ranks; also abandoned ones and those of zeros
+        self.arrangement, self._loads, self._titles = self._arranged()
+        self.verifies, self.step = self._new_step()
 
     # -- the training thread ------------------------------------------------------------------------------------------
-
-    @property
-    def on_device(self) -> bool:
-        """Whether slots are tensors of a device, not numpy arrays."""
-        return self.reducer.on_device
 
     def small(self, slot: int) -> Any:
         """The flat memory into which the gradient of a small slot is copied; None for a large one."""
         return self.reducer.small(slot)
 
     def ready(self, slot: int, offer: Any, since: float | None = None) -> None:
-        """This rank's gradient of a slot is complete; it is the engine's until ``finish``, and holds the result then.
+        """Hand over this rank's complete gradient of a slot; see ``ready_all``."""
+        self.ready_all((slot,), (offer,), (since,))
 
-        ``offer``: an Offer, of flat memory; FILLED for a small slot, whose gradient was copied to ``small``; None: this
-        rank has no gradient, and contributes zeros. ``since`` (perf_counter): when it was complete, if not just now;
-        UNSEEN where nobody saw that.
+    def ready_all(self, slots: Sequence[int], offers: Sequence[Any], since: Sequence[float | None]) -> None:
+        """Hand over this rank's complete gradients. They are the engine's until ``finish``, and hold the results then.
+
+        ``offers``: for each slot an Offer of flat memory; FILLED for a small slot, whose gradient was copied to
+        ``small``; None for zeros. ``since`` (perf_counter): when each was complete, None for now, UNSEEN if unknown.
         """
-        self.reducer.offer(slot, offer)
+        self.reducer.offer(slots, offers)
         mark = self.reducer.mark()
         with self._lock:
-            if slot in self._ready:
-                raise AssertionError(f"slot {self.slots[slot].name!r} was handed over twice in one step")
-            self._ready.add(slot)
+            step = self.step
+            if not step.ready.isdisjoint(slots):
+                names = [self.slots[slot].name for slot in slots if slot in step.ready]
+                raise AssertionError(f"slots {names} were handed over twice in one step")
             if self.steps == 0:
-                self._observation.sees(slot, since)
-            bucket = self.arrangement.bucket_of[slot]
-            if mark is not None:
-                self._marks[bucket].append(mark)
-            self._left[bucket] -= 1
-            complete = self._left[bucket] == 0
-            if complete:
-                self.records.waits(bucket)  # before the driver may start it
+                for slot, at in zip(slots, since, strict=True):
+                    self._observation.sees(slot, at)
+            complete = step.hand_over(slots, mark)
+            if self.lanes.telemetry.timeline is not None:
+                for bucket in complete:
+                    self.records.waits(bucket)  # before the driver may start it
         if complete and not self.takes_turns:
             self._driver.wake()
 
     def is_ready(self, slot: int) -> bool:
         """True if a slot was handed over in this step."""
-        return slot in self._ready
+        return slot in self.step.ready
 
     def unready_slots(self) -> list[int]:
-        """The slots not handed over in this step."""
+        """Return the slots not handed over in this step."""
         with self._lock:
-            return [slot for slot in range(len(self.slots)) if slot not in self._ready]
-
-    def begin(self) -> None:
-        """A gradient of this step is complete, and will be handed over: until the step is over, it is in flight."""
-        self._begun = True
+            ready = self.step.ready
+            return [slot for slot in range(len(self.slots)) if slot not in ready]
 
     @property
     def in_flight(self) -> bool:
-        """Whether some slot was handed over in this step, or will be."""
-        return self._begun or bool(self._ready)
+        """True if a slot was handed over in this step, or will be."""
+        return self.step.begun or bool(self.step.ready)
 
     def finish(self) -> None:
         """Wait until every bucket is reduced. Every slot must be ready.
 
-        Raises HorovodInternalError where a rank is lost, does something else or has given the step up.
+        Raises HorovodInternalError where a rank is lost, does something else or has abandoned the step.
         """
         step = self.steps
-        self.begin_finish(wakes=False)
-        self._end()
-        self._use(step)
-
-    def begin_finish(self, wakes: bool = True) -> None:
-        """Every slot is ready: all are reduced in the background. ``wait`` waits for some, ``finish`` for all."""
-        assert not self.unready_slots(), "finish() before every slot was ready"
-        if self.verifies and not self._finishing:
+        assert len(self.step.ready) == len(self.slots), "finish() before every slot was ready"
+        if self.verifies:
             self.verification.prepare()
-        self._finishing = True
-        if wakes:
-            self._driver.wake()
-
-    def wait(self, slots: Sequence[int]) -> None:
-        """After ``begin_finish``: wait until these slots are reduced. Raises as ``finish`` does, which follows."""
-        step, buckets = self.steps, {self.arrangement.bucket_of[slot] for slot in slots}
-
-        def are_reduced() -> bool:  # a signal's handler may end the step meanwhile
-            return self.error is not None or self.steps > step or not any(self._unreduced[one] for one in buckets)
-
-        self._drive(are_reduced)
-        if self.error is not None:
-            raise self.error
-        self._use(step)
-
-    def _use(self, step: int) -> None:
-        if (rank := self._abandoned.use(step)) is not None:
+        self.step.finishing = True
+        self._end()
+        with self._lock:
+            self._used = step
+            rank = self._abandoned_by.pop(step, None)
+        if rank is not None:
             self._fail_everywhere(rank)
             raise self.error or AssertionError("a lane that failed has no error")
 
     def _end(self) -> None:
-        self._drive(self.idle)
+        started = perf_counter()
+        self.lanes.drive(self, self.idle)
+        self.records.awaited(started)
         if self.error is not None:
             raise self.error
         with self._lock:
             self._end_step()
 
-    def _drive(self, finished: Callable[[], bool]) -> None:
-        started = perf_counter()
-        self.lanes.drive(self, finished)
-        self.records.awaited(started)
-
     def abandon(self) -> None:
-        """Drop the step: what was handed over is waited out with zeros for the rest, and its results are not used.
+        """End this step without its results, and wait for no rank; zeros stand for gradients not handed over.
 
-        Where another rank does use them, the lane fails on all ranks.
+        If another rank uses the results of this step, the lane fails on all ranks. ``settle`` must be called before the
+        next step.
         """
-        if self.in_flight and self.error is None:
-            self._abandoned.here(self.steps)
+        if self.in_flight and self.error is None and not self.is_abandoned:
+            with self._lock:
+                self._abandoned.add(self.steps)
+                self._abandoned_by.pop(self.steps, None)
             self._mailbox.tell_later(self.group.members, Abandoned(self.lane_id, self.steps))
-            for slot in self.unready_slots():
-                self.ready(slot, None)
-            self._finishing = True
-            self._end()
+            unready = self.unready_slots()
+            self.ready_all(unready, [None] * len(unready), [None] * len(unready))
+            self.step.finishing = True
+            self._driver.wake()
 
-    def give_up(self) -> None:
-        """Drop the step and wait for nobody; no round of the engine runs meanwhile.
+    @property
+    def is_abandoned(self) -> bool:
+        """True while a step that this rank abandoned is not over."""
+        return self.steps in self._abandoned
 
-        The lane fails on all ranks, in this step, or in the next one where a rank had all that it needed for this one.
+    def settle(self) -> None:
+        """Wait until an abandoned step is over on all ranks.
+
+        Raises HorovodInternalError if the lane failed, because another rank used the results for example.
         """
-        if self.in_flight and self.error is None:
-            self.fail(MismatchError(ENDED % (self._mailbox.me(), self.name)))
-            self._mailbox.tell_later(self.group.members, Ended(self.lane_id, self.steps))
+        if self.error is None and self.is_abandoned:
+            self._end()
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
         self.closed = True
         self.lanes.keep_closed(self)
-        if self.error is not None or not self._in_flight:
+        if self.error is not None or not self.step.in_flight:
             self.reducer.end_step()
         self.reducer.forget(quiet=self.is_left)
         self.lanes.give_number_back_later(self)
@@ -199,32 +186,18 @@ class Lane:
     @property
     def is_left(self) -> bool:
         """Whether the lane was closed and nothing of it is open here."""
-        return self.closed and self.error is None and not self._in_flight
+        return self.closed and self.error is None and not self.step.in_flight
 
     def idle(self) -> bool:
         """Whether nothing of this lane is on the wire and the step is over or has not begun."""
-        return self.error is not None or self._completed == self._planned()
+        return self.error is not None or self.step.completed == self.step.operations
 
     def startable(self) -> bool:
-        """Whether the next operation in the agreed order may start now."""
-        with self._lock:  # the training thread may be laying the buckets out anew
-            if self.error is not None or not self._room() or (self.takes_turns and not self._finishing):
+        """True if the next operation in the agreed order may start now."""
+        with self._lock:  # the training thread may be handing gradients over
+            if self.error is not None or (self.takes_turns and not self.step.finishing):
                 return False
-            if self._started < len(self.arrangement.pieces):
-                return self._left[self.arrangement.pieces[self._started].bucket] == 0
-            return self._finishing and self._may_observe()
-
-    def _may_observe(self) -> bool:
-        """Exchanges of what was observed or measured come after all pieces, one after the other."""
-        return len(self.arrangement.pieces) <= self._started == self._completed < self._planned()
-
-    def _room(self) -> bool:
-        """Whether what is on its way leaves room for the next operation."""
-        if not self._in_flight:
-            return True
-        nbytes = self._loads[self._started] if self._started < len(self._loads) else 0
-        near = self.sequence - min(self._in_flight) < SPAN
-        return near and sum(self._in_flight.values()) + nbytes <= self._sizes.in_flight
+            return self.step.may_start(self.sequence)
 
     @property
     def caught_up(self) -> bool:
@@ -233,39 +206,44 @@ class Lane:
 
     def zeros_startable(self) -> bool:
         """Whether this rank has joined, others have started the next operation, and it may start here."""
-        if self.error is not None or self.sequence >= self.joined_until or not self._room():
+        step = self.step
+        if self.error is not None or self.sequence >= self.joined_until or not step.has_room(self.sequence):
             return False
-        return self._started < len(self.arrangement.pieces) or self._may_observe()
+        return step.started < len(step.pieces) or step.may_exchange()
 
     def start(self, joined: bool = False) -> Operation:
         """Start the next operation of this step; with zeros, as a rank that has joined does.
 
         All ranks start the operations of a lane in the same order, so they number them alike.
         """
-        index, sequence = self._started, self.sequence
-        self._started, self.sequence = index + 1, sequence + 1
-        tag = lane_tag(self._number, sequence)
-        if index < len(self.arrangement.pieces):
-            self._in_flight[sequence] = self._loads[index]
-            marks = [self.reducer.mark()] if joined else self._marks[self.arrangement.pieces[index].bucket]
-            record = self.records.begin(index)
-            steps = record.recorded(self.reducer.reduce(self.arrangement.pieces[index], joined, marks, tag, record.met))
-            what = self.records.summary(index)
+        step, sequence = self.step, self.sequence
+        index, self.sequence = step.start(sequence), sequence + 1
+        tag, started, record = lane_tag(self._number, sequence), perf_counter(), None
+        if index < len(step.pieces):
+            piece = step.pieces[index]
+            marks = [self.reducer.mark()] if joined else step.marks[piece.bucket]
+            record = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
+            steps = self.reducer.reduce(piece, joined, marks, tag, None if record is None else record.met)
+            if record is not None:
+                steps = record.recorded(steps)
+            what = self._titles[index]
+        elif self.steps == 0 and index == len(step.pieces):
+            steps, what = self._observation.exchange(tag, joined), f"the gradient order of {self.name}"
         else:
-            self._in_flight[sequence] = 0
-            steps, what = self._exchange(index - len(self.arrangement.pieces), joined, tag)
+            what = f"whether parameters are the same, of {self.name}"
+            steps = self.verification.exchange(joined, tag)
 
         def completed(_: Any) -> None:
-            del self._in_flight[sequence], self._running[sequence]
+            del step.in_flight[sequence], self._running[sequence]
             self.moved_at = monotonic()
-            if index < len(self.arrangement.pieces):
-                self._unreduced[self.arrangement.pieces[index].bucket] -= 1
-            self._completed += 1  # from here on the training thread may begin the next step
-            if self.closed and not self._in_flight:
+            if index < len(step.pieces):
+                self.records.reduced(index, perf_counter() - started, record)
+            step.completed += 1  # from here on the training thread may begin the next step
+            if self.closed and not step.in_flight:
                 self.reducer.end_step()  # until now others have read and written what was offered
                 self.lanes.give_number_back_later(self)
             # The training thread of a joined rank is in join(): nobody else will begin the next step.
-            if joined and self._completed == self._planned():
+            if joined and step.completed == step.operations:
                 self._end_step()
                 self._driver.wake()
 
@@ -284,20 +262,18 @@ class Lane:
             self.records.failed()
 
     def abandoned_by(self, rank: int, step: int) -> None:
-        """``rank`` does not use the results of ``step``."""
-        if self._abandoned.heard(rank, step):
-            self._fail_everywhere(rank)
-
-    def ended_by(self, rank: int, step: int) -> None:
-        """``rank`` takes no part in ``step``: what it took part in before ends as it must."""
+        """Note that ``rank`` does not use the results of ``step``; fail the lane if this rank has used them."""
         with self._lock:
-            if self._ended is None or step < self._ended[1]:
-                self._ended = rank, step
-            self._fail_if_ended()
+            if step in self._abandoned:
+                return
+            if step > self._used:
+                self._abandoned_by[step] = rank
+                return
+        self._fail_everywhere(rank)
 
     def waiting_for(self) -> str:
         """What this lane is at, for messages."""
-        return self.records.waiting_for(self._completed)
+        return self.records.waiting_for(self.step.completed)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -307,65 +283,32 @@ class Lane:
         self.fail(MismatchError(text))
         self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
 
-    def _planned(self) -> int:
-        return len(self.arrangement.pieces) + self._observes + self.verifies
-
-    def _arrange(self) -> None:
-        """Buckets, pieces and their order, from when each slot is ready."""
+    def _arranged(self) -> tuple[Arrangement, list[int], list[str]]:
+        """Return the buckets, pieces and their order, by the time at which each slot is ready; loads; titles."""
         plan, share = self.plan, sent_share(self.group.size, self.reducer.layout)
-        codecs, network = plan.reduction.codecs, self.lanes.network
-        self.arrangement = arrange(
-            plan.slots,
-            self._observation.ready_at,
-            plan.groups,
-            self._sizes,
-            network,
-            share,
-            not self.on_device,
-            codecs,
-            self._observation.overlaps_forward,
+        codecs, network, ready_at = plan.reduction.codecs, self.lanes.network, self._observation.ready_at
+        arrangement = arrange(
+            plan.slots, ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
-        self._loads = [
+        buckets = [arrangement.buckets[piece.bucket] for piece in arrangement.pieces]
+        loads = [
             load(nbytes, bucket.dtype, codecs[bucket.codec], self._sizes)
-            for piece, nbytes in zip(self.arrangement.pieces, self.arrangement.nbytes, strict=True)
-            for bucket in [self.arrangement.buckets[piece.bucket]]
+            for nbytes, bucket in zip(arrangement.nbytes, buckets, strict=True)
         ]
-        self.reducer.lay_out(self.arrangement)
-        self._begin_step()
+        self.reducer.lay_out(arrangement)
+        return arrangement, loads, [self.records.summary(index) for index in range(len(buckets))]
+
+    def _new_step(self) -> tuple[bool, LaneStep]:
+        """Return True if the next step verifies parameters, and the step."""
+        verifies = self.verification.due(self.steps + 1)
+        exchanges = int(self.steps == 0) + int(verifies)
+        return verifies, LaneStep(self.arrangement, self._loads, self._sizes.in_flight, exchanges)
 
     def _end_step(self) -> None:
-        """Ready for the next step; after the first one in the order that rank 0 observed."""
+        """Begin the next step; after the first one in the order that rank 0 observed."""
         self.reducer.end_step()
         self.steps += 1
         self.records.step_ended(self.steps)
         if self.steps == 1:
-            self._arrange()
-        else:
-            self._begin_step()
-        self._fail_if_ended()
-
-    def _fail_if_ended(self) -> None:
-        """Nobody may wait for a rank that takes no part in this step."""
-        if self._ended is not None and self.steps >= self._ended[1]:
-            self.fail(MismatchError(ENDED % (self._mailbox.topology.describe(self._ended[0]), self.name)))
-
-    def _begin_step(self) -> None:
-        self._observes = self.steps == 0
-        self.verifies = self.verification.due(self.steps + 1)
-        self._finishing = False
-        self._begun = False
-        self._ready: set[int] = set()
-        self._left = [len(bucket.slots) for bucket in self.arrangement.buckets]
-        self._unreduced = [0] * len(self._left)  # pieces of each bucket
-        for piece in self.arrangement.pieces:
-            self._unreduced[piece.bucket] += 1
-        self._marks: list[list[Any]] = [[] for _ in self.arrangement.buckets]
-        self._in_flight: dict[int, int] = {}  # bytes by sequence
-        self._started = 0
-        self._completed = 0
-
-    def _exchange(self, number: int, joined: bool, tag: int) -> tuple[Steps[None], str]:
-        """What ranks tell each other at the end of this step, and what that is called."""
-        if number == self._observes:
-            return self.verification.exchange(joined, tag), f"whether parameters are the same, of {self.name}"
-        return self._observation.exchange(tag, joined), f"the gradient order of {self.name}"
+            self.arrangement, self._loads, self._titles = self._arranged()
+        self.verifies, self.step = self._new_step()

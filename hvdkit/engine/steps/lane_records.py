@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from hvdkit.collectives.group import Group, Steps
+from hvdkit.compression import Tally
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import ReadyAt, Reducer
@@ -35,9 +36,8 @@ class LaneRecords:
         return self._reducer.arrangement
 
     def waits(self, bucket: int) -> None:
-        """All slots of a bucket are ready; its pieces wait for those before them. Writes nothing: a lock is held."""
-        if self._telemetry.timeline is not None:
-            self._complete[bucket] = perf_counter()
+        """Note that all slots of a bucket are ready, so that it waits for its turn. Writes nothing: a lock is held."""
+        self._complete[bucket] = perf_counter()
 
     def copied(self, slots: Sequence[int], started: float) -> None:
         """Gradients were copied into their slots between ``started`` (perf_counter) and now."""
@@ -51,7 +51,7 @@ class LaneRecords:
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, ended, tensor=", ".join(tensors))
 
     def begin(self, index: int) -> PieceRecord:
-        """A piece's turn has come."""
+        """Record in the timeline that a piece's turn has come."""
         piece = self._now.pieces[index]
         self._waited(piece.bucket)
         fields = {
@@ -62,6 +62,17 @@ class LaneRecords:
             "size": self._reason,
         }
         return PieceRecord(self._telemetry, self._group, self._reducer, piece, self._piece_row(index), fields)
+
+    def reduced(self, index: int, seconds: float, record: PieceRecord | None) -> None:
+        """Count a piece that was reduced in so many seconds, and record its end in the timeline."""
+        piece, residuals = self._now.pieces[index], self._reducer.residuals
+        if residuals.codec(piece.bucket).lossy:
+            tally = residuals.finished(piece)
+            if record is not None:
+                record.encoded(tally)
+        if record is not None:
+            self._telemetry.end(self._piece_row(index))
+        self._telemetry.statistics.reduced(self._now.nbytes[index], seconds)
 
     def awaited(self, started: float) -> None:
         """The training thread has waited since ``started`` (perf_counter) for what is reduced."""
@@ -138,12 +149,8 @@ class PieceRecord:
         self._begun = perf_counter()
 
     def recorded(self, steps: Steps[None]) -> Steps[None]:
-        """``steps``, which reduce the piece, with what they take."""
+        """Return ``steps``, which reduce the piece, with the first data from each rank recorded."""
         yield from steps if self._telemetry.timeline is None else self._with_first_data(steps)
-        if self._reducer.residuals.codec(self._piece.bucket).lossy:
-            self._encoding_ended()
-        self._telemetry.end(self._row)
-        self._telemetry.statistics.reduced(self._fields["bytes"], perf_counter() - self._started)
 
     def _with_first_data(self, steps: Steps[None]) -> Steps[None]:
         """Notes when the first data of each rank that this one exchanges with came over the wire."""
@@ -166,10 +173,9 @@ class PieceRecord:
             if timeline is not None and last is not None:
                 timeline.span(self._row, "WAIT_FOR_DATA", started, perf_counter(), **last.fields)
 
-    def _encoding_ended(self) -> None:
-        """Count what a piece of a bucket of a lossy codec took, and show it."""
+    def encoded(self, tally: Tally) -> None:
+        """Show what the encoding of a piece took."""
         residuals, timeline = self._reducer.residuals, self._telemetry.timeline
-        tally = residuals.finished(self._piece)
         if timeline is not None and residuals.encodes(self._piece.bucket):
             norm = self._reducer.residual_norm(self._piece)
             timeline.span(self._row, "COMPRESSION", self._begun, perf_counter(), **timeline_fields(tally, norm))

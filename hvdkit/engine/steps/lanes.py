@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.driver import Driver
-from hvdkit.engine.loop.messages import Abandoned, Ended, LaneClosed, LaneFailed
+from hvdkit.engine.loop.messages import Abandoned, LaneClosed, LaneFailed
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.steps.schedule import Network, Sizes
@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 CLOSED_LANES = 64
 # How many of them keep their communicator of a device, which takes the device's memory.
 CLOSED_DEVICE_LANES = 4
-
-
-class Unended(Protocol):
-    """Who has still to use the results of a lane's step."""
-
-    def complete_all(self) -> None:
-        """Wait for them and use them."""
-
-    def give_up(self) -> None:
-        """Use none of them."""
 
 
 class Lanes(dict[int, "Lane"]):
@@ -51,10 +41,8 @@ class Lanes(dict[int, "Lane"]):
         self.network, self.sizes = network, sizes
         self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
-        # What users of lanes have still to do with the results of a step whose end they did not wait for.
-        self.unended: dict[Lane, Unended] = {}
         self._operations = operations
-        self.mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned, Ended: self._ended})
+        self.mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned})
 
     def find(self, lane_id: int) -> Lane | None:
         """The lane, also if it is closed."""
@@ -87,16 +75,6 @@ class Lanes(dict[int, "Lane"]):
 
         self.driver.inbox.append(tell)
 
-    def end_steps(self) -> None:
-        """This rank is about to join or to leave: have all users of lanes end their steps. Raises what that raises."""
-        for user in list(self.unended.values()):
-            user.complete_all()
-
-    def give_up_steps(self) -> None:
-        """Nothing can be waited for any more."""
-        for user in list(self.unended.values()):
-            user.give_up()
-
     def drop_later(self, operations: Iterable[Operation]) -> None:
         """Have the driver let go of what nobody waits for any more and may never end."""
 
@@ -120,8 +98,3 @@ class Lanes(dict[int, "Lane"]):
         lane = self.get(message.lane)
         if lane is not None:
             lane.abandoned_by(sender, message.step)
-
-    def _ended(self, sender: int, message: Ended) -> None:
-        lane = self.find(message.lane)
-        if lane is not None:
-            lane.ended_by(sender, message.step)

@@ -21,7 +21,7 @@ from hvdkit.engine.ranks.segments import lane_segment
 from hvdkit.engine.steps.block import Block, block_offsets, pages
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
-from hvdkit.transports.base import CACHE_LINE
+from hvdkit.transports.base import CACHE_LINE, Transfer
 
 if TYPE_CHECKING:
     from hvdkit.transports.node.transport import NodeTransport
@@ -122,6 +122,8 @@ class NodePass:
         )  # fmt: skip
         wakeups = transport.wakeups_of(self.members)
         self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, spin_seconds)
+        # offer(slot, where, offset): this rank's gradient of a large slot lies there, at an offset of its arena.
+        self.offer = self._in_place.offer
         window: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)
         self._ready_at: Array = window[cells_bytes:table_begin].view(np.float64).reshape(count, CELLS)
         region = self._region(self.me)
@@ -143,11 +145,7 @@ class NodePass:
             begin = self._region(rank)
             self._transport.memory.populate(self.window, self._segment, begin, self._region_bytes)
 
-    def offer(self, slot: int, where: Where, offset: int = 0) -> None:
-        """This rank's gradient of a large slot lies there, at an offset of its arena."""
-        self._in_place.offer(slot, where, offset)
-
-    def ready(self, number: int, absent: bool) -> list[CellWait]:
+    def ready(self, number: int, absent: bool) -> list[Transfer]:
         """Say that this rank's gradients of an operation are where the table has them, or that it has none."""
         self._under_way.add(number)
         self._ready_at[self.me, number % CELLS] = perf_counter()  # one clock for the processes of a host
@@ -157,7 +155,7 @@ class NodePass:
         """When each rank of the node (of the transport) was ready for an operation, by perf_counter, once all are."""
         return dict(zip(self.members, self._ready_at[:, number % CELLS].tolist(), strict=True))
 
-    def done(self, number: int) -> list[CellWait]:
+    def done(self, number: int) -> list[Transfer]:
         """Say that this rank is through with all ranks' gradients of an operation."""
         return self._tell_and_wait(1, number, number + 1, number + 1)
 
@@ -175,17 +173,20 @@ class NodePass:
         for number in list(self._under_way):
             self._cells.set(self._index(0, self.me, number), 0)
 
-    def withdrawn(self, number: int) -> list[CellWait]:
+    def withdrawn(self, number: int) -> list[Transfer]:
         """Waits without an end if some rank has withdrawn: what was summed since all were ready may be wrong."""
-        waits = [
-            CellWait(self._cells, self._index(0, rank, number), 2 * (number + 1), member)
-            for rank, member in enumerate(self.members)
-        ]
-        return [] if all(wait.done() for wait in waits) else waits
+        cells, index, wanted = self._cells, number % CELLS, 2 * (number + 1)
+        for rank in range(len(self.members)):
+            if cells.get(rank * CELLS + index) < wanted:
+                return [
+                    CellWait(cells, rank * CELLS + index, wanted, member) for rank, member in enumerate(self.members)
+                ]
+        return []
 
     def absent(self, number: int) -> list[bool]:
         """The ranks that contribute zeros to an operation, once all are ready."""
-        return [bool(self._cells.get(self._index(0, rank, number)) & 1) for rank in range(len(self.members))]
+        cells, index = self._cells, number % CELLS
+        return [bool(cells.get(rank * CELLS + index) & 1) for rank in range(len(self.members))]
 
     def staged(self, slots: Sequence[int], absent: list[bool]) -> list[int]:
         """Those of the slots that some rank has where others cannot reach it: the same on all ranks of the node."""
@@ -208,16 +209,18 @@ class NodePass:
         """
         self._in_place.run(int(direction), slots, offsets, *share, op, scale, absent, flat)
 
-    def _tell_and_wait(self, kind: int, number: int, mine: int, theirs: int) -> list[CellWait]:
+    def _tell_and_wait(self, kind: int, number: int, own: int, wanted: int) -> list[Transfer]:
         if self._withdrawn:  # this rank's own number, which it will never tell
-            return [CellWait(self._cells, self._index(kind, self.me, number), mine, self._transport.rank)]
-        self._cells.set(self._index(kind, self.me, number), mine)
+            return [CellWait(self._cells, self._index(kind, self.me, number), own, self._transport.rank)]
+        cells, first = self._cells, self._index(kind, 0, number)
+        cells.set(first + self.me * CELLS, own)
         for wakeup in self._wakeups:
             wakeup.ring()
+        # A wait for a counter that has come far enough is none.
         return [
-            CellWait(self._cells, self._index(kind, rank, number), theirs, member)
+            CellWait(cells, first + rank * CELLS, wanted, member)
             for rank, member in enumerate(self.members)
-            if rank != self.me
+            if rank != self.me and cells.get(first + rank * CELLS) < wanted
         ]
 
     def _index(self, kind: int, rank: int, number: int) -> int:

@@ -47,11 +47,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an optimizer asks for. ``device`` is the device on which its slots shall live, or registration.HOST.
-
-    ``overlaps_forward``: the next forward pass may begin before all are reduced, and waits for what it comes to. Which
-    order suits, rank 0's plan says for all.
-    """
+    """The request of an optimizer. ``device`` is the device on which its slots shall live, or registration.HOST."""
 
     name: str
     slots: Sequence[Slot]
@@ -59,7 +55,6 @@ class Plan:
     process_set_id: int = 0
     groups: Sequence[Sequence[int]] = ()
     device: str = "cpu"
-    overlaps_forward: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hvdkit.kernels import ReduceOp
 
 # When each rank that was waited for was ready, {rank: seconds of perf_counter}, for who wants to know.
 ReadyAt = Callable[[], dict[int, float]]
-Met = Callable[[ReadyAt | None], None]
+Met = Callable[[ReadyAt | None], None] | None  # None: nothing records it
 
 
 class Reducer(ABC):
@@ -63,10 +63,10 @@ class Reducer(ABC):
         """The flat memory into which a small gradient is copied, and where its result is read; None for a large one."""
 
     @abstractmethod
-    def offer(self, slot: int, offer: Any) -> None:
-        """This rank's gradient of a slot is complete; None: it has none, contributes zeros, and wants no result.
+    def offer(self, slots: Sequence[int], offers: Sequence[Any]) -> None:
+        """Take this rank's complete gradients of some slots: each an Offer, FILLED for a small gradient in its place.
 
-        ``FILLED`` for a small one that was copied to its place.
+        None: this rank has no gradient there, contributes zeros, and gets no result.
         """
 
     @abstractmethod

@@ -1,7 +1,8 @@
-"""Counting backward passes: hooks that say when a parameter's gradient is complete."""
+"""Counting backward passes: hooks that are called when a parameter's gradient is complete."""
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -68,7 +69,7 @@ def _owner_of(parameter: torch.Tensor) -> GradientHooks | None:
 
 
 def in_flight(parameter: torch.Tensor) -> bool | None:
-    """Whether the gradient of a parameter that is reduced by us was computed and not reduced yet; None for others'."""
+    """True if a parameter's gradient was computed and not reduced yet; None if no distributed optimizer has it."""
     owner = _owner_of(parameter)
     return None if owner is None else owner.touched
 
@@ -133,6 +134,18 @@ class ParameterHooks(ABC):
         self.detach()
 
 
+_HOOKS: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
+
+
+def _forget_steps() -> None:
+    """In a forked child, forget the step of the parent, so that the next backward pass asks if this is a rank."""
+    for hooks in _HOOKS:
+        hooks.reset()
+
+
+os.register_at_fork(after_in_child=_forget_steps)
+
+
 class GradientHooks(ParameterHooks):
     """Hooks that count down ``passes`` backward passes and then call ``complete(parameter)``.
 
@@ -149,14 +162,15 @@ class GradientHooks(ParameterHooks):
         # often these add to a gradient is unknown before the outer pass ends.
         self.reentered: set[int] = set()
         self._graph_task, self._is_inside = -1, False
+        _HOOKS.add(self)
 
     @property
     def touched(self) -> bool:
-        """True when a gradient was computed since the last ``reset()``; in a forked child nothing is counted."""
-        return bool(self._left) and not runtime.is_forked()
+        """True if a gradient was computed since the last ``reset()``; in a forked child nothing is counted."""
+        return bool(self._left)
 
     def reset(self) -> None:
-        """A new step: every parameter has all its passes before it."""
+        """Begin a new step, in which every parameter has all its passes before it."""
         self._left.clear()
 
     def set_passes(self, passes: int) -> None:
@@ -182,8 +196,8 @@ class GradientHooks(ParameterHooks):
         return self._left
 
     def _computed(self, parameter: torch.Tensor) -> None:
-        if runtime.current() is None:
-            return  # a child's gradients are its own, and no rank's; after shutdown() all are
+        if not self._left and runtime.current() is None:
+            return  # the gradients of a forked child are no rank's, nor are any after shutdown()
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task, self._is_inside = task, is_inside_backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -112,32 +111,15 @@ def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
     )
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors, and others, hold a tensor's storage, as far as a constant."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_ONE_HOLDER = _holders(torch.empty(1))
+_use_count = torch._C._storage_Use_Count
+_single = torch.empty(1)
+# The count of a storage that one tensor holds, with the reference that asking for it adds.
+_ONE_HOLDER = _use_count(_single.untyped_storage()._cdata)
 
 
 def has_storage_alone(tensor: torch.Tensor) -> bool:
-    """Whether nobody else, tensor or not, holds a tensor's storage."""
-    return _holders(tensor) == _ONE_HOLDER
-
-
-def references(tensor: torch.Tensor) -> int:
-    """How many names in Python hold a tensor, as far as a constant."""
-    return sys.getrefcount(tensor)
-
-
-def _references_of_a_gradient() -> int:
-    parameter = torch.nn.Parameter(torch.empty(1))
-    parameter.grad = torch.empty(1)
-    gradient = parameter.grad
-    return references(gradient)
-
-
-ALONE = _references_of_a_gradient()
+    """True if no other tensor or object holds a tensor's storage."""
+    return bool(_use_count(tensor.untyped_storage()._cdata) == _ONE_HOLDER)
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,8 +139,6 @@ def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
 
 def extent(tensor: torch.Tensor) -> int:
     """Bytes from a strided tensor's first element to the end of its last one, with what lies between them."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     if tensor.numel() == 0:
         return 0
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -166,14 +146,15 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def overlapping(tensors: Sequence[torch.Tensor], keep: Sequence[bool]) -> list[int]:
-    """Which of these dense tensors may have memory in common with one before them; those to ``keep`` come first."""
-    begins = [tensor.data_ptr() for tensor in tensors]
-    found, reached = [], 0
-    for one in sorted(range(len(tensors)), key=lambda one: (begins[one], not keep[one])):
-        if begins[one] < reached:
-            found.append(one)
-        reached = max(reached, begins[one] + extent(tensors[one]))
-    return found
+    """Return the indices of dense tensors that may share memory with an earlier one; tensors to ``keep`` come first."""
+    spans = [(tensor.data_ptr(), not kept, i) for i, (tensor, kept) in enumerate(zip(tensors, keep, strict=True))]
+    shared, reached = [], 0
+    for begin, _, index in sorted(spans):
+        if begin < reached:
+            shared.append(index)
+        tensor = tensors[index]
+        reached = max(reached, begin + (tensor.nbytes if tensor.is_contiguous() else extent(tensor)))
+    return shared
 
 
 def storage_of(gradient: torch.Tensor | None) -> int | None:

@@ -1,4 +1,4 @@
-"""From backward() to step(): one optimizer's gradients, and whether they are reduced."""
+"""From backward() to step(): the gradients of one optimizer, reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.engine.life import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.torch.gradients import compression_state
+from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
 from hvdkit.torch.gradients.half_summed import HALF_SUMMED, STEP_FAILED, is_half_summed, some_are_half_summed
 from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import can_be_planned, gradient_dtype, slot_of
+from hvdkit.torch.gradients.names import default_names, parameters_of
 from hvdkit.torch.gradients.planned import PlannedGradients
-from hvdkit.torch.gradients.routes import Routes
-from hvdkit.torch.gradients.settings import Settings
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import Watched, changed_of, raise_if_changed, watch
-from hvdkit.torch.optimizers.names import default_names, parameters_of
 from hvdkit.torch.phases import follow
 
 INTERRUPTED = (
@@ -38,90 +37,100 @@ SUPERSEDED = (
 )
 
 
-def is_current(engine: Any) -> bool:
-    """True while ``engine`` is this process's engine."""
-    return engine is not None and runtime.current() is engine
-
-
 class GradientSynchronizer:
-    """Reduces the gradients of ``optimizer``'s parameters as they become complete, or then all, and waits for them.
+    """The reduction of the gradients of ``optimizer``'s parameters, as they become complete or all together.
 
-    The ranks agree on routes when a step is completed, never inside backward(): there all ranks are at the same line
-    of the program, and a rank that computed nothing comes there too. So the first step's gradients travel when the step
-    is completed; from the second on they travel during the backward pass, unless the ranks' threads have every core of
+    The ranks agree on parameters when a step is completed, never inside backward(): there all ranks are at the same
+    line of the program, and a rank without gradients comes there too. So the gradients of the first step travel when
+    the step is completed. Later ones travel during the backward pass, unless the ranks' threads have every core of
     their one host (``Lane.takes_turns``).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
         self.settings = settings
         self.verification = OptimizerVerification(settings.process_set)
+        self.should_synchronize = True  # False within skip_synchronize()
+        self.for_scaler = False  # True if a GradScaler had the gradients synchronised
+        self._is_synchronized = False
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
         self.hooks: Any = self._new_hooks()
         self._engine: Any = None
         self._distributed = False
-        self._routes: Routes | None = None
-        # By id, complete before there were routes: when (perf_counter), and as it was then.
-        self._early: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
+        self._agreement: Agreement | None = None
+        self._has_begun = False  # True after the first gradient of a step
+        self._agrees_anew = True  # from the first gradient of a step on: True if they wait for the next agreement
+        # By id, complete before there was an agreement: the parameter, the time (perf_counter), the gradient then.
+        self._waiting: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
-        self._kept: Any = None  # what was loaded, or kept by codecs before, for when there are routes
-        self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was given up
-        with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step asks again
+        self._saved: Any = None  # codecs' state, loaded or of an earlier agreement, for the next agreement
+        self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was abandoned
+        with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step binds again
             self._bind()
 
     def _new_hooks(self) -> Any:
         return GradientHooks(self.settings.backward_passes_per_step, self._complete, self.name_of)
 
-    @property
-    def in_flight(self) -> bool:
-        """True between a backward pass and the synchronisation of its gradients."""
-        return bool(self.hooks.touched)
+    # -- parameters ---------------------------------------------------------------------------------------------------
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The user's name of a parameter, else its place in the optimizer."""
+        """Return the user's name of a parameter, else its place in the optimizer."""
         name = self._names.get(id(parameter))
         if name is None:
-            indices = {id(member): index for index, member in default_names(self._groups())}
+            indices = {id(member): index for index, member in default_names(self.groups())}
             name = indices.get(id(parameter), "a parameter")
         return name
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups of parameters."""
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
 
-    def _trainable(self, complete: Collection[int] = ()) -> dict[int, torch.Tensor]:
-        """Parameters by id; also those in ``complete``, whose gradients were complete before they were frozen."""
+    def trainable(self, complete: Collection[int] = ()) -> dict[int, torch.Tensor]:
+        """Return parameters by id, with frozen parameters in ``complete``, whose gradients were complete before."""
         return {
             id(parameter): parameter
-            for parameter in parameters_of(self._groups())
+            for group in self.groups()
+            for parameter in group["params"]
             if parameter.requires_grad or id(parameter) in complete
         }
 
+    # -- the present job ----------------------------------------------------------------------------------------------
+
+    def bind(self) -> bool:
+        """Prepare a step in the present job. Return True if there are other ranks to reduce with.
+
+        Raises ValueError if a later optimizer has the parameters, HorovodInternalError if hvd.shutdown() ended a step.
+        """
+        if self.hooks.superseded:
+            raise ValueError(SUPERSEDED)
+        self._bind()
+        return self._distributed
+
     def _bind(self) -> None:
-        """Meet this process's engine: again after shutdown() and init(), when the number of ranks may be another."""
+        """Use this process's engine: a new one after shutdown() and init(), perhaps with another number of ranks."""
         engine = runtime.engine()
         follow(engine.telemetry)
         if engine is self._engine:
             return
         self._engine = engine
         self._unraised = None
-        interrupted = self._routes is not None and self._routes.in_flight
-        if self._routes is not None:
-            self._save_kept(self._routes)
-            self._routes.move_out()
-            self._routes = None
+        planned = None if self._agreement is None else self._agreement.planned
+        interrupted = planned is not None and planned.lane.in_flight
+        self._save_state()
+        self._drop_agreement()
         process_set = self.settings.process_set
         self._distributed = process_set.included() and process_set.size() > 1
         if self._distributed:
-            self._attach(self._trainable())
+            self._attach(self.trainable())
             self._serve()
         else:
             self.hooks.detach()
             self._start_step()
             ARENA.remove_sizes(self._served)
             self._served = []
-            if process_set.included():  # what is wrong on several ranks shall be found on one
-                self._attach(self._trainable())
+            if process_set.included():  # errors of several ranks are raised on one rank too
+                self._attach(self.trainable())
         if interrupted:
             self._start_step()
             raise HorovodInternalError(INTERRUPTED)
@@ -133,14 +142,15 @@ class GradientSynchronizer:
     def _attach_again(self, trainable: dict[int, torch.Tensor]) -> None:
         """Hook parameters whose hook was not called in this step: torch.utils.swap_tensors takes it off."""
         seen = self.hooks.seen
-        self._attach({key: one for key, one in trainable.items() if key not in seen})
+        for key, parameter in trainable.items():
+            if key not in seen:
+                self.hooks.attach(parameter)
 
     def _serve(self) -> None:
-        """Have gradients of these parameters born where the node's other ranks can reach them."""
-        parameters = self._trainable().values()
+        """Have gradients of these parameters allocated where the node's other ranks can reach them."""
         sizes = [
             nbytes
-            for parameter in parameters
+            for parameter in self.trainable().values()
             if parameter.is_cpu
             and not is_lazy(parameter)
             and (nbytes := parameter.numel() * gradient_dtype(parameter).itemsize) >= SMALLEST_BYTES
@@ -153,9 +163,21 @@ class GradientSynchronizer:
         ARENA.remove_sizes(self._served)
         self._served = served
 
-    def _check_owner(self) -> None:
-        if self.hooks.superseded:
-            raise ValueError(SUPERSEDED)
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        """True between a backward pass and the synchronisation of its gradients."""
+        return bool(self.hooks.touched)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True if gradients were synchronised, and neither used by step() nor computed anew since."""
+        return self._is_synchronized and not self.hooks.touched
+
+    def forget_synchronized(self) -> None:
+        """Note that the synchronised gradients were used or cleared."""
+        self._is_synchronized = self.for_scaler = False
 
     def set_passes(self, passes: int) -> None:
         """Expect ``passes`` backward passes a step from now on."""
@@ -163,24 +185,32 @@ class GradientSynchronizer:
         self.hooks.set_passes(passes)
 
     def _complete(self, parameter: torch.Tensor) -> None:
-        if self._routes is None or self._routes.is_outdated or not is_current(self._engine):
+        """Take a complete gradient from a hook. The engine and the agreement are checked once a step."""
+        agreement = self._agreement
+        if not self._has_begun:
+            self._has_begun = True
+            is_current = self._engine is not None and runtime.current() is self._engine
+            self._agrees_anew = agreement is None or not is_current or agreement.is_outdated()
+        key = id(parameter)
+        if agreement is None or self._agrees_anew:
             watched = None if parameter.grad is None else watch(parameter.grad)
-            self._early[id(parameter)] = parameter, perf_counter(), watched
+            self._waiting[key] = parameter, perf_counter(), watched
+        elif agreement.planned is not None and key in agreement.planned.index:
+            agreement.planned.hand_over(agreement.planned.index[key], may_grow=key in self.hooks.reentered)
         else:
-            self._routes.hand_over(parameter, may_grow=id(parameter) in self.hooks.reentered)
+            agreement.hand_over(parameter, may_grow=key in self.hooks.reentered)
 
-    @_disable_dynamo  # a compiled step must not trace what waits for other ranks
+    @_disable_dynamo  # a compiled step must not trace the wait for other ranks
     def synchronize(self, updates: bool = False) -> None:
         """Wait until all gradients are reduced. Collective: every rank does it once a step.
 
-        ``updates``: the optimizer's update follows at once. Raises ParametersDifferError, on all ranks, where these
-        held other parameters after the last update.
+        ``updates``: the optimizer's update follows at once. Raises ParametersDifferError on all ranks if their
+        parameters differed after the last update.
         """
-        self._check_owner()
         if self.settings.pairing is not None:
             self.settings.pairing.check()
-        self._bind()
-        self._check_cleared()
+        self.bind()
+        self.check_cleared()
         if self._distributed:
             self.verification.updates = updates
             with torch.no_grad():
@@ -188,197 +218,196 @@ class GradientSynchronizer:
             self.verification.finished()
         elif self.settings.process_set.included():
             self._finish_alone()
+        self._is_synchronized, self.for_scaler = True, False
 
-    @_disable_dynamo
-    def begin_step(self, known_holders: int = 0) -> tuple[PlannedGradients, Collection[int]] | None:
-        """The same as far as that is possible without a wait. Collective: an update follows.
+    def synchronize_for_scaler(self) -> None:
+        """Reduce the gradients before a GradScaler reads them; the following step() need not synchronise again."""
+        if self.should_synchronize and not self.is_synchronized:
+            self.synchronize()
+            self.for_scaler = True
 
-        ``known_holders``: how many hold each gradient for as long as this call takes, and read it no more. Returns
-        gradients to be given back, ended and then ``ended()``, and the slots of those that others hold; None where this
-        is a step to be waited for.
-        """
-        self._check_owner()
-        self._bind()
-        self._check_cleared()
-        routes = self._routes
-        planned = None if routes is None or self._unraised is not None else routes.planned
-        trainable = self._trainable()
-        if routes is None or planned is None or routes.is_outdated or not routes.fit(trainable):
-            return None
-        is_compared = planned.lane.verifies or self.verification.wants(planned.lane.steps + 1)
-        if is_compared or planned.lane.on_device or not planned.can_be_collected_apart():
-            return None
-        self.verification.updates = True
-        held = planned.held(known_holders)
-        try:
-            with torch.no_grad():
-                routes.begin_finish(self.name_of)
-        except HorovodInternalError as error:
-            self.failed(error)
-            raise
-        self._attach_again(trainable)
-        self._start_step()
-        return planned, held
-
-    def ended(self) -> None:
-        """All that ``begin_step`` began was collected, and is over."""
-        self.verification.finished()
-
-    def _check_cleared(self) -> None:
-        for parameter in self._trainable().values() if some_are_half_summed() else ():
+    def check_cleared(self) -> None:
+        """Raise ValueError for a gradient that a failed step left half summed."""
+        if not some_are_half_summed():
+            return
+        for parameter in self.trainable().values():
             if is_half_summed(parameter.grad):
-                self.abandon()  # what was added to it is of no use either, and may be cleared
+                self.abandon()  # gradients added to half sums are of no use either, and may be cleared
                 raise ValueError(HALF_SUMMED.format(name=self.name_of(parameter)))
 
     def _finish_step(self) -> None:
-        trainable = self._trainable()
+        trainable = self.trainable()
         try:
-            self._raise_unraised()
-            if self._routes is not None and self._routes.is_outdated:
-                self._save_kept(self._routes)
-                self._routes.close()
-                self._routes = None
-            if self._routes is None:
-                self._routes = self._agree(self._trainable(self._early))
-                for parameter, since, watched in self._early.values():
-                    self._routes.hand_over(parameter, since, watched)
-                self._routes.finish(self.name_of)
-            elif self._routes.fit(trainable):
-                self._routes.finish(self.name_of)
+            self._settle()
+            if self._unraised is not None:  # ranks that go back to a common state do so together
+                error, self._unraised = self._unraised, None
+                raise error
+            if self._agreement is not None and self._agreement.is_outdated():
+                self._save_state()
+                self._drop_agreement()
+            if self._agreement is None:
+                self._agreement = agreement = self._agree(self.trainable(self._waiting))
+                for parameter, since, watched in self._waiting.values():
+                    agreement.hand_over(parameter, since, watched)
+                agreement.finish(self.name_of)
+            elif self._agreement.fits(trainable):
+                self._agreement.finish(self.name_of)
             else:
-                self._change_routes(self._routes, trainable)
+                self._change_agreement(self._agreement, trainable)
         except HorovodInternalError as error:
-            self.failed(error)
+            self._save_state()
+            if self._drop_agreement() and STEP_FAILED not in str(error):
+                error.args = (f"{error}\n{STEP_FAILED}", *error.args[1:])
+            self._start_step()
             raise
         self._attach_again(trainable)
         self._start_step()
 
     def _finish_alone(self) -> None:
-        """On one rank nothing is reduced, but what would have been changed in flight is an error as on several."""
+        """Complete a step of one rank: gradients changed in flight are an error as on several ranks."""
         if not self.settings.policy.whole_tensors:
-            early = [
-                (parameter, one)
-                for parameter, _, one in self._early.values()
+            watched = [
+                (parameter, gradient)
+                for parameter, _, gradient in self._waiting.values()
                 if can_be_planned(parameter, gradient_dtype(parameter))
             ]
-            raise_if_changed(changed_of(early), self.name_of)
-        self._attach_again(self._trainable())
+            raise_if_changed(changed_of(watched), self.name_of)
+        self._attach_again(self.trainable())
         self._start_step()
-
-    def failed(self, error: HorovodInternalError) -> None:
-        """A step failed: the next one begins anew."""
-        if self._routes is not None:
-            self._save_kept(self._routes)
-            if self._routes.move_out() and STEP_FAILED not in str(error):
-                error.args = (f"{error}\n{STEP_FAILED}", *error.args[1:])
-        self._routes = None
-        self._start_step()
-
-    def _raise_unraised(self) -> None:
-        """Every rank raises the failure of a lane once: ranks that go back to a common state do so together."""
-        error, self._unraised = self._unraised, None
-        if error is not None:
-            raise error
 
     def _start_step(self) -> None:
-        self._early.clear()
+        self._has_begun = False
+        self._waiting.clear()
         self.hooks.reset()
 
-    def _agree(self, trainable: dict[int, torch.Tensor]) -> Routes:
+    def abandon(self, waits: bool = True) -> None:
+        """Forget a step that an exception left half done. Another rank that uses its results gets an error.
+
+        ``waits``: until the step is over on all ranks, else the next step does so.
+        """
+        self._start_step()
+        self.forget_synchronized()
+        self.should_synchronize = True
+        agreement = self._agreement
+        if agreement is None:
+            return
+        if runtime.current() is not self._engine:
+            self._drop_agreement()
+            return
+        if agreement.planned is not None:
+            error = agreement.planned.lane.error
+            agreement.planned.lane.abandon()
+            agreement.planned.move_out()
+            if error is not None:
+                self._unraised = error
+                self._drop_agreement()
+        if waits:
+            self._settle()
+            agreement.named.abandon()
+
+    def _settle(self) -> None:
+        """Wait until an abandoned step is over. If its lane failed, the next step raises the lane's error."""
+        planned = None if self._agreement is None else self._agreement.planned
+        if planned is None or not planned.lane.is_abandoned:
+            return
+        try:
+            planned.lane.settle()
+        except HorovodInternalError as error:
+            self._unraised = error
+            self._drop_agreement()
+
+    # -- agreements ---------------------------------------------------------------------------------------------------
+
+    def _agree(self, trainable: dict[int, torch.Tensor]) -> Agreement:
         self._attach(trainable)
         self._serve()
         sparse_only = isinstance(self._optimizer(), torch.optim.SparseAdam)
-        routes = Routes(self._engine, trainable, self.name_of, self.settings, sparse_only)
-        self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)
-        if self._kept is not None and routes.planned is not None:
-            saved, self._kept = self._kept, None
-            self._resume(routes.planned, saved)
-        return routes
+        agreement = Agreement(self._engine, trainable, self.name_of, self.settings, sparse_only)
+        self.verification.attach_to(self._engine, agreement.planned, agreement.kinds.sparse_dims)
+        if self._saved is not None and agreement.planned is not None:
+            saved, self._saved = self._saved, None
+            self._resume(agreement.planned, saved)
+        return agreement
+
+    def _change_agreement(self, old: Agreement, trainable: dict[int, torch.Tensor]) -> None:
+        """Change the agreement after parameters were frozen, unfrozen, added or cast: this step ends on the old one."""
+        changed = old.changed(trainable)
+        old.leave_out(changed)
+        old.finish(self.name_of)
+        self._agreement = new = self._agree(trainable)
+        settled = set(old.ids).difference(changed)
+        new.finish_newcomers([member for key, member in trainable.items() if key not in settled], self.name_of)
+        if old.planned is not None:
+            if new.planned is None:
+                self._saved = self._state_of(old.planned)
+            else:
+                compression_state.move(old.planned.lane, old.planned.index, new.planned.lane, new.planned.index)
+            old.planned.close()
+
+    def _drop_agreement(self) -> bool:
+        """Give the lane back, so that the next step agrees anew. Return True if gradients were marked half summed."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is None or agreement.planned is None:
+            return False
+        is_marked = agreement.planned.move_out()
+        agreement.planned.close()
+        return is_marked
+
+    # -- the state of codecs ------------------------------------------------------------------------------------------
 
     def _resume(self, planned: PlannedGradients, saved: Any) -> None:
         process_set = self.settings.process_set
         compression_state.resume(planned.lane, self._indices_of(planned), saved, process_set.rank(), process_set.size())
 
-    def _save_kept(self, routes: Routes) -> None:
-        """Routes are given up between two steps: what codecs kept goes on with the next ones."""
-        if routes.planned is not None and routes.planned.lane.error is None and not routes.in_flight:
-            self._kept = self._kept_in(routes.planned)
-
-    def _change_routes(self, old: Routes, trainable: dict[int, torch.Tensor]) -> None:
-        """Parameters were frozen, unfrozen, added or cast: this step ends on the old routes, the next has new ones."""
-        changed = old.changed(trainable)
-        old.leave_out(changed)
-        old.finish(self.name_of)
-        self._routes = self._agree(trainable)
-        settled = set(old.ids).difference(changed)
-        newcomers = [parameter for key, parameter in trainable.items() if key not in settled]
-        self._routes.finish_newcomers(newcomers, self.name_of, self.settings)
-        if self._routes.planned is None:
-            self._save_kept(old)
-        elif old.planned is not None:
-            compression_state.move(
-                old.planned.lane, old.planned.index, self._routes.planned.lane, self._routes.planned.index
-            )
-        old.close()
+    def _save_state(self) -> None:
+        """Keep the codecs' state for the next agreement, if no step is under way."""
+        planned = None if self._agreement is None else self._agreement.planned
+        if planned is not None and planned.lane.error is None and not planned.lane.in_flight:
+            self._saved = self._state_of(planned)
 
     def _indices_of(self, planned: PlannedGradients) -> list[int | None]:
-        """The indices in the optimizer of the parameters of a plan; None for one that it has no more."""
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters_of(self._groups()))}
+        """Return the indices in the optimizer of the parameters of a plan; None for a parameter that it has no more."""
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters_of(self.groups()))}
         return [index_of.get(id(parameter)) for parameter in planned.parameters]
 
-    def kept_by_codecs(self) -> Any:
-        """What this rank's codecs keep, or what was loaded and could not be used yet; None if nothing."""
-        if self._routes is None or self._routes.planned is None:
-            return self._kept
-        return self._kept_in(self._routes.planned)
-
-    def _kept_in(self, planned: PlannedGradients) -> Any:
+    def _state_of(self, planned: PlannedGradients) -> Any:
         return compression_state.save(planned.lane, self._indices_of(planned))
 
-    def check_compression_state(self, saved: Any) -> None:
-        """Raises TypeError or ValueError for what codecs cannot go on from. Nothing is changed."""
-        if saved is not None:
-            compression_state.check(saved, self._shapes())
+    def compression_state(self) -> Any:
+        """Return this rank's codecs' state, or the state that was loaded and not used yet; None if there is none."""
+        planned = None if self._agreement is None else self._agreement.planned
+        return self._saved if planned is None else self._state_of(planned)
 
-    def _shapes(self) -> compression_state.Shapes:
-        return {
-            index: (self.name_of(parameter), slot_of("", parameter, gradient_dtype(parameter)).shape)
-            for index, parameter in enumerate(parameters_of(self._groups()))
-            if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
-        }
+    def check_compression_state(self, saved: Any) -> None:
+        """Raise TypeError or ValueError for a state that codecs cannot go on from. Nothing is changed."""
+        if saved is not None:
+            compression_state.check(
+                saved,
+                {
+                    index: (self.name_of(parameter), slot_of("", parameter, gradient_dtype(parameter)).shape)
+                    for index, parameter in enumerate(parameters_of(self.groups()))
+                    if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
+                },
+            )
 
     def load_compression_state(self, saved: Any) -> None:
-        """Let codecs go on from what this or other ranks kept, which was checked; from nothing if it is None."""
+        """Let codecs go on from a checked state of this or other ranks; from nothing if it is None."""
         self.reset_compression()
-        if saved is None or self._routes is None or self._routes.planned is None:
-            self._kept = saved
+        planned = None if self._agreement is None else self._agreement.planned
+        if saved is None or planned is None:
+            self._saved = saved
         else:
-            self._resume(self._routes.planned, saved)
+            self._resume(planned, saved)
 
     def reset_compression(self) -> None:
-        """Forget what codecs keep."""
-        self._kept = None
-        if self._routes is not None and self._routes.planned is not None:
-            self._routes.planned.lane.reducer.reset()
-
-    def abandon(self) -> None:
-        """Forget a step that an exception left half done."""
-        self._start_step()
-        if self._routes is None:
-            return
-        if is_current(self._engine):
-            try:
-                self._routes.abandon()
-                self._unraised = self._routes.error
-            except HorovodInternalError as error:  # of the step that is forgotten; the next one raises it
-                self._unraised = error
-        if not is_current(self._engine) or self._routes.error is not None:
-            self._routes.move_out()
-            self._routes = None
+        """Forget the codecs' state."""
+        self._saved = None
+        if self._agreement is not None and self._agreement.planned is not None:
+            self._agreement.planned.lane.reducer.reset()
 
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end
             self.hooks.detach()
             ARENA.remove_sizes(self._served)
-            if self._routes is not None:
-                self._routes.close()
+            if self._agreement is not None and self._agreement.planned is not None:
+                self._agreement.planned.close()

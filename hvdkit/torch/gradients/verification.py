@@ -17,7 +17,7 @@ from hvdkit.api.gradients.verification import Verification, rounding_limit
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import Statement, exchange_by_name, sketch
-from hvdkit.torch.optimizers.names import parameters_of
+from hvdkit.torch.gradients.names import parameters_of
 
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.broadcast_optimizer_state(optimizer, 0)"
 

@@ -49,7 +49,9 @@ def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.
     changed = [
         key
         for key, (gradient, version, address) in watched.items()
-        if gradients[key] is not gradient or gradient._version != version or _address(gradient) != address
+        if gradients[key] is not gradient
+        or gradient._version != version
+        or (gradient.data_ptr() if gradient.layout is torch.strided else 0) != address
     ]
     if not changed:
         return []

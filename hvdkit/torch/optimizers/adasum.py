@@ -1,4 +1,4 @@
-"""Adasum for optimizers: what is combined are the ranks' updates of the parameters, not their gradients.
+"""Adasum for optimizers: it combines the ranks' updates of the parameters, not their gradients.
 
 S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021. As in Horovod, each rank lets the
 wrapped optimizer make its step, and the differences that it made are what Adasum combines.
@@ -14,40 +14,39 @@ from torch._compile import _disable_dynamo
 
 from hvdkit.api.gradients.guard import WATCH
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.ops.allreduce import allreduce_async_
 from hvdkit.torch.ops.sync import synchronize
-from hvdkit.torch.optimizers.step import OptimizerSynchronizer
 
 
-class AdasumSynchronizer(OptimizerSynchronizer):
-    """Leaves gradients to their rank and combines the ranks' steps."""
+class AdasumSynchronizer(GradientSynchronizer):
+    """The combination of the ranks' steps; gradients stay their rank's."""
 
     def _complete(self, parameter: torch.Tensor) -> None:
         pass
 
     def synchronize(self, updates: bool = False) -> None:
-        """Nothing: gradients stay as each rank computed them."""
+        """Do nothing: gradients stay as each rank computed them."""
 
     def synchronize_for_scaler(self) -> None:
-        """Nothing: each rank unscales its own gradients."""
+        """Do nothing: each rank unscales its own gradients."""
 
     @_disable_dynamo
-    def step(self, base_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, plain_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the wrapped optimizer step on this rank's gradients, then combine all ranks' steps. Collective."""
-        self._check_owner()
-        self._bind()
-        parameters = list(self._trainable().values())
+        is_distributed = self.bind()
+        parameters = list(self.trainable().values())
         for parameter in parameters:
             self.hooks.attach(parameter)
         starts = [parameter.detach().clone() for parameter in parameters]
-        with WATCH.reduced():  # it may be made of other optimizers; what is reduced is what it does
-            result = base_step(*args, **kwargs)
+        with WATCH.reduced():  # the optimizer may consist of others; its whole update is combined
+            result = plain_step(*args, **kwargs)
         with torch.no_grad():
             for wait in [self._combine(p, start) for p, start in zip(parameters, starts, strict=True)]:
                 wait()
         self.hooks.reset()
-        if self._distributed:
-            self.verification.combined(self._engine, self.settings.label(self._engine), self._groups(), self.name_of)
+        if is_distributed:
+            self.verification.combined(self._engine, self.settings.label(self._engine), self.groups(), self.name_of)
         return result
 
     def _combine(self, parameter: torch.Tensor, start: torch.Tensor) -> Callable[[], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +12,13 @@ import torch
 from hvdkit.api.checks import check_passes
 from hvdkit.engine.life import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.compression_state import KEY
+from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.gradients.scaler_guard import guard_scalers
-from hvdkit.torch.gradients.settings import Settings
+from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.optimizers.adasum import AdasumSynchronizer
-from hvdkit.torch.optimizers.names import parameters_of
-from hvdkit.torch.optimizers.step import OptimizerSynchronizer
+from hvdkit.torch.optimizers.step import reduce_and_step
 
 _SETTINGS = "_distributed_settings"
 
@@ -49,32 +49,23 @@ def _only_makes_state(optimizer: Any, kwargs: dict[str, Any]) -> bool:
         return False
     if any(group.get("lr", 0.0) != 0 for group in optimizer.param_groups):
         return False
-    gradients = [one.grad for one in parameters_of(optimizer.param_groups) if one.requires_grad]
+    gradients = [member.grad for member in parameters_of(optimizer.param_groups) if member.requires_grad]
     return all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def synchronizer_for(optimizer: torch.optim.Optimizer, settings: Settings) -> OptimizerSynchronizer:
-    """What stands between backward() and step() for these settings."""
+def synchronizer_for(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> GradientSynchronizer:
+    """Return the synchronizer of an optimizer with these settings."""
     is_adasum = settings.op is ReduceOp.ADASUM
-    return (AdasumSynchronizer if is_adasum else OptimizerSynchronizer)(optimizer, settings)
+    return (AdasumSynchronizer if is_adasum else GradientSynchronizer)(optimizer, settings)
 
 
-def wrap(optimizer: torch.optim.Optimizer, settings: Settings) -> Any:
-    """A distributed optimizer that shares state, defaults, groups and hooks with ``optimizer``."""
+def wrap(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> Any:
+    """Return a distributed optimizer that shares state, defaults, groups and hooks with ``optimizer``."""
     wrapped = _new(type(optimizer))
     # A learning rate scheduler made earlier has put its own step on the object; it must not bypass ours.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._wrapped_optimizer = optimizer
     wrapped._synchronizer = synchronizer_for(wrapped, settings)
-    if settings.overlap_forward:
-        synchronizer = weakref.ref(wrapped._synchronizer)
-
-        def complete(_: torch.optim.Optimizer) -> None:
-            held = synchronizer()
-            if held is not None:
-                held.complete()
-
-        optimizer.register_state_dict_pre_hook(complete)  # of the wrapped one too
     return wrapped
 
 
@@ -85,24 +76,24 @@ def _new(base: Any) -> Any:
 
 @functools.cache
 def distributed_class(base: Any) -> Any:
-    """A subclass of ``base`` with its name. Its only parent is ``base``: ``super(cls, it)`` is the plain optimizer."""
+    """Return a subclass of ``base`` with its name and no other parent: ``super(cls, it)`` is the plain optimizer."""
     guard_scalers()
     if not getattr(base.step, "hooked", False):  # what the constructor does; an unpickled object never ran one
         base.step = torch.optim.Optimizer.profile_hook_step(base.step)
         base.step.hooked = True
 
     class Distributed(base):  # type: ignore[misc]  # the base is known at run time only
-        _synchronizer: OptimizerSynchronizer
+        _synchronizer: GradientSynchronizer
         _wrapped_optimizer: Any = None
 
         @property
         def backward_passes_per_step(self) -> int:
-            """How many backward passes a step expects."""
+            """The number of backward passes that a step expects."""
             return self._synchronizer.settings.backward_passes_per_step
 
         @property
         def op(self) -> ReduceOp:
-            """How gradients are reduced."""
+            """The operation that reduces gradients."""
             return self._synchronizer.settings.op
 
         @property
@@ -112,7 +103,7 @@ def distributed_class(base: Any) -> Any:
 
         @property
         def _parameter_names(self) -> dict[torch.Tensor, str]:
-            """By parameter, the names that it was given, or its place: scripts made for Horovod read it."""
+            """The names of parameters, given or by place: scripts made for Horovod read them."""
             return {parameter: name for name, parameter in self._synchronizer.settings.names}
 
         def _reads_gradients_too_early(self) -> bool:
@@ -123,7 +114,7 @@ def distributed_class(base: Any) -> Any:
             """Expect another number of backward passes before each step.
 
             Args:
-                passes: how many, at least 1.
+                passes: the number of passes, at least 1.
 
             Raises:
                 TypeError: unless it is an integer.
@@ -162,7 +153,6 @@ def distributed_class(base: Any) -> Any:
                 ... )
                 >>> optimizer.reset_compression()
             """
-            self._synchronizer.complete()
             self._synchronizer.reset_compression()
 
         @contextmanager
@@ -198,7 +188,10 @@ def distributed_class(base: Any) -> Any:
             runtime.check_not_forked()
             if not args and _only_makes_state(self, kwargs):
                 return super().step(**kwargs)
-            result = self._synchronizer.step(super().step, args, kwargs)
+            if isinstance(self._synchronizer, AdasumSynchronizer):
+                result = self._synchronizer.step(super().step, args, kwargs)
+            else:
+                result = reduce_and_step(self._synchronizer, super().step, args, kwargs)
             if self._wrapped_optimizer is not None:
                 self._wrapped_optimizer._opt_called = True  # for a scheduler that was made with the wrapped one
             return result
@@ -212,50 +205,19 @@ def distributed_class(base: Any) -> Any:
             if self._synchronizer.in_flight:
                 raise AssertionError(CLEARED_IN_FLIGHT)
             self._synchronizer.forget_synchronized()
-            updates = self._synchronizer.updates
-            if updates is not None and (args[0] if args else kwargs.get("set_to_none", True)):
-                updates.clear_later(lambda plain: plain.zero_grad())
-                return
-            self._synchronizer.complete()
             super().zero_grad(*args, **kwargs)
 
-        def plain_with(self, param_groups: list[dict[str, Any]]) -> Any:
-            """An object of the plain class with the same state and other groups, for an update of some parameters."""
-            plain = base.__new__(base)
-            plain.__dict__.update(self.__dict__)
-            plain.param_groups = param_groups
-            return plain
-
-        @property
-        def state(self) -> Any:
-            """What the optimizer keeps for each parameter, as the last step leaves it."""
-            if "_synchronizer" in self.__dict__:
-                self._synchronizer.complete()
-            return self.__dict__["state"]
-
-        @state.setter
-        def state(self, value: Any) -> None:
-            self.__dict__["state"] = value
-
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """See torch.optim.Optimizer; what is left of the last step comes first."""
-            if "_synchronizer" in self.__dict__:
-                self._synchronizer.complete()
-            super().add_param_group(param_group)
-
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            """The wrapped optimizer's, and what this rank's codecs keep under "compression", if they keep anything."""
-            self._synchronizer.complete()
+            """Return the wrapped optimizer's state, and the codecs' state of this rank, if any, as "compression"."""
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
-            kept = self._synchronizer.kept_by_codecs()
-            return state if kept is None else {**state, KEY: kept}
+            codecs = self._synchronizer.compression_state()
+            return state if codecs is None else {**state, KEY: codecs}
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            """Set the state back, and what codecs kept on this rank; a step that was begun is forgotten.
+            """Set the state back, and the codecs' state on this rank; forget a step that was begun.
 
-            Raises ValueError or TypeError, and changes nothing, where codecs cannot go on from what they kept.
+            Raises ValueError or TypeError, and changes nothing, if codecs cannot go on from their state.
             """
-            self._synchronizer.complete()
             state = args[0] if args else kwargs["state_dict"]
             self._synchronizer.check_compression_state(state.get(KEY))
             self._synchronizer.abandon()
@@ -266,28 +228,26 @@ def distributed_class(base: Any) -> Any:
                 self._wrapped_optimizer.param_groups = self.param_groups
 
         def __getstate__(self) -> dict[str, Any]:
-            self._synchronizer.complete()
-            kept = self._synchronizer.kept_by_codecs()
-            return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings, KEY: kept}
+            codecs = self._synchronizer.compression_state()
+            return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings, KEY: codecs}
 
         def __setstate__(self, state: dict[str, Any]) -> None:
             state = dict(state)
-            settings, kept = state.pop(_SETTINGS, None), state.pop(KEY, None)
+            settings, codecs = state.pop(_SETTINGS, None), state.pop(KEY, None)
             super().__setstate__(state)
             if settings is not None:
                 self._synchronizer = synchronizer_for(self, settings)
-                self._synchronizer.load_compression_state(kept)
+                self._synchronizer.load_compression_state(codecs)
 
         def __copy__(self) -> Any:
             """Return an optimizer with the same parameters, groups and state, as in PyTorch: either may step.
 
             Both reduce gradients by the same synchronizer, since a parameter can have one only.
             """
-            self._synchronizer.complete()
             copied = _new(base)
             copied.__setstate__(super().__getstate__())
             copied._synchronizer = self._synchronizer
-            copied._wrapped_optimizer = self  # which the synchronizer asks for the groups
+            copied._wrapped_optimizer = self  # the synchronizer takes the groups from it
             return copied
 
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from hvdkit.api.checks import check_root
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import global_process_set
-from hvdkit.torch.optimizers.names import parameters_of
+from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.parameters import broadcast_tensors
 
 # Tensors up to this size travel inside the structure: a message of their own would cost more.

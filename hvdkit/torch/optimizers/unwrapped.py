@@ -22,8 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvdkit.api.gradients.guard import WATCH, is_settled, settle
 from hvdkit.engine.life import runtime
 from hvdkit.torch.gradients.hooks import in_flight
+from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.ops.framework import OPERATIONS
-from hvdkit.torch.optimizers.names import parameters_of
 
 ALONE = (
     "The optimizer {kind} updated {what} with gradients of rank {rank} alone: the {size} ranks train different "

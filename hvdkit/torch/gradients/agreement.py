@@ -1,0 +1,202 @@
+"""The parameters whose gradients all ranks reduce together: agreed on once, then used in every step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hvdkit.api.checks import check_registered
+from hvdkit.api.gradients.planning import form_groups
+from hvdkit.api.gradients.settings import GradientSettings
+from hvdkit.engine.life.process_sets import global_process_set
+from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.steps.registration import HOST
+from hvdkit.torch.gradients.layout import Kinds, can_be_planned, gradient_dtypes, slot_of
+from hvdkit.torch.gradients.named import NamedGradients
+from hvdkit.torch.gradients.planned import PlannedGradients
+from hvdkit.torch.gradients.watch import Watched
+
+NOTHING_TO_ENCODE = (
+    "Compression.{name} encodes nothing here, since all ranks are on one node, and so gradients get no momentum from "
+    "it.\n"
+    'HINT: pass compress="everywhere" to it, or leave it out and give the optimizer its momentum.'
+)
+
+NameOf = Callable[[torch.Tensor], str]
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(GradientSettings):
+    """The checked arguments of ``DistributedOptimizer``; ``title`` is the optimizer's class."""
+
+    process_set: Any = global_process_set
+    names: Sequence[tuple[str, torch.Tensor]] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSettings:
+        """Copy parameters (to the model's copies, if it is copied along) and the pairing; the rest is shared."""
+        return replace(
+            self,
+            names=copy.deepcopy(self.names, memo),
+            groups=copy.deepcopy(self.groups, memo),
+            pairing=copy.copy(self.pairing),
+        )
+
+
+def agree_on_kinds(
+    engine: Any, parameters: Sequence[torch.Tensor], title: str, process_set_id: int, sparse_only: bool
+) -> tuple[Kinds, bool]:
+    """Learn from the ranks that have gradients now which are sparse, and the dtypes that PyTorch leaves open.
+
+    Return the kinds, and True if the agreement was put off because a rank has joined. ``sparse_only``: the optimizer
+    takes no dense gradients, so gradients that no rank has yet are sparse too.
+    """
+    rows = [
+        (i, gradient.sparse_dim() if gradient.is_sparse else 0, str(gradient.dtype).removeprefix("torch."))
+        for i, parameter in enumerate(parameters)
+        if (gradient := parameter.grad) is not None
+        and (gradient.is_sparse or getattr(parameter, "grad_dtype", parameter.dtype) is None)
+    ]
+    dtypes = dict(zip(map(id, parameters), gradient_dtypes(parameters), strict=True))
+    sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
+    open_dtypes: dict[int, torch.dtype] = {}
+    is_complete, rows_by_rank = engine.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
+    for rows_of_rank in rows_by_rank:
+        for i, sparse_dim, name in rows_of_rank:
+            if i >= len(parameters):
+                continue  # the ranks' models differ, which the registration of the plan reports
+            key, dtype = id(parameters[i]), getattr(torch, name)
+            if sparse_dim:
+                sparse_dims[key] = sparse_dim
+            open_dtypes[key] = torch.promote_types(open_dtypes.get(key, dtype), dtype)
+    return Kinds({**dtypes, **open_dtypes}, sparse_dims), not is_complete
+
+
+class Agreement:
+    """The division of an optimizer's gradients into planned and named ones. Its construction is collective.
+
+    Ranks whose parameters differ raise HorovodInternalError there. While a rank has joined there is no plan: gradients
+    go by name, and all ranks agree anew in the next step.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        parameters: dict[int, torch.Tensor],
+        name_of: NameOf,
+        settings: OptimizerSettings,
+        sparse_only: bool = False,
+    ) -> None:
+        members = list(parameters.values())
+        self.ids = list(parameters)
+        self.engine = engine
+        self._settings = settings
+        self._dtypes = gradient_dtypes(members)
+        self._epoch = engine.groups.plan_epoch
+        process_set_id = check_registered(settings.title, settings.process_set)
+        assert settings.pairing is not None, "an optimizer is kept"
+        self._title = settings.pairing.next_title(engine, process_set_id)
+        self.kinds, is_put_off = agree_on_kinds(engine, members, self._title, process_set_id, sparse_only)
+
+        def is_planned(parameter: torch.Tensor) -> bool:
+            is_sparse = id(parameter) in self.kinds.sparse_dims and not settings.sparse_as_dense
+            can_be = can_be_planned(parameter, self.kinds.dtypes[id(parameter)])
+            return not settings.policy.whole_tensors and can_be and not is_sparse
+
+        planned = [] if is_put_off else [parameter for parameter in members if is_planned(parameter)]
+        self.planned = self._register(planned, name_of) if planned else None
+        self._is_put_off = is_put_off or (bool(planned) and self.planned is None)
+        named = members if self._is_put_off else [member for member in members if not is_planned(member)]
+        self.named = self._by_name(named, name_of)
+
+    def is_outdated(self) -> bool:
+        """True if all ranks agree anew in the next step, because a rank had joined."""
+        return bool(self._is_put_off or self._epoch != self.engine.groups.plan_epoch)
+
+    def fits(self, parameters: dict[int, torch.Tensor]) -> bool:
+        """True if these are the parameters that ranks agreed on, with gradients of the same dtypes."""
+        return self.ids == list(parameters) and self._dtypes == gradient_dtypes(parameters.values())
+
+    def changed(self, parameters: dict[int, torch.Tensor]) -> list[int]:
+        """Return the ids of parameters whose gradients have another dtype than ranks agreed on."""
+        agreed = dict(zip(self.ids, self._dtypes, strict=True))
+        dtypes = zip(parameters, gradient_dtypes(parameters.values()), strict=True)
+        return [key for key, dtype in dtypes if agreed.get(key, dtype) is not dtype]
+
+    def leave_out(self, ids: Collection[int]) -> None:
+        """Do not reduce these parameters in this step, the last step of this agreement, on all ranks alike."""
+        if self.planned is not None:
+            self.planned.leave_out(ids)
+        self.named.leave_out(ids)
+
+    def hand_over(
+        self,
+        parameter: torch.Tensor,
+        since: float | None = None,
+        watched: Watched | None = None,
+        may_grow: bool = False,
+    ) -> None:
+        """Let a complete gradient be reduced; see PlannedGradients.hand_over for the other arguments.
+
+        Parameters that are no part of the agreement are left for the next agreement.
+        """
+        key, planned = id(parameter), self.planned
+        i = None if planned is None else planned.index.get(key)
+        if planned is not None and i is not None:
+            planned.hand_over(i, since, watched, may_grow)
+        elif key in self.named.index:
+            self.named.hand_over(parameter, may_grow)
+
+    def finish(self, name_of: NameOf) -> None:
+        """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
+        if self.planned is not None:
+            self.planned.check_unchanged(name_of)
+            self.planned.finish()
+        if self.named.parameters:
+            self.named.finish()
+
+    def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf) -> None:
+        """Reduce gradients that were computed before this agreement, one by one."""
+        self._by_name(list(parameters), name_of, "newcomer.").finish()
+
+    def _by_name(self, parameters: list[torch.Tensor], name_of: NameOf, prefix: str = "") -> NamedGradients:
+        names = {id(parameter): f"{self._title}.{prefix}{name_of(parameter)}" for parameter in parameters}
+        dense = [parameter for parameter in parameters if id(parameter) not in self.kinds.sparse_dims]
+        groups = [] if prefix else form_groups(dense, self._settings.groups)
+        return NamedGradients(parameters, names, self._settings, self.kinds, groups)
+
+    def _register(self, parameters: list[torch.Tensor], name_of: NameOf) -> PlannedGradients | None:
+        settings = self._settings
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        prescale, postscale = settings.scales
+        # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
+        devices = {parameter.device for parameter in parameters}
+        codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
+        lane = self.engine.register_plan(
+            self._title,
+            [
+                slot_of(name_of(parameter), parameter, self.kinds.dtypes[id(parameter)], number)
+                for parameter, number in zip(parameters, numbers, strict=True)
+            ],
+            op=settings.op,
+            prescale=prescale,
+            postscale=postscale,
+            codecs=codecs,
+            process_set_id=settings.process_set.process_set_id,
+            device=HOST if len(devices) > 1 else str(devices.pop()),
+            groups=[[index[id(member)] for member in group] for group in form_groups(parameters, settings.groups)],
+        )
+        if lane is None:
+            return None
+        idle = {codec.name for codec in codecs if codec.has_momentum and not lane.reducer.residuals.keeps_anything}
+        for name in sorted(idle) if lane.group.rank == 0 else ():
+            warnings.warn(NOTHING_TO_ENCODE.format(name=name), stacklevel=2)
+        complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])
+        if complaint is not None and lane.group.rank == 0:
+            warnings.warn(f"{self._title}: {complaint}", stacklevel=2)
+        device = parameters[0].device if lane.on_device else torch.device("cpu")
+        return PlannedGradients(lane, parameters, self.kinds, device)
