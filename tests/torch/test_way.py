@@ -13,7 +13,10 @@ import torch
 
 import hvdkit
 import hvdkit.torch as hvd
+from tests.ranks import RankedCases
 
+# With a size of buckets given, gradients are handed over during the backward pass, however many cores there are.
+WAY = RankedCases("tests.torch.way_cases", HVDKIT_FUSION_THRESHOLD=str(64 << 20))
 ROOT = Path(hvdkit.__file__).parent
 GRADIENTS_AND_CODECS = {"torch/compression.py", "api/gradients/compression.py"}
 
@@ -60,3 +63,7 @@ def test_a_tensor_passes_what_was_asked_for(tensor: torch.Tensor, compression: A
     files = adapters_files(lambda: outputs.append(hvd.allreduce(tensor, name="asked", compression=compression)))
     assert files >= GRADIENTS_AND_CODECS
     assert outputs[0].requires_grad == tensor.requires_grad
+
+
+def test_a_gradient_passes_the_files_that_the_page_on_architecture_names():
+    WAY.check("case_each_large_gradient_is_in_the_hands_of_the_files_that_the_page_names", 2, "mpi")
