@@ -1,6 +1,6 @@
-"""How a plan lies in memory and travels: its buckets, their pieces and the order of these, as one pure decision.
+"""The arrangement of a plan: its buckets, their pieces and the order of the pieces, as one pure decision.
 
-What it is made of is first observed by rank 0, and told to all.
+It depends on times that rank 0 observes in the first step and sends to all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNSEEN = -1.0
 
 
 class Observation:
-    """In the first step of a lane, of ``count`` slots: when rank 0 saw them become ready, and that all ranks learn it.
+    """The times at which rank 0 saw the ``count`` slots of a lane become ready in the first step, sent to all ranks.
 
     ``ready_at``: when each slot was ready on rank 0, in seconds, the same on all ranks; UNSEEN before the exchange, and
     where rank 0 has joined.
@@ -37,12 +37,12 @@ class Observation:
         self._seen: dict[int, float] = {}  # here, in seconds
 
     def sees(self, slot: int, since: float | None) -> None:
-        """A slot is ready since then (perf_counter), or since just now; UNSEEN where nobody saw that."""
+        """Note that a slot is ready since a time (perf_counter), None for now, UNSEEN if the time is unknown."""
         if since != UNSEEN:
             self._seen[slot] = perf_counter() if since is None else since
 
     def exchange(self, tag: int, joined: bool) -> Steps[None]:
-        """Tell and hear, in microseconds since the first slot. Uses ``tag`` and ``tag + 1``."""
+        """Exchange the times, in microseconds since the first slot. Uses ``tag`` and ``tag + 1``."""
         message = np.full(len(self.ready_at), -1, dtype=np.int64)
         if self._group.rank == 0 and not joined:
             first = min(self._seen.values(), default=0.0)
@@ -73,11 +73,11 @@ def arrange(
     cuts: bool = True,
     codecs: Sequence[Codec] = (CASTS["none"],),
 ) -> Arrangement:
-    """The arrangement for slots that are ready at these times (seconds, or UNSEEN).
+    """Return the arrangement for slots that are ready at these times (seconds, or UNSEEN).
 
-    The same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends, in each of
-    two phases. ``cuts``: whether large tensors are cut. ``codecs``: the plan's; what lossy ones encode
-    lies together in the order of registration, whenever it is ready.
+    It is the same on all ranks, since all arguments are. ``sent_share``: the part of a piece that a rank sends in each
+    of two phases. ``cuts``: large tensors are cut. ``codecs``: the plan's codecs; gradients for lossy codecs lie
+    together in the order of registration, whenever they are ready.
     """
     encoded = [codec.encodes for codec in codecs]
     whole = [codec.whole_tensors for codec in codecs]
@@ -114,9 +114,9 @@ def _on_the_wire(codec: Codec, dtype: np.dtype[Any]) -> float:
 
 
 def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:
-    """As how many bytes in flight a piece of ``nbytes`` bytes counts.
+    """Return the bytes in flight that a piece of ``nbytes`` bytes counts as.
 
-    As those on the wire; what is made smaller than that, as a bucket, since little is on the wire of many of them.
+    These are its bytes on the wire. An encoded piece counts as at most a bucket, because few of its bytes travel.
     """
     if codec.encodes:
         return min(nbytes, max(sizes.bucket, MEBIBYTE))
@@ -124,7 +124,7 @@ def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:
 
 
 def _ready(buckets: Sequence[Bucket], ready_at: Sequence[float], seen: Sequence[tuple[float, int]]) -> list[float]:
-    """When each bucket is complete. Slots that nobody saw come with the last one; with none seen, all in order."""
+    """Return the time at which each bucket is complete. Unseen slots come with the last seen slot."""
     if not seen:
         return [float(index) for index in range(len(buckets))]
     last = seen[-1][0]

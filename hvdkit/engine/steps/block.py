@@ -15,7 +15,7 @@ Offsets = list[int | None]
 
 
 def is_small(slot: Slot) -> bool:
-    """Return whether a gradient is too small for an allocation of the arena, so that it is copied into the block."""
+    """True if a gradient is too small for an allocation of the arena, so that it is copied into the block."""
     return slot.elements * slot.dtype.itemsize < SMALLEST_BYTES
 
 
@@ -44,14 +44,14 @@ class Block:
     def __init__(self, memory: Array, slots: Sequence[Slot], offsets: Offsets) -> None:
         self.memory = memory
         self.places: dict[int, Array] = {
-            slot: memory[offset : offset + one.elements * one.dtype.itemsize].view(one.dtype)
-            for slot, (one, offset) in enumerate(zip(slots, offsets, strict=True))
+            index: memory[offset : offset + slot.elements * slot.dtype.itemsize].view(slot.dtype)
+            for index, (slot, offset) in enumerate(zip(slots, offsets, strict=True))
             if offset is not None
         }
         self.offers: dict[int, Offer] = {slot: offer_of(place) for slot, place in self.places.items()}
 
     def leave(self) -> None:
-        """Let go of the memory."""
+        """Drop the references to the memory."""
         self.memory, self.places, self.offers = self.memory[:0].copy(), {}, {}
 
 

@@ -25,26 +25,26 @@ Parts = Sequence[tuple[int, Any]]  # where each begins in a bucket, and a flat t
 def stays_on_device(
     codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], members: Sequence[int], encodes: bool = True
 ) -> bool:
-    """Whether all codecs of a plan of these ranks can do their work on the device: the same on all of them.
+    """True if all codecs of a plan of these ranks can work on the device; the answer is the same on all of them.
 
-    On one node nothing is encoded, unless it was asked for everywhere; between nodes it is encoded on the device where
-    each has one rank. Sums of nodes with several ranks are encoded in host memory. ``encodes``: whether that device
-    encodes at all.
+    On one node nothing is encoded, except by codecs that encode everywhere. Between nodes gradients are encoded on the
+    device if each node has one rank; sums of nodes with several ranks are encoded in host memory. ``encodes``: the
+    device can encode at all.
     """
-    ours = _by_node(nodes, members)
+    nodes_here = _by_node(nodes, members)
     return all(
-        encodes and codec.on_device and (codec.everywhere or len(ours) == len(members))
+        encodes and codec.on_device and (codec.everywhere or len(nodes_here) == len(members))
         for codec in codecs
-        if codec.encodes and (codec.everywhere or len(ours) > 1)
+        if codec.encodes and (codec.everywhere or len(nodes_here) > 1)
     )
 
 
 def _by_node(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> list[set[int]]:
-    return [found for node in nodes if (found := set(node) & set(members))]
+    return [common for node in nodes if (common := set(node) & set(members))]
 
 
 def sent_bytes(codec: LossyCodec, way: str, ranks: int, memory: Memory) -> float:
-    """About what a rank sends of a bucket, as on the host; sums count as those of a ring."""
+    """Estimate the bytes that a rank sends of a bucket, as on the host; sums count as sums of a ring."""
     times = ranks - 1 if way == "gather" else 2 * (ranks - 1) / ranks
     return times * codec.sent_bytes(memory.elements, memory)
 
@@ -141,7 +141,7 @@ class DeviceReducer(Reducer):
         self._offers = [None] * len(self._slots)
 
     def rescue(self) -> None:
-        """What is in flight here is the device's own work, which ends with the communicator."""
+        """Do nothing: work in flight is the device's own, which ends with the communicator."""
 
     def mark(self) -> Any:
         while self._changed:

@@ -32,8 +32,8 @@ from hvdkit.kernels import ONE, ReduceOp, Scale
 logger = logging.getLogger("hvdkit")
 
 
-class Work(NamedTuple):
-    """What reduces a piece; ``number`` counts operations, alike on all ranks of the node."""
+class PieceWork(NamedTuple):
+    """The reduction of one piece; ``number`` counts operations, alike on all ranks of the node."""
 
     piece: Piece
     bucket: Bucket
@@ -147,9 +147,9 @@ class HostReducer(Reducer):
         offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
         op, scale = self._effective
         codec, memory = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
-        return self._steps(Work(piece, bucket, op, scale, codec, memory, number, tag), offers, joined, met)
+        return self._steps(PieceWork(piece, bucket, op, scale, codec, memory, number, tag), offers, joined, met)
 
-    def _steps(self, work: Work, offers: Mapping[int, Offer | None], joined: bool, met: Met) -> Steps[None]:
+    def _steps(self, work: PieceWork, offers: Mapping[int, Offer | None], joined: bool, met: Met) -> Steps[None]:
         piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
         runs = self._runs_in(piece, bucket)
         is_flat = node is None or work.codec.everywhere
@@ -199,7 +199,7 @@ class HostReducer(Reducer):
         return self._runs[piece]
 
     def _prepare(self, piece: Piece, parts: list[Part]) -> None:
-        """What this rank does with its own gradients before anybody sums them."""
+        """Scale this rank's gradients and add owed residuals, before any rank sums them."""
         prescale = self._reduction.prescale
         gradients = []
         for number, part in enumerate(parts):
@@ -214,7 +214,7 @@ class HostReducer(Reducer):
             gradients.append((part.begin, array))
         self.residuals.pay(piece, gradients)
 
-    def _reduce_flat(self, work: Work, parts: Sequence[Part]) -> Steps[None]:
+    def _reduce_flat(self, work: PieceWork, parts: Sequence[Part]) -> Steps[None]:
         """As one flat array: a tensor's own memory if the piece is all of that, else a copy."""
         piece, bucket, op, scale, codec, memory, _, tag = work
         elements = piece.end - piece.begin
@@ -240,7 +240,7 @@ class HostReducer(Reducer):
     def _reduce_across(
         self,
         node: NodePass,
-        work: Work,
+        work: PieceWork,
         in_chunks: Sequence[Part],
         shares: Sequence[tuple[int, int]],
         absent: list[bool],
@@ -272,7 +272,7 @@ class HostReducer(Reducer):
         node: NodePass,
         half: int,
         mode: Mode,
-        work: Work,
+        work: PieceWork,
         parts: Sequence[Part],
         scale: Scale,
         carried: tuple[Sequence[tuple[int, int]], Array, int] | None = None,

@@ -1,4 +1,4 @@
-"""The planned channel: a plan's buckets run in the order all ranks agreed on, with no word exchanged about it."""
+"""The planned channel: a plan's buckets run in the order that all ranks agreed on, without further negotiation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Lane:
     # -- the training thread ------------------------------------------------------------------------------------------
 
     def small(self, slot: int) -> Any:
-        """The flat memory into which the gradient of a small slot is copied; None for a large one."""
+        """Return the flat memory into which the gradient of a small slot is copied; None for a large slot."""
         return self.reducer.small(slot)
 
     def ready(self, slot: int, offer: Any, since: float | None = None) -> None:
@@ -185,11 +185,11 @@ class Lane:
 
     @property
     def is_left(self) -> bool:
-        """Whether the lane was closed and nothing of it is open here."""
+        """True if the lane was closed and none of its operations is open here."""
         return self.closed and self.error is None and not self.step.in_flight
 
     def idle(self) -> bool:
-        """Whether nothing of this lane is on the wire and the step is over or has not begun."""
+        """True if no operation of this lane is in flight and the step is over or has not begun."""
         return self.error is not None or self.step.completed == self.step.operations
 
     def startable(self) -> bool:
@@ -201,11 +201,11 @@ class Lane:
 
     @property
     def caught_up(self) -> bool:
-        """Whether this rank, which has joined, has started with zeros what others have, as far as that is possible."""
+        """True if this rank, which has joined, started with zeros all operations that others started, or cannot."""
         return self.error is not None or self.sequence >= self.joined_until
 
     def zeros_startable(self) -> bool:
-        """Whether this rank has joined, others have started the next operation, and it may start here."""
+        """True if this rank has joined, others started the next operation, and it may start here."""
         step = self.step
         if self.error is not None or self.sequence >= self.joined_until or not step.has_room(self.sequence):
             return False
@@ -272,13 +272,13 @@ class Lane:
         self._fail_everywhere(rank)
 
     def waiting_for(self) -> str:
-        """What this lane is at, for messages."""
+        """Return the operation that this lane waits for, for messages."""
         return self.records.waiting_for(self.step.completed)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _fail_everywhere(self, rank: int) -> None:
-        """``rank`` gave a step up that was used here."""
+        """Fail the lane on all ranks: ``rank`` abandoned a step that was used here."""
         text = ABANDONED % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
         self.fail(MismatchError(text))
         self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))

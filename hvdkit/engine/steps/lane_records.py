@@ -1,4 +1,4 @@
-"""What a lane's operations are called, and what the timeline and the statistics are told of them."""
+"""The names of a lane's operations, and their records in the timeline and the statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdkit.engine.telemetry.timeline import COMPUTATION, TRAINING
 
 
 class LaneRecords:
-    """Of the buckets and pieces of one lane, in their present arrangement."""
+    """The records of the buckets and pieces of one lane, in their present arrangement."""
 
     def __init__(self, telemetry: Telemetry, plan: Plan, group: Group, reducer: Reducer, reason: str) -> None:
         self._telemetry = telemetry
@@ -40,7 +40,7 @@ class LaneRecords:
         self._complete[bucket] = perf_counter()
 
     def copied(self, slots: Sequence[int], started: float) -> None:
-        """Gradients were copied into their slots between ``started`` (perf_counter) and now."""
+        """Record that gradients were copied into their slots between ``started`` (perf_counter) and now."""
         timeline = self._telemetry.timeline
         if timeline is None:
             return
@@ -75,45 +75,45 @@ class LaneRecords:
         self._telemetry.statistics.reduced(self._now.nbytes[index], seconds)
 
     def awaited(self, started: float) -> None:
-        """The training thread has waited since ``started`` (perf_counter) for what is reduced."""
+        """Record that the training thread waited for gradients since ``started`` (perf_counter)."""
         timeline = self._telemetry.timeline
         if timeline is not None:
             timeline.span(COMPUTATION, "WAIT_FOR_GRADIENTS", started, perf_counter(), of=self._plan.name)
 
     def step_ended(self, number: int) -> None:
-        """All gradients of a step are reduced."""
+        """Record that all gradients of a step are reduced."""
         now, timeline = perf_counter(), self._telemetry.timeline
         if timeline is not None:
             timeline.span(f"{TRAINING}steps of {self._plan.name}", f"STEP {number}", self._step_began, now)
         self._step_began = now
 
     def failed(self) -> None:
-        """What has begun will not come to its end."""
+        """End all open records, because the lane failed."""
         for bucket in list(self._complete):
             self._waited(bucket)
         for index in range(len(self._now.pieces)):
             self._telemetry.end(self._piece_row(index))
 
     def names_in(self, index: int) -> list[str]:
-        """The tensors of an operation of a step, for messages."""
+        """Return the names of the tensors of an operation of a step."""
         if index >= len(self._now.pieces):
             return []
         return [self._plan.slots[slot].name for slot in self._now.buckets[self._now.pieces[index].bucket].slots]
 
     def waiting_for(self, index: int) -> str:
-        """What a lane is at, for messages."""
+        """Return the operation with this index, for messages."""
         names = self.names_in(index)
         first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"optimizer '{self._plan.name}', operation {index} of {len(self._now.pieces)} ({first})"
 
     def summary(self, index: int) -> str:
-        """A piece, for messages."""
+        """Return the name of a piece, for messages."""
         piece = self._now.pieces[index]
         part = f"part {piece.part} of " if piece.parts > 1 else ""
         return f"{part}bucket {piece.bucket} of {self._plan.name}"
 
     def _waited(self, bucket: int) -> None:
-        """A bucket waits for its turn no longer, if it did."""
+        """Record the end of a bucket's wait for its turn, if it waited."""
         since, timeline = self._complete.pop(bucket, None), self._telemetry.timeline
         if since is not None and timeline is not None:
             timeline.span(self._row(bucket), "WAIT_FOR_TURN", since, perf_counter())
@@ -127,7 +127,7 @@ class LaneRecords:
 
 
 class PieceRecord:
-    """One reduction of a piece: how long this rank waited for others, and for whom, and then the reduction."""
+    """The record of one reduction of a piece: the wait for other ranks, the last of them, then the reduction."""
 
     def __init__(
         self, telemetry: Telemetry, group: Group, reducer: Reducer, piece: Piece, row: str, fields: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The lanes of this rank, and what they have in common."""
+"""The lanes of this rank, and the parts of the engine that they share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSED_DEVICE_LANES = 4
 
 
 class Lanes(dict[int, "Lane"]):
-    """Those that are open, by number. ``drive`` blocks until what a lane waits for is so."""
+    """The open lanes, by number. ``drive(lane, finished)`` blocks until ``finished()`` is true."""
 
     def __init__(
         self,
@@ -45,28 +45,28 @@ class Lanes(dict[int, "Lane"]):
         self.mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned})
 
     def find(self, lane_id: int) -> Lane | None:
-        """The lane, also if it is closed."""
+        """Return the lane, also if it is closed."""
         return self.get(lane_id) or self.closed.get(lane_id)
 
     def everyone(self) -> list[Lane]:
-        """All that are open or closed."""
+        """Return all lanes, open or closed."""
         return [*self.values(), *self.closed.values()]
 
     def keep_closed(self, lane: Lane) -> None:
-        """Remember a lane that was closed, and forget what is too old."""
+        """Remember a lane that was closed, and forget the oldest closed lanes."""
         if self.pop(lane.lane_id, None) is None:
             return
         self.closed[lane.lane_id] = lane
-        for old in [one for one in self.closed.values() if one.on_device][:-CLOSED_DEVICE_LANES]:
+        for old in [lane for lane in self.closed.values() if lane.on_device][:-CLOSED_DEVICE_LANES]:
             old.reducer.close()
             del self.closed[old.lane_id]
         while len(self.closed) > CLOSED_LANES:
             self.closed.pop(next(iter(self.closed)))
 
     def give_number_back_later(self, lane: Lane) -> None:
-        """Have the driver tell the coordinator that a lane was closed, if nothing of it is open then.
+        """Have the driver tell the coordinator that a lane was closed, if none of its operations is open then.
 
-        Nobody is woken for that: what is said before the next agreement is soon enough.
+        No thread is woken: it is soon enough if the coordinator hears it before the next agreement.
         """
 
         def tell() -> None:
@@ -76,7 +76,7 @@ class Lanes(dict[int, "Lane"]):
         self.driver.inbox.append(tell)
 
     def drop_later(self, operations: Iterable[Operation]) -> None:
-        """Have the driver let go of what nobody waits for any more and may never end."""
+        """Have the driver drop operations that may never end, because their lane failed."""
 
         def drop() -> None:
             dropped = set(operations)
@@ -85,7 +85,7 @@ class Lanes(dict[int, "Lane"]):
         self.driver.defer(drop)
 
     def fail(self, error: HorovodInternalError) -> None:
-        """End every wait on a lane with ``error``; some were closed in the middle of a step."""
+        """End every wait on a lane with ``error``, also on lanes that were closed in the middle of a step."""
         for lane in self.everyone():
             lane.fail(error)
 

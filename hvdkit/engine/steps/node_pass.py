@@ -32,7 +32,7 @@ CELLS = 2 * SPAN
 
 
 class Where(IntEnum):
-    """Where a rank has its gradient; the numbers are those of csrc/in_place.h."""
+    """The place of a rank's gradient; the numbers are those of csrc/in_place.h."""
 
     ELSEWHERE = 0
     ARENA = 1
@@ -41,7 +41,7 @@ class Where(IntEnum):
 
 
 class Direction(IntEnum):
-    """Between the gradients of all ranks and one flat array; the numbers are those of csrc/in_place.h."""
+    """The direction between the gradients of all ranks and one flat array; the numbers are those of csrc/in_place.h."""
 
     ALL = 0
     GATHER = 1
@@ -62,14 +62,14 @@ class CellWait:
 
 
 class Order:
-    """Operations go through here in the order of their numbers; most have nothing to do here, and say so at once."""
+    """An order in which operations pass by their numbers; most operations leave at once."""
 
     def __init__(self, first: int) -> None:
         self.passed = first  # all operations with lower numbers are through
         self._left: set[int] = set()
 
     def leave(self, number: int) -> None:
-        """This operation is through, or need not go through."""
+        """Note that this operation has passed, or need not pass."""
         self._left.add(number)
         while self.passed in self._left:
             self._left.remove(self.passed)
@@ -135,10 +135,7 @@ class NodePass:
         return self._head_bytes + rank * self._region_bytes
 
     def populate(self) -> None:
-        """Take memory for all ranks' small gradients now, this one's first. Raises OSError where there is not enough.
-
-        What they have in common goes with this rank's.
-        """
+        """Populate the memory for all ranks' small gradients, this rank's first. Raises OSError if it is short."""
         self._transport.memory.populate(self.window, self._segment, 0, self._head_bytes)
         for step in range(len(self.members) if self._region_bytes else 0):
             rank = (self.me + step) % len(self.members)
@@ -146,35 +143,35 @@ class NodePass:
             self._transport.memory.populate(self.window, self._segment, begin, self._region_bytes)
 
     def ready(self, number: int, absent: bool) -> list[Transfer]:
-        """Say that this rank's gradients of an operation are where the table has them, or that it has none."""
+        """Announce that this rank's gradients of an operation are where the table has them, or that it has none."""
         self._under_way.add(number)
         self._ready_at[self.me, number % CELLS] = perf_counter()  # one clock for the processes of a host
         return self._tell_and_wait(0, number, 2 * (number + 1) + int(absent), 2 * (number + 1))
 
     def ready_at(self, number: int) -> dict[int, float]:
-        """When each rank of the node (of the transport) was ready for an operation, by perf_counter, once all are."""
+        """Return the time (perf_counter) at which each rank of the node was ready for an operation, once all are."""
         return dict(zip(self.members, self._ready_at[:, number % CELLS].tolist(), strict=True))
 
     def done(self, number: int) -> list[Transfer]:
-        """Say that this rank is through with all ranks' gradients of an operation."""
+        """Announce that this rank is through with all ranks' gradients of an operation."""
         return self._tell_and_wait(1, number, number + 1, number + 1)
 
     def over(self, number: int) -> None:
-        """All ranks are through with an operation."""
+        """Note that all ranks are through with an operation."""
         self._under_way.discard(number)
 
     def withdraw(self) -> None:
-        """Take back that this rank is ready, before its gradients go from where the table has them.
+        """Take back that this rank is ready, before its gradients move away from the places in the table.
 
-        Who reads there afterwards finds this out by ``withdrawn`` before it passes on what it made of that. This rank
-        tells nothing about any operation from now on.
+        A rank that reads there afterwards notices it by ``withdrawn`` before it passes its sums on. This rank announces
+        nothing about any operation from now on.
         """
         self._withdrawn = True
         for number in list(self._under_way):
             self._cells.set(self._index(0, self.me, number), 0)
 
     def withdrawn(self, number: int) -> list[Transfer]:
-        """Waits without an end if some rank has withdrawn: what was summed since all were ready may be wrong."""
+        """Return endless waits if a rank has withdrawn, because sums may be wrong then; else no waits."""
         cells, index, wanted = self._cells, number % CELLS, 2 * (number + 1)
         for rank in range(len(self.members)):
             if cells.get(rank * CELLS + index) < wanted:
@@ -184,12 +181,12 @@ class NodePass:
         return []
 
     def absent(self, number: int) -> list[bool]:
-        """The ranks that contribute zeros to an operation, once all are ready."""
+        """Return for each rank if it contributes zeros to an operation, once all are ready."""
         cells, index = self._cells, number % CELLS
         return [bool(cells.get(rank * CELLS + index) & 1) for rank in range(len(self.members))]
 
     def staged(self, slots: Sequence[int], absent: list[bool]) -> list[int]:
-        """Those of the slots that some rank has where others cannot reach it: the same on all ranks of the node."""
+        """Return the slots whose gradient some rank has out of the others' reach; the same on all ranks of the node."""
         return self._in_place.staged(slots, absent)
 
     def run(
@@ -203,7 +200,7 @@ class NodePass:
         absent: list[bool],
         flat: Array | None = None,
     ) -> None:
-        """One pass over a share (elements of a bucket, in which ``slots`` begin at ``offsets``) of what is not staged.
+        """Reduce a share of a bucket, in which ``slots`` begin at ``offsets``, in one pass; staged slots are left out.
 
         See ``Direction``; ``flat`` begins with the share.
         """
@@ -227,12 +224,12 @@ class NodePass:
         return (kind * len(self.members) + rank) * CELLS + number % CELLS
 
     def give_back(self) -> None:
-        """Nothing is under way: this rank's small gradients and chunks go back to the system until they are used."""
+        """Give this rank's small gradients and chunks back to the system until they are used; nothing is under way."""
         self.window.give_back(self._region(self.me), self._region_bytes)
         self.staging.leave()
 
     def discard(self) -> None:
-        """Give back all that was populated, before anybody has used it: some rank has no room for its part."""
+        """Give back all populated memory before its first use, because some rank has no room for its part."""
         self.window.give_back(0, self._head_bytes + len(self.members) * self._region_bytes)
 
 
@@ -243,7 +240,7 @@ def _dtype_number(slot: Slot) -> int:
 def node_pass(
     group: Group, lane_id: int, slots: Sequence[Slot], holds_all: bool = False
 ) -> tuple[NodePass | None, str]:
-    """Where a lane's gradients meet on this node, or why they cannot; both nothing with one rank of the group here."""
+    """Return the window of a lane on this node, or the reason against it; neither with one rank of the group here."""
     staging = None if group.layout is None else group.layout.staging
     if staging is None:
         return None, ""

@@ -1,4 +1,4 @@
-"""One rank's gradients, for one step: where each lies, where its result shall be, and what of it is in which piece."""
+"""The gradients of one rank in one step: the memory of each, the memory for its result, and its parts in pieces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvdkit.engine.steps.schedule import Piece
 
 
 class Offer:
-    """A gradient in memory of its owner, who neither reads nor writes it until the step is over.
+    """A gradient in memory of its owner, which neither reads nor writes it until the step is over.
 
-    ``address``: where its elements lie, in the order of its slot. ``make_array`` gives them as a flat array, which is
-    asked for only where one is needed, and keeps what they lie in. ``source``: where the gradient is to be read, if the
-    result goes elsewhere than it came from. ``array``: the flat array, where there is one already.
+    ``address``: of its elements, in the order of its slot. ``make_array`` returns them as a flat array, only when it is
+    needed, and keeps their memory alive. ``source``: the memory of the gradient, if the result goes to other memory.
+    ``array``: the flat array, if it exists already.
     """
 
     __slots__ = ("_array", "_make_array", "address", "source")
@@ -30,14 +30,14 @@ class Offer:
 
     @property
     def array(self) -> Any:
-        """The memory of the result, flat: an array, or a tensor of a device."""
+        """Return the flat memory of the result: an array, or a tensor of a device."""
         if self._array is None:
             self._array = self._make_array()
         return self._array
 
 
 def offer_of(array: Array, source: Array | None = None) -> Offer:
-    """A flat array as an offer."""
+    """Return a flat array as an offer."""
     return Offer(array.__array_interface__["data"][0], _nothing, source, array)
 
 
@@ -59,28 +59,28 @@ class Part(NamedTuple):
     offer: Offer | None  # None: zeros
 
     def array(self) -> Array | None:
-        """The memory of the result."""
+        """Return the memory of the result."""
         return None if self.offer is None else self.offer.array[self.first : self.first + self.elements]
 
     def source(self) -> Array | None:
-        """What this rank contributes, if not what lies in ``array``."""
+        """Return the memory of this rank's contribution if that is not ``array``."""
         if self.offer is None or self.offer.source is None:
             return None
         return self.offer.source[self.first : self.first + self.elements]
 
     def within(self, share: tuple[int, int]) -> tuple[int, int]:
-        """The elements of this part that lie in a share of its piece."""
+        """Return the elements of this part that lie in a share of its piece."""
         begin, end = (min(max(at - self.begin, 0), self.elements) for at in share)
         return begin, end
 
     def take(self, into: Array) -> None:
-        """Copy what this rank contributes."""
+        """Copy this rank's contribution."""
         source, array = self.source(), self.array()
         into[...] = source if source is not None else 0 if array is None else array
 
 
 def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
-    """The slots' runs in a piece, as parts of zeros."""
+    """Return the slots' runs in a piece, as parts of zeros."""
     parts = []
     for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
         first = max(0, piece.begin - offset)
@@ -91,5 +91,5 @@ def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
 
 
 def with_offers(runs: Sequence[Part], offers: Mapping[int, Offer | None]) -> list[Part]:
-    """Runs as parts of what is offered, by slot; of slots that are not among the offers, of zeros."""
+    """Return runs as parts of the offers, by slot; a slot without an offer has zeros."""
     return [run._replace(offer=offers.get(run.slot)) for run in runs]

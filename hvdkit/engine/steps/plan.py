@@ -1,4 +1,4 @@
-"""What an optimizer asks for, and how its tensors lie in fusion buffers: pure functions of what ranks agree on."""
+"""The request of an optimizer, and its tensors in fusion buffers: pure functions of the facts that ranks agree on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdkit.transports.base import CACHE_LINE
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of a plan."""
+    """A tensor of a plan."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a plan does to its buckets."""
+    """The operation, the factors and the codecs of a plan."""
 
     op: ReduceOp
     prescale: float

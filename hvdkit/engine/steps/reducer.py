@@ -1,4 +1,4 @@
-"""What reduces the gradients of a lane: in host memory our own algorithms, on a device its collectives."""
+"""The interface of reducers: in host memory our own algorithms, on a device its collectives."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hvdkit.engine.steps.schedule import Piece, Sizes, without_overlap
 from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
 
-# When each rank that was waited for was ready, {rank: seconds of perf_counter}, for who wants to know.
+# Returns the time at which each awaited rank was ready: {rank: seconds of perf_counter}.
 ReadyAt = Callable[[], dict[int, float]]
 Met = Callable[[ReadyAt | None], None] | None  # None: nothing records it
 
 
 class Reducer(ABC):
-    """Where the gradients of a lane are, and how runs of them, cut out of buckets, are reduced over a group.
+    """The reduction of a lane's gradients, cut into pieces of buckets, over a group.
 
-    Gradients stay their owners': each step's are offered anew, and hold the result when the step is over.
+    Gradients stay their owners': they are offered anew in each step, and hold the result when the step is over.
     """
 
     on_device: bool
@@ -49,18 +49,18 @@ class Reducer(ABC):
         return self.arrangement.buckets
 
     def sizes(self, usual: Sizes) -> Sizes:
-        """Those of the lane's buckets."""
+        """Return the sizes of the lane's buckets."""
         if self.takes_turns:
             return without_overlap(usual)
         return usual if self.copies_buckets else replace(usual, alone=None)
 
     @abstractmethod
     def lay_out(self, arrangement: Arrangement) -> None:
-        """From now on the lane has these buckets."""
+        """Use these buckets from now on."""
 
     @abstractmethod
     def small(self, slot: int) -> Any:
-        """The flat memory into which a small gradient is copied, and where its result is read; None for a large one."""
+        """Return the flat memory of a small gradient and its result; None for a large gradient."""
 
     @abstractmethod
     def offer(self, slots: Sequence[int], offers: Sequence[Any]) -> None:
@@ -71,36 +71,36 @@ class Reducer(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """What the calling thread has done so far; the reduction of what it wrote comes after that."""
+        """Return a mark of the calling thread's work so far; a reduction with this mark comes after that work."""
 
     @abstractmethod
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
-        """The steps that replace a piece by its reduction over all ranks; a rank that has joined contributes zeros.
+        """Return the steps that replace a piece by its reduction over all ranks; a joined rank contributes zeros.
 
-        They hold the memory they need from this call on.
+        The steps hold the memory that they need from this call on.
 
         ``tag`` up to ``tag + 3`` are this operation's. ``met`` is called once, when the reduction begins: where
         ranks share memory, after they have waited for each other, with when each was ready.
         """
 
     def end_step(self) -> None:
-        """All ranks are through with the gradients that were offered: they are their owner's again."""
+        """Give offered gradients back to their owners; all ranks are through with them."""
         self.residuals.is_in_use = False
 
     @abstractmethod
     def rescue(self) -> None:
-        """The step has failed: whatever other ranks still write must not reach this rank's gradients any more."""
+        """Keep late writes of other ranks away from this rank's gradients, because the step failed."""
 
     @abstractmethod
     def forget(self, quiet: bool) -> None:
-        """The lane was closed: keep no memory, but be ready to give zeros. ``quiet``: nothing is in flight.
+        """Drop the memory of a closed lane, but be ready to contribute zeros. ``quiet``: nothing is in flight.
 
-        What was offered stays as it is until ``end_step``.
+        Offered gradients stay as they are until ``end_step``.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held for reducing; nothing can be reduced afterwards."""
+        """Give back all memory; nothing can be reduced afterwards."""
 
     def units(self) -> list[dict[str, float]]:
         """By bucket and array: what a number that is kept there is multiplied with to become part of the result.
@@ -119,7 +119,7 @@ class Reducer(ABC):
         return units
 
     def reports(self) -> list[Report]:
-        """What encoding did, by tensor."""
+        """Return the effect of encoding, by tensor."""
         return self.residuals.reports()
 
     def residual_norm(self, piece: Piece) -> float | None:
@@ -139,7 +139,7 @@ class Reducer(ABC):
         self.residuals.restore(state, self.fingerprint(), self.units(), slots)
 
     def fingerprint(self) -> str:
-        """What codecs keep here is of: this rank's part of these buckets and pieces, among these nodes."""
+        """Return a hash of the facts that codecs' state depends on: this rank's part of buckets, pieces and nodes."""
         group, layout = self._group, self.layout
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
         pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Registering plans: all ranks agree on tensors that are reduced together step after step, and on where they live."""
+"""Registering plans: all ranks agree on tensors that are reduced together in each step, and on their device."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ NO_NUMBER = (
 
 
 def lane_device(groups: Groups, topology: Topology, device: str, codecs: Sequence[Codec], process_set_id: int) -> str:
-    """Where slots live that ask for ``device``: there, if all codecs can do their work there, else HOST."""
+    """Return ``device`` if all codecs can work there, else HOST."""
     members = groups.group(process_set_id).members
     encodes = device.partition(":")[0] not in groups.transport.host_types
     return device if stays_on_device(codecs, topology.nodes, members, encodes) else HOST
 
 
 def idle_codecs(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], group: Group) -> list[str]:
-    """The names of codecs that were asked for and encode nothing, since these ranks sum in the memory of one node.
+    """Return the names of codecs that encode nothing, since these ranks sum in the memory of one node.
 
-    Of those with a momentum of their own, which is missing then, adapters tell.
+    Adapters warn of codecs with a momentum of their own, which is missing then.
     """
-    ours = [node for node in nodes if not set(node).isdisjoint(group.members)]
+    nodes_here = [node for node in nodes if not set(node).isdisjoint(group.members)]
     idle = {codec.name for codec in codecs if codec.encodes and not codec.everywhere and not codec.has_momentum}
-    return sorted(idle) if group.layout is not None and len(ours) == 1 and group.size > 1 else []
+    return sorted(idle) if group.layout is not None and len(nodes_here) == 1 and group.size > 1 else []
 
 
 def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane | None:
@@ -114,7 +114,7 @@ def copies_opener(device: str) -> Callable[[Array], HostCopies] | None:
 
 
 def _host_reducer(named: NamedOperations, topology: Topology, in_turns: bool, plan: Plan, lane_id: int) -> Reducer:
-    """What reduces a lane's gradients on the host: in the node's memory if no rank of the lane is short of it."""
+    """Return a lane's reducer on the host; it uses the node's memory if no rank of the lane is short of it."""
     group, opener = named.groups.group(plan.process_set_id), copies_opener(plan.device)
     if group.layout is None:
         return _reducer_in(None, None, group, plan, opener)

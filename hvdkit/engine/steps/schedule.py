@@ -54,7 +54,7 @@ DEVICE_BUCKET = 25 * MEBIBYTE
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured between two ranks at init, on different nodes if there are several; the same on all ranks."""
+    """The latency and speed between two ranks, of different nodes if there are any, as measured at init."""
 
     latency_seconds: float
     seconds_per_byte: float
@@ -65,7 +65,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large buckets and pieces of buckets are, in bytes, and why.
+    """The sizes of buckets and pieces in bytes, and the reason for them.
 
     ``alone``: tensors of this size have a bucket of their own; None where the size of buckets was asked for.
     """
@@ -173,7 +173,7 @@ def send_order(
     backward pass that is the order of readiness. All ranks compute it from rank 0's words, so no rank waits for another
     that chose differently.
     """
-    waiting = deque(sorted(range(len(pieces)), key=lambda one: (ready_at[pieces[one].bucket], one)))
+    waiting = deque(sorted(range(len(pieces)), key=lambda index: (ready_at[pieces[index].bucket], index)))
     order: list[int] = []
     reasons: list[str] = []
     now = 0.0
@@ -183,9 +183,9 @@ def send_order(
         if not ready:
             now = max(now, ready_at[pieces[waiting[0]].bucket])
         while waiting and ready_at[pieces[waiting[0]].bucket] <= now:
-            one = waiting.popleft()
-            heappush(urgent, (needed[pieces[one].bucket], pieces[one].begin, -len(waiting), one))
-            insort(ready, one)
+            index = waiting.popleft()
+            heappush(urgent, (needed[pieces[index].bucket], pieces[index].begin, -len(waiting), index))
+            insort(ready, index)
         chosen = heappop(urgent)[-1]
         overtaken = bisect_left(ready, chosen)
         if overtaken:

@@ -1,4 +1,4 @@
-"""Gradients of a step that failed or was given up: some of their elements may be sums already, others are not."""
+"""Gradients of a step that failed or was abandoned: some of their elements may be sums already, others are not."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _ATTRIBUTE = "_hvdkit_half_summed"
 
 
 class _Mark:
-    """What a gradient holds under ``_ATTRIBUTE``."""
+    """The mark that a gradient holds under ``_ATTRIBUTE``."""
 
 
-_MARKS: weakref.WeakSet[_Mark] = weakref.WeakSet()
+# Empty if no gradient has to be looked at.
+HALF_SUMMED_MARKS: weakref.WeakSet[_Mark] = weakref.WeakSet()
 
 
 def mark_half_summed(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """No optimizer steps on this gradient of a parameter until it was cleared, whatever is done to it or added."""
+    """Let no optimizer step on this gradient of a parameter until it is cleared, whatever is done to it or added."""
 
     def look(_: torch.Tensor) -> None:  # before a backward pass adds to what may have been cleared
         if not is_half_summed(parameter.grad):
@@ -37,18 +38,13 @@ def mark_half_summed(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if not hasattr(gradient, _ATTRIBUTE):
         mark = _Mark()
         setattr(gradient, _ATTRIBUTE, mark)
-        _MARKS.add(mark)
+        HALF_SUMMED_MARKS.add(mark)
         # With a hook of its own: a job of one rank that goes on has no others.
         handle: RemovableHandle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
 
-def some_are_half_summed() -> bool:
-    """Whether there is anything to look for."""
-    return len(_MARKS) > 0
-
-
 def is_half_summed(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient is what a failed step left, or was made of that, clipped for example."""
+    """True if a failed step left this gradient, or it was made of such a gradient, by clipping for example."""
     if gradient is None or not hasattr(gradient, _ATTRIBUTE):
         return False
     if bool(gradient.any()):

@@ -1,4 +1,4 @@
-"""How a gradient lies in memory: which slot it fits, and which others it shares memory with."""
+"""The layout of gradients in memory: the slots that they fit, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOO_WIDE = (
 
 
 class Kinds(NamedTuple):
-    """The gradients of parameters, alike on all ranks: by id their dtypes, and how many axes of sparse ones are."""
+    """The dtypes of gradients and the sparse axes of sparse gradients, by the parameter's id; the same on all ranks."""
 
     dtypes: dict[int, torch.dtype]
     sparse_dims: dict[int, int]
@@ -61,7 +61,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def memory_order(parameter: torch.Tensor) -> list[int] | None:
-    """The axes from the slowest to the fastest where a parameter fills its memory in another order than its shape's.
+    """Return a parameter's axes from the slowest to the fastest, if it fills its memory in another order than usual.
 
     None for the usual order, and for a parameter whose elements do not fill one block of memory.
     """
@@ -88,7 +88,7 @@ def slot_of(name: str, parameter: torch.Tensor, dtype: torch.dtype, codec: int =
 
 
 def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and strides of ``like`` whose elements are ``memory``, a flat array of its slot's dtype."""
+    """Return a tensor of the shape and strides of ``like`` over ``memory``, a flat array of its slot's dtype."""
     return as_tensor(memory).view(like.dtype).as_strided(like.shape, like.stride())
 
 
@@ -100,7 +100,7 @@ def layout_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether a gradient's elements are one block of memory in the order of its slot, which is that of ``like``."""
+    """True if a gradient's elements are one block of memory in the order of its slot, which ``like`` has."""
     return (
         gradient.layout is torch.strided
         and gradient.dtype is like.dtype
@@ -123,14 +123,14 @@ def has_storage_alone(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The one block of memory that a tensor's elements fill; of complex ones real and imaginary parts in turn."""
+    """Return a flat view of a tensor that fills one block of memory; complex elements become two numbers each."""
     # .data: what the engine writes there must not count as a change of the tensor.
     flat = tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
-    """A tensor that fills one block of memory, for the engine, which takes it ``as_tensor`` or as an array."""
+    """Return the offer of a tensor that fills one block of memory, ``as_tensor`` or as an array."""
     own = tensor.data  # now: set_() may make the tensor itself another size while it is in flight
     if as_tensor:
         return Offer(0, lambda: flat_view(own))
@@ -138,7 +138,7 @@ def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from a strided tensor's first element to the end of its last one, with what lies between them."""
+    """Return the bytes from a strided tensor's first element to the end of its last element."""
     if tensor.numel() == 0:
         return 0
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -158,7 +158,7 @@ def overlapping(tensors: Sequence[torch.Tensor], keep: Sequence[bool]) -> list[i
 
 
 def storage_of(gradient: torch.Tensor | None) -> int | None:
-    """The address of a dense gradient's storage."""
+    """Return the address of a dense gradient's storage, None for other gradients."""
     if gradient is None or gradient.layout is not torch.strided:
         return None
     return gradient.untyped_storage().data_ptr()

@@ -25,7 +25,7 @@ Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
 
 
 def empty_sparse(parameter: torch.Tensor, sparse_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """A sparse gradient without elements: what a rank contributes that computed none."""
+    """Return a sparse gradient without elements, the contribution of a rank without a gradient."""
     return torch.sparse_coo_tensor(
         torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device),
         torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device),
@@ -35,7 +35,7 @@ def empty_sparse(parameter: torch.Tensor, sparse_dim: int, dtype: torch.dtype) -
 
 
 class NamedGradients:
-    """One operation for each parameter, or for each group, submitted as soon as its gradients are complete.
+    """The operations by name for each parameter or group, submitted as soon as the gradients are complete.
 
     ``names`` are the operations' names by the parameters' ids. ``kinds``: dtypes, and which gradients are sparse on
     some rank. ``groups`` holds dense parameters that one operation reduces.
@@ -65,7 +65,7 @@ class NamedGradients:
         self._left_out = set(ids)
 
     def hand_over(self, parameter: torch.Tensor, may_grow: bool = False) -> None:
-        """A gradient is complete: submit it, or its group if it was the last of it; one that ``may_grow``, later."""
+        """Submit a complete gradient, or its group with the last of it; a gradient that ``may_grow`` waits."""
         if may_grow:
             if id(parameter) in self._submitted:
                 raise AssertionError(COMPUTED_AGAIN.format(name=self._names[id(parameter)]))
@@ -79,7 +79,7 @@ class NamedGradients:
             self._submit(group)
 
     def finish(self) -> None:
-        """Wait until all are reduced. What was not handed over counts as it stands, as zeros if it is None."""
+        """Wait until all gradients are reduced. A gradient not handed over counts as it is, None as zeros."""
         for parameter in self.parameters:
             if id(parameter) not in self._submitted and id(parameter) not in self._left_out:
                 group = self._group_of.get(id(parameter), (parameter,))
@@ -91,13 +91,13 @@ class NamedGradients:
                     _give_back(parameter, result, id(parameter) in able)
 
     def abandon(self) -> None:
-        """Wait out what was submitted in this step, and forget it."""
+        """Wait for the operations submitted in this step, and forget them."""
         for wait, _ in self._take_pending():
             with suppress(HorovodInternalError):
                 wait()
 
     def forget(self) -> None:
-        """Forget what was submitted in this step, without waiting for it."""
+        """Forget the operations submitted in this step, without a wait."""
         self._take_pending()
 
     def _take_pending(self) -> list[Pending]:
@@ -174,7 +174,7 @@ class NamedGradients:
 
 
 def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of parameters whose dense gradients can be given results: no bytes in common with one before."""
+    """Return the ids of parameters whose dense gradients can hold results: those share no bytes with earlier ones."""
     dense = [
         (parameter, parameter.grad)
         for parameter in parameters
@@ -189,7 +189,7 @@ def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
 
 
 def _give_back(parameter: torch.Tensor, result: torch.Tensor | None, is_able: bool) -> None:
-    """The tensor that the gradient is holds the result; a new one where it cannot."""
+    """Write the result into the gradient's tensor, or replace a tensor that cannot hold it."""
     if is_able and parameter.grad is not None and result is not None and result.layout is torch.strided:
         parameter.grad.copy_(result)
     else:

@@ -1,4 +1,4 @@
-"""What a user says about parameters, checked: their names, and which of them are reduced together."""
+"""The names of an optimizer's parameters, as the user gave them, checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_PAIRS = (
 
 
 def find_duplicates(names: Iterable[str]) -> list[str]:
-    """Every name that occurs more than once, sorted."""
+    """Return every name that occurs more than once, sorted."""
     seen: set[str] = set()
     duplicates: set[str] = set()
     for name in names:
@@ -26,12 +26,12 @@ def find_duplicates(names: Iterable[str]) -> list[str]:
 
 
 def parameters_of(param_groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    """All of an optimizer's parameters, in order."""
+    """Return all of an optimizer's parameters, in order."""
     return [parameter for group in param_groups for parameter in group["params"]]
 
 
 def default_names(param_groups: ParamGroups) -> list[tuple[str, torch.Tensor]]:
-    """Horovod's names for parameters that the user did not name: their place in the optimizer."""
+    """Return Horovod's names for parameters without a name: their place in the optimizer."""
     return [
         (f"allreduce.noname.{i}.{j}", parameter)
         for i, group in enumerate(param_groups)
@@ -42,9 +42,10 @@ def default_names(param_groups: ParamGroups) -> list[tuple[str, torch.Tensor]]:
 def check_names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None, param_groups: ParamGroups
 ) -> list[tuple[str, torch.Tensor]]:
-    """The names to use, as pairs. ValueError for what is no pair, a name given twice, a parameter without one.
+    """Return the pairs (name, parameter) to use.
 
-    TypeError for what cannot be iterated over.
+    Raises ValueError for an element that is no pair, a name given twice, a parameter without a name; TypeError for an
+    argument that cannot be iterated over.
     """
     if named_parameters is None:
         return default_names(param_groups)
@@ -77,7 +78,7 @@ def _is_named_parameter(pair: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """What somebody passed, in few words: no tensor's values."""
+    """Describe an argument in few words, without a tensor's values."""
     if isinstance(value, tuple):
         return f"({', '.join(_brief(member) for member in value)})"
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)

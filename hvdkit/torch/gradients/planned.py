@@ -160,7 +160,7 @@ class PlannedGradients:
 
     def check_unchanged(self, name_of: Any) -> None:
         """Raise AssertionError if a gradient was changed or replaced while it was being reduced."""
-        changed = changed_since(self._watched, {i: self.parameters[i].grad for i in self._watched})
+        changed = changed_since(self._watched, self.parameters)
         if self._in_place:
             changed += self._aliases_in_flight()
         if changed:
@@ -180,8 +180,8 @@ class PlannedGradients:
 
     def _hand_over_rest(self) -> None:
         unready, seen = self.lane.unready_slots(), set()
-        gradients = [self.parameters[i].grad for i in unready]
-        for i, gradient in zip(unready, gradients, strict=True):
+        for i in unready:
+            gradient = self.parameters[i].grad
             if gradient is None:
                 continue
             if gradient.dtype is not self._like[i].dtype and i not in self._watched and i not in self._left_out:
@@ -193,10 +193,11 @@ class PlannedGradients:
                     self._repeated.add(storage)
                 seen.add(storage)
         filled = self._fill_small(unready) if self._small else set()
-        offers = [
-            FILLED if i in filled else self._offer(i, gradient) for i, gradient in zip(unready, gradients, strict=True)
-        ]
-        self.lane.ready_all(unready, offers, [self._waiting.get(i, UNSEEN) for i in unready])
+        offers, since = [], []
+        for i in unready:
+            offers.append(FILLED if i in filled else self._offer(i, self.parameters[i].grad))
+            since.append(self._waiting.get(i, UNSEEN))
+        self.lane.ready_all(unready, offers, since)
 
     def _fill_small(self, slots: Sequence[int]) -> set[int]:
         """Copy the dense gradients of small slots together. Return the slots that were filled."""

@@ -18,7 +18,7 @@ from hvdkit.engine.life import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
-from hvdkit.torch.gradients.half_summed import HALF_SUMMED, STEP_FAILED, is_half_summed, some_are_half_summed
+from hvdkit.torch.gradients.half_summed import HALF_SUMMED, HALF_SUMMED_MARKS, STEP_FAILED, is_half_summed
 from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import can_be_planned, gradient_dtype, slot_of
 from hvdkit.torch.gradients.names import default_names, parameters_of
@@ -58,6 +58,7 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._agreement: Agreement | None = None
+        self._settles = False  # a step was abandoned and may not be over
         self._has_begun = False  # True after the first gradient of a step
         self._agrees_anew = True  # from the first gradient of a step on: True if they wait for the next agreement
         # By id, complete before there was an agreement: the parameter, the time (perf_counter), the gradient then.
@@ -209,9 +210,10 @@ class GradientSynchronizer:
         """
         if self.settings.pairing is not None:
             self.settings.pairing.check()
-        self.bind()
-        self.check_cleared()
-        if self._distributed:
+        is_distributed = self.bind()
+        if HALF_SUMMED_MARKS:
+            self.check_cleared()
+        if is_distributed:
             self.verification.updates = updates
             with torch.no_grad():
                 self._finish_step()
@@ -228,9 +230,7 @@ class GradientSynchronizer:
 
     def check_cleared(self) -> None:
         """Raise ValueError for a gradient that a failed step left half summed."""
-        if not some_are_half_summed():
-            return
-        for parameter in self.trainable().values():
+        for parameter in self.trainable().values() if HALF_SUMMED_MARKS else ():
             if is_half_summed(parameter.grad):
                 self.abandon()  # gradients added to half sums are of no use either, and may be cleared
                 raise ValueError(HALF_SUMMED.format(name=self.name_of(parameter)))
@@ -238,7 +238,8 @@ class GradientSynchronizer:
     def _finish_step(self) -> None:
         trainable = self.trainable()
         try:
-            self._settle()
+            if self._settles:
+                self._settle()
             if self._unraised is not None:  # ranks that go back to a common state do so together
                 error, self._unraised = self._unraised, None
                 raise error
@@ -301,17 +302,19 @@ class GradientSynchronizer:
             if error is not None:
                 self._unraised = error
                 self._drop_agreement()
+        self._settles = True
         if waits:
             self._settle()
             agreement.named.abandon()
+        else:
+            agreement.named.forget()
 
     def _settle(self) -> None:
         """Wait until an abandoned step is over. If its lane failed, the next step raises the lane's error."""
-        planned = None if self._agreement is None else self._agreement.planned
-        if planned is None or not planned.lane.is_abandoned:
-            return
+        self._settles = False
         try:
-            planned.lane.settle()
+            if self._agreement is not None and self._agreement.planned is not None:
+                self._agreement.planned.lane.settle()
         except HorovodInternalError as error:
             self._unraised = error
             self._drop_agreement()

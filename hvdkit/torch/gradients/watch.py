@@ -1,4 +1,4 @@
-"""A gradient as its backward pass left it, and whether somebody has changed it since."""
+"""A gradient as its backward pass left it, to see if the user has changed it since."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Watched(NamedTuple):
     address: int
 
     def is_moved(self, gradient: torch.Tensor | None) -> bool:
-        """Whether the parameter's ``gradient`` is another tensor now, or lies elsewhere."""
+        """True if the parameter's ``gradient`` is another tensor now, or lies elsewhere."""
         return gradient is not self.gradient or _address(gradient) != self.address
 
 
@@ -41,35 +41,47 @@ def watch(gradient: torch.Tensor) -> Watched:
     return Watched(gradient, gradient._version, gradient.data_ptr() if is_dense else 0)
 
 
-def changed_since(watched: Mapping[int, Watched], gradients: Mapping[int, torch.Tensor | None]) -> list[int]:
-    """The keys of gradients that somebody has changed or replaced since, as far as PyTorch tells: ``.data`` does not.
+def changed_since(
+    watched: Mapping[int, Watched], parameters: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
+) -> list[int]:
+    """Return the keys of parameters whose gradients were changed or replaced since, as far as PyTorch shows it.
 
-    Views of one buffer count their versions together: what a backward pass added to another one is no change.
+    Changes by ``.data`` are not seen. Views of one buffer count their versions together: a sum that a backward pass
+    added to another view is no change.
     """
-    changed = [
-        key
-        for key, (gradient, version, address) in watched.items()
-        if gradients[key] is not gradient
-        or gradient._version != version
-        or (gradient.data_ptr() if gradient.layout is torch.strided else 0) != address
-    ]
+    changed = []
+    for key, (gradient, version, address) in watched.items():
+        if (
+            parameters[key].grad is not gradient
+            or gradient._version != version
+            or (gradient.data_ptr() if gradient.layout is torch.strided else 0) != address
+        ):
+            changed.append(key)
     if not changed:
         return []
     versions: dict[int, set[int]] = {}
-    for one in watched.values():
-        versions.setdefault(storage_of(one.gradient) or id(one.gradient), set()).add(one.version)
+    for gradient, version, _ in watched.values():
+        versions.setdefault(storage_of(gradient) or id(gradient), set()).add(version)
 
-    def is_anothers(one: torch.Tensor) -> bool:
-        return one._version in versions[storage_of(one) or id(one)]
+    def is_of_another_view(gradient: torch.Tensor) -> bool:
+        return gradient._version in versions[storage_of(gradient) or id(gradient)]
 
-    return [key for key in changed if watched[key].is_moved(gradients[key]) or not is_anothers(watched[key].gradient)]
+    return [
+        key
+        for key in changed
+        if watched[key].is_moved(parameters[key].grad) or not is_of_another_view(watched[key].gradient)
+    ]
 
 
 def changed_of(pairs: Sequence[tuple[torch.Tensor, Watched | None]]) -> list[torch.Tensor]:
-    """Those of these parameters whose dense gradients were changed since they were as it says beside them."""
-    watched = {id(one): seen for one, seen in pairs if seen is not None and seen.gradient.layout is torch.strided}
-    parameters = {id(one): one for one, _ in pairs}
-    return [parameters[key] for key in changed_since(watched, {key: parameters[key].grad for key in watched})]
+    """Return the parameters whose dense gradients were changed since they were watched."""
+    watched = {
+        id(parameter): before
+        for parameter, before in pairs
+        if before is not None and before.gradient.layout is torch.strided
+    }
+    parameters = {id(parameter): parameter for parameter, _ in pairs}
+    return [parameters[key] for key in changed_since(watched, parameters)]
 
 
 def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
@@ -82,5 +94,5 @@ def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torc
 
 
 def _address(gradient: torch.Tensor | None) -> int:
-    """Where a dense gradient begins; 0 for others."""
+    """Return the address of a dense gradient; 0 for others."""
     return 0 if gradient is None or gradient.layout is not torch.strided else gradient.data_ptr()

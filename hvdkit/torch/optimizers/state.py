@@ -27,7 +27,7 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor stands in the root's state. ``value`` is the tensor itself unless it is broadcast on its own."""
+    """The place of a tensor in the root's state. ``value`` is the tensor itself unless it is broadcast on its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -153,20 +153,20 @@ def _difference(structure: _Structure, optimizer: torch.optim.Optimizer) -> str 
     shapes = _shapes(optimizer)
     if len(shapes) != len(structure.shapes):
         return f"{len(shapes)} parameter groups, not {len(structure.shapes)}"
-    for index, (ours, roots) in enumerate(zip(shapes, structure.shapes, strict=True)):
-        if len(ours) != len(roots):
-            return f"{len(ours)} parameters in group {index}, not {len(roots)}"
-        for position, (our_shape, root_shape) in enumerate(zip(ours, roots, strict=True)):
-            if our_shape != root_shape:
-                return f"parameter {position} of group {index} has shape {our_shape}, not {root_shape}"
+    for index, (group, root_group) in enumerate(zip(shapes, structure.shapes, strict=True)):
+        if len(group) != len(root_group):
+            return f"{len(group)} parameters in group {index}, not {len(root_group)}"
+        for position, (shape, root_shape) in enumerate(zip(group, root_group, strict=True)):
+            if shape != root_shape:
+                return f"parameter {position} of group {index} has shape {shape}, not {root_shape}"
     return None
 
 
 def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
     """The described value with tensors in its slots: this rank's own where they fit, else new ones."""
     if isinstance(described, dict):
-        known = existing if isinstance(existing, dict) else {}
-        return {key: _allocate(entry, parameter, known.get(key)) for key, entry in described.items()}
+        own = existing if isinstance(existing, dict) else {}
+        return {key: _allocate(entry, parameter, own.get(key)) for key, entry in described.items()}
     if type(described) in (list, tuple):
         return type(described)(_allocate(entry, parameter, None) for entry in described)
     if not isinstance(described, _Slot):
