@@ -136,43 +136,55 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """Return the number of ranks of the job. Raises NotInitializedError, a ValueError, outside of a job."""
+    """Return the number of ranks of the job.
+
+    Raises NotInitializedError, a ValueError, before init() or after shutdown().
+    """
     return int(runtime.topology().size)
 
 
 def rank() -> int:
-    """Return this process's number among all ranks, from 0. Raises NotInitializedError outside of a job."""
+    """Return this process's number among all ranks, from 0.
+
+    Raises NotInitializedError before init() or after shutdown().
+    """
     return int(runtime.topology().rank)
 
 
 def local_size() -> int:
-    """Return the number of ranks on this node. Raises NotInitializedError outside of a job."""
+    """Return the number of ranks on this node. Raises NotInitializedError before init() or after shutdown()."""
     return int(runtime.topology().local_size)
 
 
 def local_rank() -> int:
     """Return this process's number among the ranks of this node, from 0: usually the index of its GPU.
 
-    Raises NotInitializedError outside of a job.
+    Raises NotInitializedError before init() or after shutdown().
     """
     return int(runtime.topology().local_rank)
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank of this local rank. Raises NotInitializedError outside of a job."""
+    """Return the number of nodes that have a rank of this local rank.
+
+    Raises NotInitializedError before init() or after shutdown().
+    """
     return int(runtime.topology().cross_size)
 
 
 def cross_rank() -> int:
     """Return the number of this node among the nodes that have a rank of this local rank.
 
-    Raises NotInitializedError outside of a job.
+    Raises NotInitializedError before init() or after shutdown().
     """
     return int(runtime.topology().cross_rank)
 
 
 def is_homogeneous() -> bool:
-    """True if every node runs the same number of ranks. Raises NotInitializedError outside of a job."""
+    """True if every node runs the same number of ranks.
+
+    Raises NotInitializedError before init() or after shutdown().
+    """
     return bool(runtime.topology().is_homogeneous)
 
 
@@ -236,7 +248,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the recording and close its file. Raises NotInitializedError outside of a job."""
+    """End the recording and close its file. Raises NotInitializedError before init() or after shutdown()."""
     runtime.engine().telemetry.stop()
 
 

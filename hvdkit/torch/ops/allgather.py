@@ -73,20 +73,15 @@ class AllgatherFunction(torch.autograd.Function):
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
 
-    Differentiable: the gradient is this rank's rows of the average of all ranks' gradients.
+    Differentiable: the gradient is this rank's rows of the average of all ranks' gradients. The other arguments and
+    errors are those of allreduce().
 
     Args:
         tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
             dimension are the same on all ranks. It is not changed.
-        name: tells concurrent operations apart; without a name, ranks must make their calls in the same order.
-        process_set: the ranks that take part.
 
     Returns:
         A new tensor with the sum of all ranks' rows.
-
-    Raises:
-        TypeError, ValueError: for wrong arguments.
-        HorovodInternalError: on every rank if ranks disagree.
 
     Examples:
         >>> hvd.allgather(torch.full((1 + hvd.rank(), 2), hvd.rank()))  # a row of rank 0, two of rank 1

@@ -77,23 +77,18 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
 
-    Differentiable: each row's gradient goes back to the rank that sent the row.
+    Differentiable: each row's gradient goes back to the rank that sent the row. The other arguments and errors are
+    those of allreduce().
 
     Args:
         tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
             dimension are the same on all ranks. It is not changed.
         splits: one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal
             share.
-        name: tells concurrent operations apart; without a name, ranks must make their calls in the same order.
-        process_set: the ranks that take part.
 
     Returns:
         A new tensor with the rows received, in rank order, and if ``splits`` was given also a tensor with the number of
         rows from each rank.
-
-    Raises:
-        TypeError, ValueError: for wrong arguments.
-        HorovodInternalError: on every rank if ranks disagree.
 
     Examples:
         >>> hvd.alltoall(torch.tensor([10, 11]) + 10 * hvd.rank())  # on rank 1: tensor([11, 21])

@@ -94,20 +94,15 @@ def broadcast(
 ) -> Tensor:
     """Give all ranks of ``process_set`` the tensor of ``root_rank``.
 
-    Differentiable: the root's gradient is the average of all ranks' gradients, that of other ranks is zero.
+    Differentiable: the root's gradient is the average of all ranks' gradients, that of other ranks is zero. The other
+    arguments and errors are those of allreduce().
 
     Args:
         tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks, and is not changed.
         root_rank: counts among all ranks, not in the set.
-        name: tells concurrent operations apart; without a name, ranks must make their calls in the same order.
-        process_set: the ranks that take part.
 
     Returns:
         A new tensor of the same shape and dtype.
-
-    Raises:
-        TypeError, ValueError: for wrong arguments.
-        HorovodInternalError: on every rank if ranks disagree.
 
     Examples:
         >>> hvd.broadcast(torch.full((2,), hvd.rank()), root_rank=1)

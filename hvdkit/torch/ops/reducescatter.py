@@ -100,24 +100,16 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor over all ranks of ``process_set`` and keep this rank's share of the rows.
 
-    Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum.
+    Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum. The other
+    arguments and errors are those of allreduce().
 
     Args:
         tensor: has at least one dimension and the same shape and dtype (one of allreduce()'s) on all ranks; it is not
             changed.
-        name: tells concurrent operations apart; without a name, ranks must make their calls in the same order.
-        compression: one of hvd.Compression, as in allreduce().
         op: hvd.Average or hvd.Sum.
-        process_set: the ranks that take part.
-        prescale_factor: each element is multiplied by it before the reduction.
-        postscale_factor: each element is multiplied by it after the reduction.
 
     Returns:
         A new tensor with rows / ranks rows, one more on each of the first (rows % ranks) ranks.
-
-    Raises:
-        TypeError, ValueError: for wrong arguments.
-        HorovodInternalError: on every rank if ranks disagree.
 
     Examples:
         >>> hvd.reducescatter(torch.arange(3.0), op=hvd.Sum)  # on rank 1: tensor([4.])

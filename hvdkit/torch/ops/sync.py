@@ -78,7 +78,7 @@ def join(device: int = -1) -> int:
         ...     total = hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum)
         >>> hvd.join()
         1
-        >>> total  # on rank 1, whose last batch met zeros: tensor([1.])
+        >>> total  # on rank 1, whose last batch is added to zeros: tensor([1.])
         tensor([2.])
     """
     engine = runtime.engine()
