@@ -144,17 +144,9 @@ def reduce_request(function: str, op: Any, average: Any, prescale_factor: Any, p
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
-    """Return the reduction for ``op`` or the deprecated ``average``.
+    """Return the reduction for ``op``, or for the deprecated ``average``: True, False or None.
 
-    Args:
-        op: hvd.Average, Sum, Min, Max, Product or Adasum, or None.
-        average: True, False or None.
-
-    Returns:
-        The reduction; hvd.Average without either.
-
-    Raises:
-        ValueError: if both are given, or ``op`` is no reduction.
+    Returns hvd.Average without either. Raises ValueError if both are given, or ``op`` is no reduction.
 
     Examples:
         >>> hvd.handle_average_backwards_compatibility(op=hvd.Sum, average=None) == hvd.Sum
@@ -164,13 +156,9 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """True if Adasum works among this many ranks.
+    """True if Adasum works among ``num_rank`` ranks.
 
-    Args:
-        num_rank: the number of ranks.
-
-    Returns:
-        True for a power of 2. Raises TypeError unless it is an integer.
+    Returns True for a power of 2. Raises TypeError unless it is an integer.
 
     Examples:
         >>> hvd.check_num_rank_power_of_2(hvd.size())

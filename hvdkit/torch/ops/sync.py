@@ -13,17 +13,9 @@ from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 
 
 def poll(handle: int) -> bool:
-    """True if an asynchronous operation has ended.
+    """True if ``synchronize(handle)`` returns at once, because the asynchronous operation has ended.
 
-    Args:
-        handle: the handle that the operation returned.
-
-    Returns:
-        True if ``synchronize(handle)`` returns at once.
-
-    Raises:
-        ValueError: for a handle that is unknown or was synchronised.
-        TypeError: unless it is an integer.
+    Raises ValueError if ``handle`` is unknown or was synchronised, TypeError unless it is an integer. Returns a bool.
 
     Examples:
         >>> handle = hvd.allreduce_async(torch.ones(3))
@@ -36,10 +28,7 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an asynchronous operation.
-
-    Args:
-        handle: the handle that the operation returned.
+    """Wait for the asynchronous operation that returned ``handle``.
 
     Returns:
         The operation's result, which is a tensor, and for a group a tuple of tensors; None for a handle that is unknown
@@ -47,7 +36,7 @@ def synchronize(handle: int) -> Any:
 
     Raises:
         TypeError: unless it is an integer.
-        HorovodInternalError: on every rank if the operation failed on one.
+        HorovodInternalError: on every rank if the operation failed on a rank.
 
     Examples:
         >>> handles = [hvd.allreduce_async(torch.full((2,), layer), name=f"layer {layer}") for layer in range(3)]
@@ -89,15 +78,10 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all ranks of ``process_set`` have come here.
+    """Block until all ranks of ``process_set`` have called it.
 
-    Args:
-        process_set: the ranks that wait for each other.
-
-    Raises:
-        ValueError: on a rank that is not in the set.
-        TypeError: unless it is a ProcessSet.
-        HorovodInternalError: if a rank is lost.
+    Raises ValueError on a rank that is not in the set, TypeError unless it is a ProcessSet, HorovodInternalError if a
+    rank is lost.
 
     Examples:
         >>> if hvd.rank() == 0:
