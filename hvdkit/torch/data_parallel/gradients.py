@@ -89,7 +89,7 @@ class PinnedCopies:
         """Return a bucket, with memory of the host if it is on a device; no value is copied yet."""
         if flat.device.type != "cuda":
             return HookBucket(flat, parameters, None, Future(), flat)
-        # The copies of the step before are over, since a device has one stream.
+        # The last step's copy back ends before the next fill, because both are on the device's stream.
         host = self._memory.get(index)
         if host is None or host.shape != flat.shape or host.dtype != flat.dtype:
             host = self._memory[index] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
