@@ -182,7 +182,8 @@ class Operations(Generic[T]):
         return HANDLES.add(handle, finish)
 
     def _count(self, arrays: Sequence[Any]) -> None:
-        self.reduced_elements += sum(math.prod(array.shape) for array in arrays)
+        for array in arrays:
+            self.reduced_elements += math.prod(array.shape)
 
 
 def _add(
