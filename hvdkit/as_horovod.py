@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from hvdkit.api import absent
+from hvdkit import api
 
 # The release whose API this is; scripts compare it.
 HOROVOD_VERSION = "0.28.1"
@@ -64,7 +64,7 @@ class _Horovod(ModuleType):
     @staticmethod
     def run(*_: object, **__: object) -> None:
         """Raises NotImplementedError: hvdkit starts jobs by a command."""
-        raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {absent.HINTS['runner']}")
+        raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {api.HINTS['runner']}")
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -76,8 +76,8 @@ class _Finder(MetaPathFinder, Loader):
         if fullname in MODULES or fullname in ("horovod", "horovod.common"):
             return ModuleSpec(fullname, self, is_package=True)
         package, _, name = fullname.rpartition(".")
-        if package.partition(".")[0] == "horovod" and name in absent.HINTS:
-            text = f"horovod is hvdkit here, which has no {fullname}\nHINT: {absent.HINTS[name]}"
+        if package.partition(".")[0] == "horovod" and name in api.HINTS:
+            text = f"horovod is hvdkit here, which has no {fullname}\nHINT: {api.HINTS[name]}"
             raise ModuleNotFoundError(text, name=fullname)
         return None
 

@@ -14,7 +14,7 @@ import pytest
 
 import hvdkit
 from hvdkit import config
-from hvdkit.api import absent
+from hvdkit.api import missing_attribute
 from hvdkit.as_horovod import MODULES
 from hvdkit.launch import flags_table, horovod_flags
 from hvdkit.launch.options import build_parser
@@ -174,7 +174,7 @@ def test_what_the_migration_guide_calls_absent_is_missing_and_all_else_is_there(
 @pytest.mark.parametrize("title", ["horovod.torch", "horovod.tensorflow", "horovod.keras", "horovod.tensorflow.keras"])
 def test_who_asks_an_adapter_for_what_is_absent_is_told_what_there_is_instead(modules, title):
     for name, message in modules[MODULES[title]]["missing"].items():
-        assert message == str(absent.attribute(MODULES[title], name))
+        assert message == str(missing_attribute(MODULES[title], name))
     assert "checkpoints" in modules[MODULES[title]]["missing"]["elastic"]
 
 

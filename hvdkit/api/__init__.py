@@ -1,1 +1,16 @@
-"""What the adapters of all frameworks offer alike: the job and its ranks, and checks of what users pass."""
+"""The parts that the adapters of all frameworks share: the job, operations by name, checks of arguments, objects."""
+
+from __future__ import annotations
+
+# Parts of Horovod's API that hvdkit lacks, each with the replacement to suggest.
+HINTS = {
+    "elastic": "hvdkit has no elastic jobs: save checkpoints, and start the job again from the last one.",
+    "run": "start the job with hvdkitrun -np N python script.py; there is no function that starts one.",
+    "runner": "start the job with hvdkitrun, which has horovodrun's flags.",
+}
+
+
+def missing_attribute(module: str, name: str) -> AttributeError:
+    """Return the error to raise when ``module``, of Horovod's API, lacks the attribute ``name``."""
+    hint = f"\nHINT: {HINTS[name]}" if name in HINTS else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)

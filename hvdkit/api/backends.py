@@ -1,4 +1,4 @@
-"""What Keras asks of the adapter of the framework under it. An adapter answers in its module ``for_keras``."""
+"""The interface of an adapter for Keras: its module ``for_keras`` has a ``Backend``."""
 
 from __future__ import annotations
 

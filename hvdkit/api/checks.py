@@ -1,4 +1,4 @@
-"""What the caller may have got wrong in any framework: each check names function and argument."""
+"""Checks of arguments that all frameworks share; every error names the function and the argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOATING = frozenset(map(str, FLOATS))
 
 
 def check_registered(function: str, process_set: Any) -> int:
-    """The set's id. Raises TypeError unless it is a ProcessSet, ValueError unless it is registered."""
+    """Return the set's id. Raises TypeError unless it is a ProcessSet, ValueError unless it is registered."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{function}: process_set must be a hvd.ProcessSet, got {type(process_set).__name__}")
     if process_set.process_set_id is None:
@@ -28,9 +28,9 @@ def check_registered(function: str, process_set: Any) -> int:
 
 
 def check_variables(function: str, variables: Iterable[Any]) -> list[Any]:
-    """Them, as a list. Raises TypeError for what nothing can be assigned to, ValueError for what has no value yet."""
-    found = list(variables)  # an iterator gives them once
-    for index, variable in enumerate(found):
+    """Return a list. Raises TypeError for an object without ``assign``, ValueError for a variable without a value."""
+    listed = list(variables)  # an iterator gives them once
+    for index, variable in enumerate(listed):
         if not hasattr(variable, "assign"):
             raise TypeError(f"{function}: variables[{index}] must be a variable, got {variable!r}")
         if getattr(variable, "shape", None) is None:
@@ -38,11 +38,11 @@ def check_variables(function: str, variables: Iterable[Any]) -> list[Any]:
                 f"{function}: variables[{index}] has no value yet\n"
                 "HINT: build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
             )
-    return found
+    return listed
 
 
 def check_process_set(function: str, process_set: Any) -> int:
-    """The set's id. Raises TypeError or ValueError unless it is registered and this rank is one of its members."""
+    """Return the set's id. Raises TypeError or ValueError unless it is registered and has this rank."""
     if process_set is global_process_set:
         return 0
     process_set_id = check_registered(function, process_set)
@@ -55,20 +55,20 @@ def check_process_set(function: str, process_set: Any) -> int:
 
 
 def size_of(process_set: ProcessSet) -> int:
-    """How many ranks a set has that check_process_set() has passed."""
+    """Return the number of ranks of a set that check_process_set() accepted."""
     size = process_set.size()
     assert size is not None
     return size
 
 
 def check_name(function: str, name: Any) -> None:
-    """Raises TypeError unless ``name`` is a string or None."""
+    """Raise TypeError unless ``name`` is a string or None."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{function}: name must be a string or None, got {type(name).__name__}")
 
 
 def check_passes(function: str, passes: Any) -> int:
-    """How many backward passes make a step. Raises TypeError unless it is an integer, ValueError unless positive."""
+    """Return ``backward_passes_per_step``. Raises TypeError unless it is an integer, ValueError unless positive."""
     if isinstance(passes, bool) or not hasattr(passes, "__index__"):
         raise TypeError(f"{function}: backward_passes_per_step must be an integer, got {passes!r}")
     if passes <= 0:
@@ -77,7 +77,7 @@ def check_passes(function: str, passes: Any) -> int:
 
 
 def check_handle(function: str, handle: Any) -> int:
-    """The number that an asynchronous operation returned. Raises TypeError unless it is an integer."""
+    """Return the handle of an asynchronous operation. Raises TypeError unless it is an integer."""
     if not isinstance(handle, int):
         raise TypeError(
             f"{function}: handle must be an integer that an asynchronous operation returned, got {handle!r}"
@@ -86,7 +86,7 @@ def check_handle(function: str, handle: Any) -> int:
 
 
 def check_factor(function: str, argument: str, factor: Any) -> float:
-    """A scale factor as a float. Raises TypeError unless it is a number."""
+    """Return a scale factor as a float. Raises TypeError unless it is a number."""
     try:
         return float(factor)
     except (TypeError, ValueError):
@@ -94,7 +94,7 @@ def check_factor(function: str, argument: str, factor: Any) -> float:
 
 
 def check_factors(function: str, prescale_factor: Any, postscale_factor: Any) -> tuple[float, float]:
-    """What elements are multiplied with before and after a reduction. Raises TypeError unless both are numbers."""
+    """Return the factors of elements before and after a reduction. Raises TypeError unless both are numbers."""
     if type(prescale_factor) is float and type(postscale_factor) is float:
         return prescale_factor, postscale_factor
     return (
@@ -104,20 +104,23 @@ def check_factors(function: str, prescale_factor: Any, postscale_factor: Any) ->
 
 
 def check_op(function: str, op: Any, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> ReduceOp:
-    """The reduction as a ReduceOp. Raises ValueError that lists what works, UnsupportedReductionError of ReduceOps."""
-    if isinstance(op, int) and not isinstance(op, bool) and op in list(allowed):
+    """Return the reduction.
+
+    Raises ValueError for anything else, UnsupportedReductionError for a reduction that is not ``allowed``.
+    """
+    is_reduction = isinstance(op, int) and not isinstance(op, bool) and op in list(ReduceOp)
+    if is_reduction and op in list(allowed):
         return ReduceOp(op)
-    known = isinstance(op, int) and not isinstance(op, bool) and op in list(ReduceOp)
-    got = f"hvd.{ReduceOp(op).name.capitalize()}" if known else repr(op)
+    got = f"hvd.{ReduceOp(op).name.capitalize()}" if is_reduction else repr(op)
     expected = ", ".join(f"hvd.{choice.name.capitalize()}" for choice in allowed)
-    kind = UnsupportedReductionError if known else ValueError
+    kind = UnsupportedReductionError if is_reduction else ValueError
     raise kind(f"{function}: op must be one of {expected}, got {got}")
 
 
 def op_or_average(function: str, op: Any, average: Any, stacklevel: int = 3) -> ReduceOp:
-    """The reduction that ``op`` and Horovod's deprecated ``average`` ask for; without either it is the average.
+    """Return the reduction for ``op`` or Horovod's deprecated ``average``; without either it is the average.
 
-    ``stacklevel``: where the user called the operation. Raises ValueError where both are given.
+    ``stacklevel``: that of the user's call, for the warning. Raises ValueError if both are given.
     """
     if average is None:
         return ReduceOp.AVERAGE if op is None else check_op(function, op)
@@ -135,23 +138,15 @@ def op_or_average(function: str, op: Any, average: Any, stacklevel: int = 3) -> 
 
 
 def reduce_request(function: str, op: Any, average: Any, prescale_factor: Any, postscale_factor: Any) -> ReduceRequest:
-    """What the user of an operation asks for. Raises TypeError or ValueError where that makes no sense."""
+    """Return the request of a public operation. Raises TypeError or ValueError for wrong arguments."""
     reduce_op = op_or_average(function, op, average, stacklevel=4)
     return ReduceRequest(reduce_op, *check_factors(function, prescale_factor, postscale_factor))
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction that ``op`` and the deprecated ``average`` ask for.
+    """Return the reduction for ``op``, or for the deprecated ``average``: True, False or None.
 
-    Args:
-        op: hvd.Average, Sum, Min, Max, Product or Adasum, or None.
-        average: True, False or None.
-
-    Returns:
-        The reduction; hvd.Average without either.
-
-    Raises:
-        ValueError: where both are given, and for what is no reduction.
+    Returns hvd.Average without either. Raises ValueError if both are given, or ``op`` is no reduction.
 
     Examples:
         >>> hvd.handle_average_backwards_compatibility(op=hvd.Sum, average=None) == hvd.Sum
@@ -161,13 +156,9 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum can work among this many ranks.
+    """True if Adasum works among ``num_rank`` ranks.
 
-    Args:
-        num_rank: how many.
-
-    Returns:
-        True for a power of 2. Raises TypeError for what is no integer.
+    Returns True for a power of 2. Raises TypeError unless it is an integer.
 
     Examples:
         >>> hvd.check_num_rank_power_of_2(hvd.size())
@@ -177,7 +168,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def check_adasum(function: str, dtypes: Iterable[str], process_set: ProcessSet, size: int) -> None:
-    """Raises NotImplementedError where Adasum has no answer, ValueError for a dtype that is no floating one."""
+    """Raise NotImplementedError for ranks that Adasum does not support, ValueError for a dtype that is not floating."""
     if process_set is not global_process_set:
         raise NotImplementedError(f"{function}: Adasum does not support non-global process sets yet.")
     if not num_rank_is_power_2(size):
@@ -190,7 +181,7 @@ def check_adasum(function: str, dtypes: Iterable[str], process_set: ProcessSet, 
 
 
 def check_op_for(function: str, op: ReduceOp, dtypes: Iterable[str]) -> None:
-    """Raises UnsupportedReductionError, a ValueError, for complex numbers where the reduction is no sum."""
+    """Raise UnsupportedReductionError, a ValueError, for complex numbers unless the reduction is Average or Sum."""
     for dtype in dtypes:
         if dtype in COMPLEX and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise UnsupportedReductionError(
@@ -200,7 +191,7 @@ def check_op_for(function: str, op: ReduceOp, dtypes: Iterable[str]) -> None:
 
 
 def check_has_rows(function: str, shapes: Sequence[tuple[int, ...]], scalar_to_row: str) -> None:
-    """Raises ValueError for a scalar, for an operation that works along the first dimension."""
+    """Raise ValueError for a scalar, as an operation does that works along the first dimension."""
     if () in shapes:
         raise ValueError(
             f"{function}: tensor must have at least one dimension, got a scalar (0-d) tensor\n"
@@ -209,23 +200,23 @@ def check_has_rows(function: str, shapes: Sequence[tuple[int, ...]], scalar_to_r
 
 
 def wrong_dtype(function: str, argument: str, allowed: Iterable[str], got: str) -> ValueError:
-    """What to raise for a tensor of a dtype that an operation cannot do."""
+    """Return the error for a tensor whose dtype an operation does not support."""
     return ValueError(f"{function}: {argument} must be of one of the types {', '.join(allowed)}, got {got}")
 
 
 def check_listed(function: str, tensors: Any, kinds: tuple[type, ...]) -> None:
-    """Raises TypeError unless ``tensors`` are listed, and not one of one of the ``kinds``."""
+    """Raise TypeError unless ``tensors`` is an iterable and not itself a tensor, of one of the classes ``kinds``."""
     if isinstance(tensors, kinds) or not isinstance(tensors, Iterable):
         raise TypeError(f"{function}: tensors must be a list of tensors, got {type(tensors).__name__}")
 
 
 def no_integers(function: str, argument: str, dtype: str) -> ValueError:
-    """What to raise for a tensor that should hold integers."""
+    """Return the error for a tensor that should hold integers."""
     return ValueError(f"{function}: {argument} must hold integers, got a tensor of type {dtype}")
 
 
 def check_root(function: str, root_rank: Any, process_set: ProcessSet, size: int) -> int:
-    """The root's global rank. Raises TypeError unless it is an integer, ValueError unless it is in the process set."""
+    """Return the root's global rank. Raises TypeError unless it is an integer, ValueError unless the set has it."""
     try:
         root = root_rank.__index__()
     except AttributeError:
@@ -240,7 +231,7 @@ def check_root(function: str, root_rank: Any, process_set: ProcessSet, size: int
 
 
 def check_splits(function: str, splits: Any, rows: int, size: int) -> list[int] | None:
-    """How many rows go to each rank, or None for equal shares. Raises TypeError or ValueError."""
+    """Return the number of rows for each rank, or None for equal shares. Raises TypeError or ValueError."""
     if splits is None:
         if rows % size:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What Horovod's API has whatever the framework: each adapter has these names, and its own."""
+"""The names of Horovod's API that do not depend on the framework; each adapter has them."""
 
 from hvdkit.api.gradients.guard import unsynchronized
 from hvdkit.api.job import (

@@ -1,70 +1,124 @@
-"""What operations ask of a framework's tensors: the protocol that an adapter fills in, once for each kind of memory."""
+"""The protocol by which operations read and write a framework's tensors, and reusable buffers for large results."""
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 T = TypeVar("T")
+
+Bytes = npt.NDArray[np.uint8]
+
+# Buffer sizes are rounded up to this, so that results of similar sizes share a buffer one after the other.
+STEP_BYTES = 1 << 21
+# Unused buffers are kept up to this multiple of the largest result: one is in use while the next result is made.
+KEPT_RESULTS = 2
 
 
 class Framework(ABC, Generic[T]):
-    """Tensors of one framework, read and written by the engine in host memory; those of ``on_device`` on a device.
+    """The tensors of one framework, for one kind of memory; an adapter implements it.
 
-    A buffer is contiguous memory that one operation reads or writes, in whatever form the framework has for it.
+    A buffer is contiguous memory that one operation reads or writes, in any form that the framework has for it.
     """
 
-    # Tensors never change, so an operation in flight may read them where they are.
+    # True if tensors never change, so that an operation in flight may read them in place.
     immutable: ClassVar[bool] = False
-    # Buffers are a device's. Results are what the engine returns then, in host memory they are in the buffers.
+    # True if buffers are a device's: the engine then returns the results. In host memory the buffers hold them.
     is_device: ClassVar[bool] = False
-    # How one makes a row of a scalar, for hints.
+    # The expression that turns a scalar into a row, for hints.
     scalar_to_row: ClassVar[str] = "tensor.reshape(1)"
 
     def on_device(self, engine: Any, tensors: Sequence[T]) -> Framework[T] | None:
-        """The same for memory of the tensors' device, where the engine's transport has collectives for it."""
+        """Return the Framework for the tensors' device, or None if the engine's transport has no collectives for it."""
         return None
 
     @abstractmethod
     def device(self, tensor: T) -> str:
-        """The type of the device that ranks tell each other: "cpu", "cuda"."""
+        """Return the type of the tensor's device, which ranks compare: "cpu", "cuda"."""
 
     @abstractmethod
     def dtype(self, tensor: T) -> str:
-        """The name that numpy has for it."""
+        """Return numpy's name of the tensor's dtype."""
 
     @abstractmethod
     def views(self, tensors: Sequence[T]) -> list[Any]:
-        """Buffers with the tensors' values: their own memory where that is contiguous, else copies."""
+        """Return buffers with the tensors' values: the memory of contiguous tensors, copies of others."""
 
     @abstractmethod
     def copies(self, tensors: Sequence[T]) -> list[Any]:
-        """Buffers with the tensors' values that nobody else holds."""
+        """Return buffers with the tensors' values that nothing else refers to."""
 
     @abstractmethod
     def likes(self, tensors: Sequence[Any]) -> list[Any]:
-        """Buffers that nobody else holds, of the shapes and types of tensors or buffers, with any content."""
+        """Return new buffers of the shapes and dtypes of tensors or buffers, with any content."""
 
     @abstractmethod
     def arrays(self, buffers: list[Any]) -> list[Any]:
-        """The buffers as the engine takes them: numpy arrays, or DeviceArrays of a device."""
+        """Return the buffers in the engine's form: numpy arrays, or DeviceArrays of a device."""
 
     def device_of(self, tensor: T) -> Any:
-        """Where a tensor lies and in what form, without the tensor, which may be gone before there are results."""
+        """Return the tensor's device and form, for ``results``. The tensor may be gone before there are results."""
         return None
 
     @abstractmethod
     def results(self, devices: Sequence[Any], made: Sequence[Any]) -> list[T]:
-        """New tensors on ``devices``, of buffers or of what the engine has returned."""
+        """Return new tensors on ``devices`` from buffers or from arrays that the engine returned."""
 
     @abstractmethod
     def integers(self, numbers: Sequence[int], splits: Any, device: Any) -> T:
-        """A new vector of the kind that the caller's ``splits`` are, who passed them with a tensor on ``device``."""
+        """Return a new vector, of the type of the caller's ``splits``; ``device`` is that of the caller's tensor."""
 
     def check_writable(self, function: str, tensors: Sequence[T]) -> None:
-        """Raises ValueError for a tensor that cannot be written in place."""
+        """Raise ValueError for a tensor that cannot be written in place."""
 
     def write(self, tensors: Sequence[T], made: Sequence[Any]) -> None:
-        """Bring buffers, or what the engine has returned, into the tensors, unless it is their own memory."""
+        """Copy buffers, or arrays that the engine returned, into the tensors, unless they share memory."""
         raise TypeError(f"{type(self).__name__}: tensors cannot be written in place")
+
+
+class ResultBuffers:
+    """Host memory that is used again for results: fresh pages cost more than the allreduce that fills them.
+
+    A buffer comes back when the last tensor on it is gone. The sizes that were unused longest are freed first.
+    """
+
+    def __init__(self) -> None:
+        # There is no lock, because a buffer comes back wherever the last reference is dropped, perhaps inside of
+        # take(). Each single operation on these attributes is atomic.
+        self._free: dict[int, list[Bytes]] = {}  # by size; the size used last is at the end
+        self._largest = 0
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return ``nbytes`` bytes with any content, which are the caller's as long as something refers to them."""
+        size = -(-nbytes // STEP_BYTES) * STEP_BYTES
+        self._largest = max(self._largest, size)
+        try:
+            buffer = self._free[size].pop()
+        except (KeyError, IndexError):
+            # numpy asks the system for huge pages, torch does not.
+            buffer = np.empty(size, dtype=np.uint8)
+        lent = buffer[:nbytes]
+        weakref.finalize(lent, self._give_back, buffer).atexit = False
+        return lent
+
+    def _give_back(self, buffer: Any) -> None:
+        held = self._free.pop(buffer.nbytes, [])
+        held.append(buffer)
+        self._free[buffer.nbytes] = held
+        for size, unused in list(self._free.items()):
+            while unused and self.kept() > KEPT_RESULTS * self._largest:
+                del unused[:1]
+            if not unused:
+                self._free.pop(size, None)
+
+    def kept(self) -> int:
+        """Return the number of bytes in unused buffers."""
+        return sum(size * len(held) for size, held in list(self._free.items()))
+
+
+RESULTS = ResultBuffers()

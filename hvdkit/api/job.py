@@ -1,17 +1,20 @@
-"""Start and stop, who am I among how many, and what this installation can do, whatever the framework."""
+"""Start and end of a job, this process's place among the ranks, and the abilities of this installation."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import sys
+from collections.abc import Iterable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
-from hvdkit.api.handles import HANDLES
-from hvdkit.api.imports import after_import
-from hvdkit.api.init_arguments import check_comm, check_process_sets
+from hvdkit.api.operations import HANDLES
 from hvdkit.engine.life import runtime
+from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -26,30 +29,101 @@ Product = ReduceOp.PRODUCT
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
-    """What the adapters' ``init`` do.
+    """Join the job; the adapters' ``init`` call it.
 
-    ``cuda``: whether tensors of GPUs shall travel by NCCL; ``for_torch``: whether tensors are PyTorch's.
+    ``cuda``: tensors of GPUs travel by NCCL; ``for_torch``: tensors are PyTorch's. Wrong arguments raise an error
+    before any rank waits for another.
     """
-    ranks_or_comm, sets = check_comm(comm), check_process_sets(process_sets, comm)
+    ranks_or_comm, sets = _check_comm(comm), _check_process_sets(process_sets, comm)
     if not runtime.is_initialized():
         HANDLES.clear()
     runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda, for_torch=for_torch)
-    after_import("keras", _watch_keras)
-    after_import("tf_keras", _watch_keras)
+    for name in ("keras", "tf_keras"):
+        if name in sys.modules:
+            _watch_keras()
+        elif not any(isinstance(finder, _KerasFinder) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _KerasFinder(name))
+
+
+def _is_communicator(comm: Any) -> bool:
+    return hasattr(comm, "Get_rank") and hasattr(comm, "Get_group")
+
+
+def _check_comm(comm: Any) -> Any:
+    """Return None, a communicator, or a list of ranks. Raises ValueError for anything else."""
+    if comm is None or _is_communicator(comm):
+        return comm
+    ranks = list(comm) if isinstance(comm, Iterable) and not isinstance(comm, str | bytes) else None
+    if ranks is None or any(isinstance(rank, bool) or not hasattr(rank, "__index__") for rank in ranks):
+        raise ValueError(
+            "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object.\n"
+            f"init: comm: got {comm!r}"
+        )
+    return [int(rank.__index__()) for rank in ranks]
+
+
+def _check_process_sets(process_sets: Any, comm: Any) -> list[ProcessSet] | str | None:
+    """Return None, "dynamic" in small letters, or a list of ProcessSet.
+
+    Raises TypeError for anything else, ValueError for another string, and as Horovod NotImplementedError for sets made
+    from a communicator where ``comm`` is a list of ranks.
+    """
+    if process_sets is None:
+        return None
+    expected = 'init: process_sets must be None, "dynamic" or a list of hvd.ProcessSet'
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f"{expected}, got {process_sets!r}")
+        return "dynamic"
+    if not isinstance(process_sets, Iterable):
+        raise TypeError(f"{expected}, got {process_sets!r}")
+    sets = list(process_sets)
+    for index, process_set in enumerate(sets):
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(f"{expected}, got {process_set!r} at index {index}")
+        if comm and not _is_communicator(comm) and process_set.ranks is None:
+            raise NotImplementedError(
+                "At this time process sets defined via MPI communicators are only supported when calling hvd.init() "
+                f"with comm set to a global MPI communicator.\ninit: got comm={comm!r} and {process_set}"
+            )
+    return sets
 
 
 def _watch_keras() -> None:
-    """Have Keras warn where it trains with gradients that nobody reduces, without a word of ours in the script."""
-    # Whoever imports Keras 2 in a job of another framework's shall not import Keras 3 for it.
+    """Have Keras warn if it trains with gradients that nothing reduces, without a change to the script."""
+    # In a job of another framework, the import of Keras 2 must not import Keras 3.
     is_keras_2 = "tf_keras" in sys.modules and "hvdkit.tensorflow" in sys.modules
     if is_keras_2 or getattr(sys.modules.get("keras"), "__version__", "").startswith("3."):
         importlib.import_module("hvdkit.keras.unwrapped").install()
 
 
-def shutdown() -> None:
-    """Leave the job, after which init() may be called again. Does nothing where init() was not called.
+class _KerasFinder(MetaPathFinder):
+    """A finder that calls ``_watch_keras`` after the first import of a module, which other finders locate."""
 
-    In a child that was forked from a rank it is the child alone that leaves: the job goes on.
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_watch(module: Any) -> None:
+            execute(module)
+            _watch_keras()
+
+        spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]
+        return spec
+
+
+def shutdown() -> None:
+    """Leave the job, after which init() may be called again. Does nothing if init() was not called.
+
+    In a child that was forked from a rank only the child leaves: the job goes on.
     """
     if not runtime.is_forked():
         HANDLES.clear()
@@ -62,55 +136,46 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """How many ranks the job has.
+    """Return the number of ranks of the job.
 
-    Raises:
-        NotInitializedError: a ValueError, as by all functions below: before init() or after shutdown().
+    Raises NotInitializedError, a ValueError, before init() or after shutdown().
     """
     return int(runtime.topology().size)
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0.
+    """Return this process's number among all ranks, from 0.
 
-    Raises:
-        NotInitializedError: before init() or after shutdown().
+    Raises NotInitializedError before init() or after shutdown().
     """
     return int(runtime.topology().rank)
 
 
 def local_size() -> int:
-    """How many ranks run on this node.
-
-    Raises:
-        NotInitializedError: before init() or after shutdown().
-    """
+    """Return the number of ranks on this node. Raises NotInitializedError before init() or after shutdown()."""
     return int(runtime.topology().local_size)
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of this node, from 0: usually the index of its GPU.
+    """Return this process's number among the ranks of this node, from 0: usually the index of its GPU.
 
-    Raises:
-        NotInitializedError: before init() or after shutdown().
+    Raises NotInitializedError before init() or after shutdown().
     """
     return int(runtime.topology().local_rank)
 
 
 def cross_size() -> int:
-    """How many nodes have a rank of this local rank.
+    """Return the number of nodes that have a rank of this local rank.
 
-    Raises:
-        NotInitializedError: before init() or after shutdown().
+    Raises NotInitializedError before init() or after shutdown().
     """
     return int(runtime.topology().cross_size)
 
 
 def cross_rank() -> int:
-    """The number of this node among the nodes that have a rank of this local rank.
+    """Return the number of this node among the nodes that have a rank of this local rank.
 
-    Raises:
-        NotInitializedError: before init() or after shutdown().
+    Raises NotInitializedError before init() or after shutdown().
     """
     return int(runtime.topology().cross_rank)
 
@@ -118,18 +183,17 @@ def cross_rank() -> int:
 def is_homogeneous() -> bool:
     """True if every node runs the same number of ranks.
 
-    Raises:
-        NotInitializedError: before init() or after shutdown().
+    Raises NotInitializedError before init() or after shutdown().
     """
     return bool(runtime.topology().is_homogeneous)
 
 
 def compression_stats() -> CompressionStatistics:
-    """What compression did on this rank, of which ``str`` has a line for each codec.
+    """Return figures of compression on this rank; ``str`` of them has a line for each codec.
 
     Returns:
         An object whose dicts ``by_codec`` and ``by_parameter`` have ``bytes_before``, ``bytes_after``, ``ratio``,
-        ``encode_seconds``, ``decode_seconds`` and ``residual_norm``, the norm of what is kept and not sent.
+        ``encode_seconds``, ``decode_seconds`` and ``residual_norm``, the norm of the part that is kept and not sent.
 
     Raises:
         NotInitializedError: before init() or after shutdown().
@@ -142,11 +206,11 @@ def compression_stats() -> CompressionStatistics:
 
 
 def communication_stats() -> CommunicationStatistics:
-    """What communication cost this rank since init().
+    """Return the cost of communication for this rank since init().
 
     Returns:
-        An object with ``bytes_sent``, ``reductions`` (fused ones), ``reduced_bytes``, ``seconds`` that training threads
-        waited for communication, and ``busy_seconds`` that reductions took, which overlap.
+        An object with ``bytes_sent``, ``reductions`` (after fusion), ``reduced_bytes``, ``seconds`` that training
+        threads waited for communication, and ``busy_seconds`` that reductions took, which overlap.
 
     Raises:
         NotInitializedError: before init() or after shutdown().
@@ -161,13 +225,13 @@ def communication_stats() -> CommunicationStatistics:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record what the engine does into a file, in the format of chrome://tracing; see docs/timeline.md.
+    """Record the engine's work in a file, in the format of chrome://tracing; see docs/timeline.md.
 
     Rank 0 alone records; on other ranks this does nothing.
 
     Args:
-        file_path: where; a file that is there is overwritten.
-        mark_cycles: whether to mark the engine's cycles too.
+        file_path: the file, which is overwritten.
+        mark_cycles: True to mark the engine's cycles too.
 
     Raises:
         TypeError: unless ``file_path`` is a string or a path.
@@ -184,19 +248,15 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the recording and close its file.
-
-    Raises:
-        NotInitializedError: before init() or after shutdown().
-    """
+    """End the recording and close its file. Raises NotInitializedError before init() or after shutdown()."""
     runtime.engine().telemetry.stop()
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI lets several threads call it at once, so that other MPI code may run beside this.
+    """True if several threads may call MPI at once, so that other MPI code may run beside hvdkit's.
 
     Raises:
-        ValueError: where MPI does not carry this job.
+        ValueError: if MPI does not carry this job.
         NotInitializedError: before init() or after shutdown().
     """
     runtime.topology()
@@ -208,13 +268,13 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries this job; False before init()."""
+    """True if MPI carries this job; False before init()."""
     return runtime.carrier() == "mpi"
 
 
 @functools.lru_cache(maxsize=1)
 def mpi_built() -> bool:
-    """Whether mpi4py is installed and finds an MPI library. Asks a short-lived process, so MPI is not started here."""
+    """True if mpi4py is installed and finds an MPI library. A child process tries it, so MPI does not start here."""
     if not is_installed("mpi4py"):
         return False
     if "mpi4py.MPI" in sys.modules:
@@ -223,15 +283,15 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether torch.distributed's Gloo carries this job; False before init()."""
+    """True if torch.distributed's Gloo carries this job; False before init()."""
     return runtime.carrier() == "torch"
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's oneCCL is not used."""
+    """Return False: Intel's oneCCL is not used."""
     return False

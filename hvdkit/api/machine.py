@@ -1,4 +1,4 @@
-"""What decides how this rank's kernels round: two ranks that tell the same compute the same bits from the same."""
+"""The machine as far as it decides how kernels round: equal machines compute equal bits."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def processor_of(cpuinfo: str) -> str:
-    """The first processor that Linux lists: its name, and a checksum of what it is and can do."""
+    """Return the first processor in ``cpuinfo``: its name, and a checksum of its model and features."""
     fields: dict[str, str] = {}
     for line in cpuinfo.split("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
         fields[key.strip()] = value.strip()
     kinds = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
-    what = "; ".join(" ".join(sorted(fields.get(kind, "").split())) for kind in kinds)
+    features = "; ".join(" ".join(sorted(fields.get(kind, "").split())) for kind in kinds)
     name = fields.get("model name") or f"{platform.machine()} part {fields.get('CPU part', '?')}"
-    return f"{name} ({zlib.crc32(what.encode()):08x})"
+    return f"{name} ({zlib.crc32(features.encode()):08x})"
 
 
 @functools.cache
 def processor() -> str:
-    """This host's processor."""
+    """Return this host's processor."""
     try:
         return processor_of(CPUINFO.read_text(errors="replace"))
     except OSError:  # no Linux
@@ -33,6 +33,6 @@ def processor() -> str:
 
 
 def machine(*more: str) -> str:
-    """The processor, how many cores of it this process may use, and what a framework says."""
+    """Return the processor, the number of cores that this process may use, and the words ``more``."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ", ".join([processor(), f"{cores} cores", *more])

@@ -1,4 +1,4 @@
-"""Broadcast and allgather of Python objects: pickled, as an array of bytes whose length goes ahead."""
+"""Broadcast and allgather of Python objects: the length of the pickle, then its bytes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import Call
 from hvdkit.errors import HorovodInternalError
 
-# Sent instead of a length by a rank whose object cannot be pickled, so that the others do not wait for it.
+# A rank whose object cannot be pickled sends this instead of a length, so that no rank waits for the bytes.
 _CANNOT_PICKLE = -1
-
 
 Array = npt.NDArray[Any]
 
 
-def _pickle(obj: Any) -> tuple[Array, Exception | None]:
+def _pickle(obj: Any) -> tuple[Array, Array, Exception | None]:
+    """Return the pickle's length and bytes, and the error if there is no pickle."""
     try:
-        return np.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=np.uint8), None
+        payload = np.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=np.uint8)
+        return np.array([len(payload)]), payload, None
     except Exception as error:
-        return np.empty(0, dtype=np.uint8), error
-
-
-def _length(payload: Array, error: Exception | None) -> Array:
-    return np.array([len(payload) if error is None else _CANNOT_PICKLE])
+        return np.array([_CANNOT_PICKLE]), np.empty(0, dtype=np.uint8), error
 
 
 def _broadcast(array: Array, root: int, name: str, process_set_id: int) -> None:
@@ -47,7 +44,7 @@ def broadcast_object(
     """Give all ranks of ``process_set`` the object of ``root_rank``.
 
     Args:
-        obj: on the root, what cloudpickle can pickle; what the others pass is ignored.
+        obj: on the root, an object that cloudpickle can pickle; ignored on other ranks.
         root_rank: counts among all ranks.
         name: tells concurrent calls of several threads apart.
         process_set: the ranks that take part.
@@ -56,9 +53,9 @@ def broadcast_object(
         ``obj`` itself on the root, a copy elsewhere.
 
     Raises:
-        Exception: on the root, what pickling raised.
-        HorovodInternalError: on the others where pickling failed, and on all if a rank is lost.
-        TypeError, ValueError: for arguments that make no sense.
+        Exception: on the root, the error of pickling.
+        HorovodInternalError: on other ranks if pickling failed, and on all if a rank is lost.
+        TypeError, ValueError: for wrong arguments.
 
     Examples:
         >>> hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
@@ -71,8 +68,7 @@ def broadcast_object(
     root = checks.check_root(function, root_rank, process_set, engine.topology.size)
     base = function if name is None else name
     is_root = engine.topology.rank == root
-    payload, error = _pickle(obj) if is_root else (np.empty(0, dtype=np.uint8), None)
-    length = _length(payload, error)
+    length, payload, error = _pickle(obj if is_root else None)
     _broadcast(length, root, f"{base}.size", process_set_id)
     if error is not None:
         raise error
@@ -88,7 +84,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Collect the objects of all ranks of ``process_set``.
 
     Args:
-        obj: what cloudpickle can pickle; of any kind and size on each rank.
+        obj: an object that cloudpickle can pickle; of any kind and size on each rank.
         name: tells concurrent calls of several threads apart.
         process_set: the ranks that take part.
 
@@ -96,9 +92,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         A list with the objects, in rank order.
 
     Raises:
-        Exception: what pickling raised, where it did.
-        HorovodInternalError: on the others where pickling failed, and on all if a rank is lost.
-        TypeError, ValueError: for arguments that make no sense.
+        Exception: on the rank where pickling failed, its error.
+        HorovodInternalError: on other ranks if pickling failed, and on all if a rank is lost.
+        TypeError, ValueError: for wrong arguments.
 
     Examples:
         >>> hvd.allgather_object({"rank": hvd.rank()})
@@ -109,8 +105,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     base = function if name is None else name
-    payload, error = _pickle(obj)
-    lengths = _allgather(_length(payload, error), f"{base}.size", process_set_id).tolist()
+    length, payload, error = _pickle(obj)
+    lengths = _allgather(length, f"{base}.size", process_set_id).tolist()
     if error is not None:
         raise error
     if _CANNOT_PICKLE in lengths:

@@ -1,14 +1,14 @@
-"""The operations by name on tensors of any framework: memory for each goes to the engine, and results come back."""
+"""Operations by name on tensors of any framework: buffers for the engine, handles for users, and results."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
-from hvdkit.api.handles import HANDLES
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops.device_operations import reduces_directly
@@ -19,62 +19,97 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 T = TypeVar("T")
 
-# Of what is wrong with splits, as others are told it: a list of them may be long.
+# The longest text that other ranks get about wrong splits, which may be a long list.
 LONGEST_TEXT = 500
 
 
+class HandleTable:
+    """Operations in flight by number. No number is used twice, so a stale one cannot mean another operation."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, tuple[Handle, Callable[[Any], Any]]] = {}
+
+    def add(self, handle: Handle, finish: Callable[[Any], Any]) -> int:
+        """Keep an operation; ``finish`` turns the engine's result into that of ``synchronize``."""
+        number = next(self._numbers)
+        self._pending[number] = handle, finish
+        return number
+
+    def poll(self, number: int) -> bool:
+        """True if ``synchronize(number)`` returns at once. Raises ValueError for an unknown or finished number."""
+        pending = self._pending.get(number)
+        if pending is None:
+            raise ValueError(f"poll: handle {number} was not created or has been synchronized already")
+        return pending[0].done()
+
+    def synchronize(self, number: int) -> Any:
+        """Wait for an operation and return its result, or None for an unknown or finished number."""
+        handle, finish = self._pending.pop(number, (None, None))
+        return None if handle is None or finish is None else finish(handle.wait())
+
+    def clear(self) -> None:
+        """Forget all operations, as at shutdown."""
+        self._pending.clear()
+
+
+HANDLES = HandleTable()
+
+
 def gradient_name(name: str | None) -> str | None:
-    """The name under which the gradient of the operation ``name`` travels."""
+    """Return the name under which the gradient of the operation ``name`` travels."""
     return None if name is None else f"{name}.gradient"
 
 
-class Asked(NamedTuple):
-    """What every operation is given, unchecked, under whatever name it is called."""
+class Invocation(NamedTuple):
+    """A user's call of a public function: the arguments that all operations share, unchecked."""
 
     function: str
     name: str | None
     process_set: ProcessSet
     waits: bool = False  # the caller waits at once, and drives the engine itself
-    single: bool = False  # the result is that of one tensor, not a tuple
-    ignore_name_scope: bool = False  # of TensorFlow's graph, where it makes the name
+    single: bool = False  # the result is one tensor, not a tuple
+    ignore_name_scope: bool = False  # leave the name scope of TensorFlow's graph out of the name
 
     def call(self, device: str) -> Call:
-        """For the engine. Raises TypeError or ValueError for a name or a process set that there cannot be."""
+        """Return the engine's form. Raises TypeError or ValueError for a wrong name or process set."""
         checks.check_name(self.function, self.name)
         process_set_id = checks.check_process_set(self.function, self.process_set)
         return Call(self.name, process_set_id, device, not self.waits)
 
-    def of_gradient(self) -> Asked:
-        """The same for the gradient."""
+    def of_gradient(self) -> Invocation:
+        """Return the invocation that carries this operation's gradient."""
         return self._replace(name=gradient_name(self.name))
 
 
 class Operations(Generic[T]):
-    """One framework's operations, each up to the number with which ``HANDLES`` give its result: a tuple of tensors.
+    """The operations of one framework. Each takes tensors that the adapter has checked and returns a number.
 
-    All raise NotInitializedError before init, and TypeError or ValueError for arguments that make no sense.
+    ``HANDLES.synchronize`` gives the result for the number: a tuple of tensors, or one tensor if the invocation is
+    ``single``. All raise NotInitializedError before init, and TypeError or ValueError for wrong arguments.
     """
 
     def __init__(self, framework: Framework[T]) -> None:
         self._framework = framework
-        self.reduced_elements = 0  # how many this rank has given to reductions
+        self.reduced_elements = 0  # elements that this rank has given to reductions
 
-    def allreduce(self, asked: Asked, tensors: Sequence[T], request: ReduceRequest, in_place: bool = False) -> int:
-        """Tensors that adapters have checked. ``in_place``: they themselves get the results."""
+    def allreduce(
+        self, invocation: Invocation, tensors: Sequence[T], request: ReduceRequest, in_place: bool = False
+    ) -> int:
+        """Start a reduction over all ranks. ``in_place``: the tensors themselves get the results."""
         engine, framework = runtime.engine(), self._framework
         on_device = framework.on_device(engine, tensors)
         if on_device is not None and reduces_directly(request, map(framework.dtype, tensors)):
             framework = on_device
-        call = asked.call(framework.device(tensors[0]))
+        call = invocation.call(framework.device(tensors[0]))
         if request.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             dtypes = list(map(framework.dtype, tensors))
-            checks.check_op_for(asked.function, request.op, dtypes)
+            checks.check_op_for(invocation.function, request.op, dtypes)
             if request.op == ReduceOp.ADASUM:
-                checks.check_adasum(asked.function, dtypes, asked.process_set, engine.topology.size)
-        if in_place:
-            framework.check_writable(asked.function, tensors)
+                checks.check_adasum(invocation.function, dtypes, invocation.process_set, engine.topology.size)
         sources = None
         if in_place:
+            framework.check_writable(invocation.function, tensors)
             buffers = framework.views(tensors)
         elif framework.is_device or (call.wake and not framework.immutable):
             buffers = framework.copies(tensors)
@@ -82,104 +117,107 @@ class Operations(Generic[T]):
             views = framework.views(tensors)
             sources, buffers = framework.arrays(views), framework.likes(views)
         arrays = framework.arrays(buffers)
-        for array in arrays:
-            self.reduced_elements += math.prod(array.shape)
+        self._count(arrays)
         handle = engine.allreduce(arrays, request, call, sources)
-        return _add(handle, framework, asked, tensors, buffers, in_place, writes=in_place)
+        return _add(handle, framework, invocation, tensors, buffers, in_place, writes=in_place)
 
-    def broadcast(self, asked: Asked, tensors: Sequence[T], root_rank: Any, in_place: bool = False) -> int:
-        """Tensors that adapters have checked. ``in_place``: they themselves get the root's values."""
+    def broadcast(self, invocation: Invocation, tensors: Sequence[T], root_rank: Any, in_place: bool = False) -> int:
+        """Start a broadcast. ``in_place``: the tensors themselves get the root's values."""
         engine = runtime.engine()
         framework = self._framework.on_device(engine, tensors) or self._framework
-        call = asked.call(framework.device(tensors[0]))
-        root = checks.check_root(asked.function, root_rank, asked.process_set, engine.topology.size)
+        call = invocation.call(framework.device(tensors[0]))
+        root = checks.check_root(invocation.function, root_rank, invocation.process_set, engine.topology.size)
         is_root = root == engine.topology.rank
         if in_place:
-            framework.check_writable(asked.function, tensors)
+            framework.check_writable(invocation.function, tensors)
             buffers = framework.views(tensors)
         elif is_root or framework.is_device:
             buffers = framework.copies(tensors)
         else:
             buffers = framework.likes(tensors)
         handle = engine.broadcast(framework.arrays(buffers), root, call)
-        return _add(handle, framework, asked, tensors, buffers, in_place, writes=in_place and not is_root)
+        return _add(handle, framework, invocation, tensors, buffers, in_place, writes=in_place and not is_root)
 
-    def allgather(self, asked: Asked, tensors: Sequence[T]) -> int:
-        """Tensors that adapters have checked and that do not change until the operation is done."""
+    def allgather(self, invocation: Invocation, tensors: Sequence[T]) -> int:
+        """Start an allgather of tensors that do not change until it is done."""
         engine = runtime.engine()
         framework = self._framework.on_device(engine, tensors) or self._framework
-        call = asked.call(framework.device(tensors[0]))
+        call = invocation.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.views(tensors))
-        checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
-        return _add(engine.allgather(arrays, call), framework, asked, tensors)
+        checks.check_has_rows(invocation.function, [array.shape for array in arrays], framework.scalar_to_row)
+        return _add(engine.allgather(arrays, call), framework, invocation, tensors)
 
-    def reducescatter(self, asked: Asked, tensors: Sequence[T], request: ReduceRequest) -> int:
-        """Tensors that adapters have checked."""
+    def reducescatter(self, invocation: Invocation, tensors: Sequence[T], request: ReduceRequest) -> int:
+        """Start a reducescatter."""
         engine, framework = runtime.engine(), self._framework
-        call = asked.call(framework.device(tensors[0]))
+        call = invocation.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.copies(tensors))  # the engine uses them up
-        checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
-        for array in arrays:
-            self.reduced_elements += math.prod(array.shape)
-        return _add(engine.reducescatter(arrays, request, call), framework, asked, tensors)
+        checks.check_has_rows(invocation.function, [array.shape for array in arrays], framework.scalar_to_row)
+        self._count(arrays)
+        return _add(engine.reducescatter(arrays, request, call), framework, invocation, tensors)
 
-    def alltoall(self, asked: Asked, tensor: T, splits: Callable[[], Any]) -> int:
-        """A tensor that the adapter has checked and that does not change until the operation is done.
+    def alltoall(self, invocation: Invocation, tensor: T, splits: Callable[[], Any]) -> int:
+        """Start an alltoall of a tensor that does not change until it is done.
 
-        ``splits`` returns the caller's, or raises what is wrong with them, of which the other ranks are told.
-        The result is a pair: rows, and how many came from each rank.
+        ``splits`` returns the caller's splits, or raises an error about them, which the other ranks get too. The result
+        is a pair: the rows, and the number of rows from each rank.
         """
         engine, framework = runtime.engine(), self._framework
-        call = asked.call(framework.device(tensor))
+        call = invocation.call(framework.device(tensor))
         (rows,) = framework.arrays(framework.views([tensor]))
-        checks.check_has_rows(asked.function, [rows.shape], framework.scalar_to_row)
+        checks.check_has_rows(invocation.function, [rows.shape], framework.scalar_to_row)
         try:
-            wanted = splits()
-            shares = checks.check_splits(asked.function, wanted, rows.shape[0], checks.size_of(asked.process_set))
+            given = splits()
+            size = checks.size_of(invocation.process_set)
+            shares = checks.check_splits(invocation.function, given, rows.shape[0], size)
         except (TypeError, ValueError) as problem:
-            _refuse(problem, lambda words: engine.alltoall(rows, words, call))
+            _refuse(problem, lambda text: engine.alltoall(rows, text, call))
         handle = engine.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
         device = framework.device_of(tensor)
 
         def finish(result: tuple[Any, Sequence[int]]) -> tuple[T, T]:
             output, received = result
-            return framework.results([device], [output])[0], framework.integers(received, wanted, device)
+            return framework.results([device], [output])[0], framework.integers(received, given, device)
 
         return HANDLES.add(handle, finish)
+
+    def _count(self, arrays: Sequence[Any]) -> None:
+        for array in arrays:
+            self.reduced_elements += math.prod(array.shape)
 
 
 def _add(
     handle: Handle,
     framework: Framework[T],
-    asked: Asked,
+    invocation: Invocation,
     tensors: Sequence[T],
     buffers: Sequence[Any] | None = None,
     in_place: bool = False,
     writes: bool = False,
 ) -> int:
-    """The number of an operation. Its results are in ``buffers``, or what the engine returns if there are none.
+    """Return the number of an operation. The results are in ``buffers``, or returned by the engine if that is None.
 
-    ``in_place``: what is returned are the tensors themselves, and ``writes``: the results must be brought there. Other
-    tensors are not kept: who let go of one while the operation is in flight has its memory back.
+    ``in_place``: the user gets the tensors themselves; ``writes``: the results must be copied into them. Without
+    ``in_place`` no reference to the tensors is kept, so that a user who drops them in flight has their memory back.
     """
     targets = tensors if in_place else None
     devices = [] if in_place else [framework.device_of(tensor) for tensor in tensors]
-    made_before = None if framework.is_device else buffers
+    filled = None if framework.is_device else buffers
 
     def finish(results: Sequence[Any]) -> T | tuple[T, ...]:
-        made = results if made_before is None else made_before
+        made = results if filled is None else filled
         if targets is not None and writes:
             framework.write(targets, made)
         outputs = framework.results(devices, made) if targets is None else targets
-        return outputs[0] if asked.single else tuple(outputs)
+        return outputs[0] if invocation.single else tuple(outputs)
 
     return HANDLES.add(handle, finish)
 
 
 def _refuse(problem: Exception, submit: Callable[[str], Handle]) -> NoReturn:
-    """Raise ``problem``, wrong splits of one rank, once all others are told of it, who get a HorovodInternalError.
+    """Raise ``problem``, this rank's wrong splits, after all other ranks, which would wait, got an error about it.
 
-    They would wait for this rank else. ``submit`` announces the alltoall with words in place of splits.
+    ``submit`` announces the alltoall with a text in place of splits.
     """
     try:
         submit(cut_off(str(problem), LONGEST_TEXT)).wait()

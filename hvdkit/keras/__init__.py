@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hvdkit.api import absent
 from hvdkit.api import common as _common
+from hvdkit.api import missing_attribute
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.keras import callbacks, unwrapped
@@ -28,7 +28,7 @@ _OF_THE_BACKEND = ["Compression", "barrier", "cuda_built", "gloo_built", "init",
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_BACKEND:
         return getattr(adapter(), name)
-    raise absent.attribute(__name__, name)
+    raise missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hvdkit.api import absent
 from hvdkit.api import common as _common
+from hvdkit.api import missing_attribute
 from hvdkit.api.checks import handle_average_backwards_compatibility
 from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdkit.api.common import *  # noqa: F403
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
         raise ImportError(
             f"SyncBatchNormalization: {_without_keras}\nHINT: TF_USE_LEGACY_KERAS=1 needs tf_keras installed."
         ) from _without_keras
-    raise absent.attribute(__name__, name)
+    raise missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from hvdkit.api import checks
 from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.api.gradients.planning import form_groups, plain_name
 from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_of
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import Invocation
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops import hints
@@ -169,7 +169,7 @@ def _planned(
     """``variables`` are all that are reduced in this step, whichever way."""
     plan = _plan(settings, gradients, sources, names)
 
-    asked = Asked("grouped_allreduce", None, settings.process_set, waits=True)
+    asked = Invocation("grouped_allreduce", None, settings.process_set, waits=True)
     request = ReduceRequest(settings.op, *settings.scales)
     with raised_as_tensorflows(), tf.device(settings.device_dense):
         return differentiable(

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hvdkit.api import absent
 from hvdkit.api import common as _common
+from hvdkit.api import missing_attribute
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.job import Adasum, Max, Min, Product
 from hvdkit.api.objects import allgather_object, broadcast_object
@@ -39,7 +39,7 @@ from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 
 
 def __getattr__(name: str) -> Any:
-    raise absent.attribute(__name__, name)
+    raise missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Start, and what this PyTorch can do."""
+"""Start of a job, and the abilities of this PyTorch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         process_sets: a list of ProcessSet to register now, or "dynamic" to register them later with add_process_set().
 
     Raises:
-        TypeError, ValueError: for arguments or an environment that make no sense.
+        TypeError, ValueError: for wrong arguments or a wrong environment.
         NotImplementedError: for process sets made from a communicator beside a list of ranks.
-        TransportUnavailableError: where MPI, or PyTorch's Gloo, cannot connect the ranks; it says what is missing.
+        TransportUnavailableError: if MPI, or PyTorch's Gloo, cannot connect the ranks; it names the missing part.
 
     Examples:
         >>> hvd.init()
@@ -33,25 +33,25 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def gloo_built() -> bool:
-    """Whether this PyTorch has Gloo."""
+    """True if this PyTorch has Gloo."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """The version of PyTorch's NCCL as one number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
+    """Return the version of PyTorch's NCCL as a number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
     return nccl_version()
 
 
 def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
-    """Whether PyTorch finds a GPU. The arguments are Horovod's and not used."""
+    """True if PyTorch finds a GPU. The arguments are Horovod's and not used."""
     return torch.cuda.is_available()
 
 
 def cuda_built() -> bool:
-    """Whether this PyTorch was built for CUDA, so that CUDA tensors can be passed."""
+    """True if this PyTorch was built for CUDA, so that CUDA tensors can be passed."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether this PyTorch was built for ROCm."""
+    """True if this PyTorch was built for ROCm."""
     return getattr(torch.version, "hip", None) is not None

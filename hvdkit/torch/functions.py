@@ -1,4 +1,4 @@
-"""The functions that bring ranks to the same state, under the module name that Horovod gave them."""
+"""Horovod's module of this name: the functions that bring ranks to the same state."""
 
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.torch.optimizers.state import broadcast_optimizer_state

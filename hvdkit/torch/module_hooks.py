@@ -6,5 +6,5 @@ import warnings
 
 
 def expect_hooks_on_all_modules() -> None:
-    """Keep PyTorch from warning of hooks on all modules: those are ours, and may well be called an extra time."""
+    """Silence PyTorch's warning about hooks on all modules: hvdkit's hooks may be called an extra time."""
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")

@@ -1,8 +1,7 @@
-"""What scripts import from Horovod's module of this name: all of ``hvdkit.torch``, and the names below.
+"""Horovod's module of this name, for scripts that import it: all of ``hvdkit.torch``, and the names below.
 
-Of Horovod's autograd functions only the one is here that takes and gives what Horovod's does. Not here: the others
-(``HorovodAllreduce`` and so on; ``allreduce()`` and so on are differentiable), and what only serves Horovod's C++
-library (``mpi_lib``, ``_handle_map``, ``gpu_available`` ...).
+``HorovodBroadcast`` is the only autograd function here, because it has Horovod's arguments; ``allreduce()`` and so on
+are differentiable. Names that serve Horovod's C++ library (``mpi_lib``, ``_handle_map`` ...) are missing.
 """
 
 from __future__ import annotations

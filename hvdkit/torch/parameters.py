@@ -1,4 +1,4 @@
-"""Broadcast of parameters and buffers: tensors of any type and layout in memory, in place, all at once."""
+"""Broadcast of parameters and buffers: tensors of any type and layout in memory, in place, all in flight at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.ops.broadcast import broadcast_async_
+from hvdkit.torch.ops.framework import MOVABLE_DTYPES, resolved
 from hvdkit.torch.ops.sync import synchronize
-from hvdkit.torch.ops.tensor_checks import MOVABLE_DTYPES
 
 _EXTRA_STATE = "_extra_state"
 
@@ -24,11 +24,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             (name, tensor), or an iterable of tensors, of equal names, shapes and dtypes on all ranks. Tensors may be
             frozen, not contiguous, expanded, and of any dense dtype. A module's ``_extra_state`` that is no tensor, and
             None, are left out.
-        root_rank: whose values all get.
+        root_rank: the rank whose values all ranks get.
 
     Raises:
         TypeError, ValueError: for anything else.
-        HorovodInternalError: on every rank where ranks disagree.
+        HorovodInternalError: on every rank if ranks disagree.
 
     Examples:
         >>> _ = torch.nn.init.constant_(model.weight, hvd.rank())
@@ -62,22 +62,24 @@ def _named_tensors(params: Any) -> list[tuple[str | None, Tensor]]:
 
 
 def broadcast_tensors(named: Iterable[tuple[str | None, Tensor]], root_rank: int) -> None:
-    """Broadcast (name, tensor) pairs in place, all in flight at once; an error is raised when all have ended."""
+    """Broadcast (name, tensor) pairs in place; an error is raised after all have ended."""
     started = []
     for name, tensor in named:
         _check_dense(name, tensor)
-        memory = _own_elements(tensor.detach())
-        carrier = memory if memory.dtype in MOVABLE_DTYPES else _as_bytes(memory)
-        started.append((broadcast_async_(carrier, root_rank, name), memory, carrier))
+        elements = _own_elements(tensor.detach())
+        # A dtype that the engine does not know (float8, ...) travels as a flat copy of its bytes.
+        is_known = elements.dtype in MOVABLE_DTYPES
+        sent = elements if is_known else resolved(elements).reshape(-1).clone().view(torch.uint8)
+        started.append((broadcast_async_(sent, root_rank, name), elements, sent))
     failure: HorovodInternalError | None = None
-    for handle, memory, carrier in started:
+    for handle, elements, sent in started:
         try:
             synchronize(handle)
         except HorovodInternalError as error:
             failure = failure or error
             continue
-        if carrier is not memory:
-            memory.copy_(carrier.view(memory.dtype).reshape(memory.shape))
+        if sent is not elements:
+            elements.copy_(sent.view(elements.dtype).reshape(elements.shape))
     if failure is not None:
         raise failure
 
@@ -91,13 +93,8 @@ def _check_dense(name: str | None, tensor: Tensor) -> None:
 
 
 def _own_elements(tensor: Tensor) -> Tensor:
-    """The tensor without the repetitions that ``expand`` made: a view of each element in memory once."""
+    """Return a view without the repetitions that ``expand`` made: it has each element in memory once."""
     for dimension, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and length > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a type that the engine does not know (float8, ...) as a flat copy of their bytes."""
-    return tensor.resolve_conj().resolve_neg().reshape(-1).clone().view(torch.uint8)

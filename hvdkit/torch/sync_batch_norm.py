@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks together, as if one process had them all."""
+"""Batch normalisation over the batches of all ranks together, as if one process had all of them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SyncBatchNorm(_BatchNorm):
         num_features: the number of channels, C.
         eps: added to the variance.
         momentum: of the running statistics; None for their plain average.
-        affine: whether there are a weight and a bias for each channel.
-        track_running_stats: whether statistics are kept for evaluation.
-        device: where parameters and buffers are.
+        affine: True for a weight and a bias per channel.
+        track_running_stats: True to keep statistics for evaluation.
+        device: of parameters and buffers.
         dtype: of parameters and buffers.
 
     Raises:
@@ -86,7 +86,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         return self._synchronized(input, momentum)
 
-    @_disable_dynamo  # a compiled model must not trace what waits for other ranks
+    @_disable_dynamo  # a compiled model must not trace code that waits for other ranks
     def _synchronized(self, input: Tensor, momentum: float | None) -> Tensor:
         running = (self.running_mean, self.running_var) if self.training and self.track_running_stats else (None, None)
         output: Tensor = apply(SyncBatchNormFunction, input, self.weight, self.bias, self.eps, *running, momentum)
@@ -94,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
-        """``module`` with every batch normalisation in it replaced; parameters and buffers are shared, not copied.
+        """Replace every batch normalisation in a module; parameters and buffers are shared, not copied.
 
         Args:
             module: a torch.nn.Module, which is changed.
@@ -103,8 +103,8 @@ class SyncBatchNorm(_BatchNorm):
             The module itself, or its replacement if it is a batch normalisation.
 
         Raises:
-            ValueError: for a lazy one that has not seen an input yet.
-            TypeError: for what is no module.
+            ValueError: for a lazy batch normalisation that has not seen an input yet.
+            TypeError: unless it is a module.
 
         Examples:
             >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -142,15 +142,15 @@ def _update(running: Tensor | None, batch: Tensor, momentum: float | None) -> No
 
 
 def _broadcastable(channels: Tensor, input: Tensor) -> Tensor:
-    """A vector of one value per channel in a shape that works beside ``input``."""
+    """Return a vector of a value per channel in a shape that broadcasts with ``input``."""
     return channels.reshape(1, -1, *([1] * (input.dim() - 2)))
 
 
 def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Mean, variance and count of all ranks' values from each rank's row [count, means, variances], in float64.
+    """Return mean, variance and count of all ranks' values from each rank's row [count, means, variances], in float64.
 
     Deviations from each rank's own mean are added up, then those of the means (Chan et al., 1983), so that nothing
-    cancels where the mean is large against the deviation.
+    cancels if the mean is large compared to the deviation.
     """
     counts = statistics[:, :1]
     means, variances = statistics[:, 1:].chunk(2, dim=1)

@@ -9,8 +9,7 @@ import numpy as np
 
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
-from hvdkit.api.handles import HANDLES
-from hvdkit.api.operations import Asked, Operations
+from hvdkit.api.operations import HANDLES, Invocation, Operations
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels import ReduceOp
@@ -60,12 +59,12 @@ synchronize = HANDLES.synchronize
 
 
 def allreduce_async(array: np.ndarray, name: str | None = None, request: ReduceRequest = SUM) -> int:
-    return OPERATIONS.allreduce(Asked("allreduce_async", name, global_process_set, single=True), [array], request)
+    return OPERATIONS.allreduce(Invocation("allreduce_async", name, global_process_set, single=True), [array], request)
 
 
 def allreduce_(array: np.ndarray, name: str | None = None, request: ReduceRequest = SUM) -> np.ndarray:
-    asked = Asked("allreduce_", name, global_process_set, waits=True, single=True)
-    return synchronize(OPERATIONS.allreduce(asked, [array], request, in_place=True))
+    invocation = Invocation("allreduce_", name, global_process_set, waits=True, single=True)
+    return synchronize(OPERATIONS.allreduce(invocation, [array], request, in_place=True))
 
 
 def grouped_allreduce(
@@ -75,39 +74,41 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[np.ndarray, ...]:
     checks.check_listed("grouped_allreduce", arrays, (np.ndarray,))
-    return synchronize(OPERATIONS.allreduce(Asked("grouped_allreduce", name, process_set, waits=True), arrays, request))
+    return synchronize(
+        OPERATIONS.allreduce(Invocation("grouped_allreduce", name, process_set, waits=True), arrays, request)
+    )
 
 
 def broadcast(array: np.ndarray, root_rank: int, name: str | None = None) -> np.ndarray:
-    asked = Asked("broadcast", name, global_process_set, waits=True, single=True)
-    return synchronize(OPERATIONS.broadcast(asked, [array], root_rank))
+    invocation = Invocation("broadcast", name, global_process_set, waits=True, single=True)
+    return synchronize(OPERATIONS.broadcast(invocation, [array], root_rank))
 
 
 def broadcast_(array: np.ndarray, root_rank: int, name: str | None = None) -> np.ndarray:
-    asked = Asked("broadcast_", name, global_process_set, waits=True, single=True)
-    return synchronize(OPERATIONS.broadcast(asked, [array], root_rank, in_place=True))
+    invocation = Invocation("broadcast_", name, global_process_set, waits=True, single=True)
+    return synchronize(OPERATIONS.broadcast(invocation, [array], root_rank, in_place=True))
 
 
 def allgather(array: np.ndarray, name: str | None = None) -> np.ndarray:
-    asked = Asked("allgather", name, global_process_set, waits=True, single=True)
-    return synchronize(OPERATIONS.allgather(asked, [array]))
+    invocation = Invocation("allgather", name, global_process_set, waits=True, single=True)
+    return synchronize(OPERATIONS.allgather(invocation, [array]))
 
 
 def reducescatter(array: np.ndarray, name: str | None = None, request: ReduceRequest = SUM) -> np.ndarray:
-    asked = Asked("reducescatter", name, global_process_set, waits=True, single=True)
-    return synchronize(OPERATIONS.reducescatter(asked, [array], request))
+    invocation = Invocation("reducescatter", name, global_process_set, waits=True, single=True)
+    return synchronize(OPERATIONS.reducescatter(invocation, [array], request))
 
 
 def alltoall(array: np.ndarray, splits: Any = None, name: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    asked = Asked("alltoall", name, global_process_set, waits=True)
-    return synchronize(OPERATIONS.alltoall(asked, array, lambda: splits))
+    invocation = Invocation("alltoall", name, global_process_set, waits=True)
+    return synchronize(OPERATIONS.alltoall(invocation, array, lambda: splits))
 
 
 def differentiable_sum(array: np.ndarray, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
     """The sum over all ranks, and what makes its gradient that of the array: their sum again."""
-    asked = Asked("allreduce", name, global_process_set, waits=True, single=True)
-    result = synchronize(OPERATIONS.allreduce(asked, [array], SUM))
-    return result, lambda gradient: synchronize(OPERATIONS.allreduce(asked.of_gradient(), [gradient], SUM))
+    invocation = Invocation("allreduce", name, global_process_set, waits=True, single=True)
+    result = synchronize(OPERATIONS.allreduce(invocation, [array], SUM))
+    return result, lambda gradient: synchronize(OPERATIONS.allreduce(invocation.of_gradient(), [gradient], SUM))
 
 
 def train(weights: list[np.ndarray], rows: np.ndarray, wanted: np.ndarray, rate: float) -> None:

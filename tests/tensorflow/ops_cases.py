@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import HANDLES
 from hvdkit.errors import (
     DuplicateNameError,
     HorovodInternalError,

@@ -23,7 +23,7 @@ from hvdkit.engine.life.session import Session
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch import DDPHook
 from hvdkit.torch.data_parallel import group
-from hvdkit.torch.data_parallel.gradients import Bucket
+from hvdkit.torch.data_parallel.gradients import HookBucket
 from hvdkit.torch.data_parallel.group import FINISH_SECONDS, Worker
 from tests.ranks import TORCH, RankedCases, start_ranks
 from tests.threads import on_threads
@@ -222,8 +222,8 @@ def test_all_futures_end_where_the_device_fails_again_in_saying_so() -> None:
             def stream(bucket: Any) -> Any:
                 raise RuntimeError("device-side assert triggered")
 
-            hook._stream = stream  # type: ignore[method-assign]
-            hook._step = [Bucket(torch.ones(3), [], object(), future, torch.ones(3)) for future in futures]
+            hook._copies._stream = stream  # type: ignore[method-assign]
+            hook._step = [HookBucket(torch.ones(3), [], object(), future, torch.ones(3)) for future in futures]
             handed = list(hook._step)
             hook._worker.run(lambda: hook._fail(RuntimeError("an illegal memory access")))  # type: ignore[union-attr]
             for future, bucket in zip(futures, handed, strict=True):
@@ -301,10 +301,8 @@ def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error
 
 
 def test_errors_of_the_engine_speak_of_the_hook() -> None:
-    hook = hvd.ddp_hook(hvd.Compression.int8)
-    hook._ranks = [0]
     error = HorovodInternalError("hvd.init() waited 3 s (HVDKIT_TIMEOUT_SECONDS) for optimizer 'ddp_hook', operation 1")
-    assert hook._text_of(error) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"
+    assert group.hooks_text(error, [0]) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"
 
 
 def test_turn_and_shapes_are_those_of_all_ranks_whatever_one_keeps() -> None:

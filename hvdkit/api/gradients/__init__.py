@@ -1,1 +1,1 @@
-"""What an optimizer or a tape is asked, which gradients go together, and which codec encodes them."""
+"""The settings of optimizers and tapes: groups of gradients, their codecs, and the checks of parameters."""

@@ -1,4 +1,4 @@
-"""What ``compression=`` takes in any framework: hvdkit's lossy codecs, or pairs of functions around an operation."""
+"""The values of ``compression=`` in any framework: hvdkit's codecs, and classes with functions around an operation."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 
 class Compressor:
-    """Horovod's way: ``compress`` before the tensor travels, ``decompress`` after it came back.
+    """Horovod's interface: ``compress`` before the tensor travels, ``decompress`` afterwards.
 
-    A class whose own ``cast`` names one of hvdkit's casts stands for that codec where gradients are planned.
+    ``cast``, if a class itself has it, names the cast of hvdkit that planned gradients use instead.
     """
 
     cast: ClassVar[str]
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor to send and a context that ``decompress`` will be given."""
+        """Return the tensor to send and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor as the caller knows it."""
+        """Return the tensor in the caller's form."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Tensors as they are."""
 
     cast = "none"
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
 class Compressions(Codecs):
     """Optional gradient compression.
 
-    ``none``, ``fp16`` and ``bf16`` are taken as they are. The others are taken as they are or called with parameters,
-    as in ``Compression.topk(ratio=0.01)``; all of these take ``feedback`` (True: what a step does not send is kept and
-    sent later) and ``compress`` ("between_nodes", or "everywhere").
+    ``none``, ``fp16`` and ``bf16`` have no parameters. The others are passed as they are or called with parameters, as
+    in ``Compression.topk(ratio=0.01)``; all of these take ``feedback`` (True: the part that a step does not send is
+    kept and sent later) and ``compress`` ("between_nodes", or "everywhere").
     """
 
     none = NoneCompressor
 
 
 def lossy_codec(compression: Any) -> LossyCodec | None:
-    """The codec of a codec or of its class; None for anything else."""
+    """Return the codec for a codec or its class; None for anything else."""
     if isinstance(compression, type) and issubclass(compression, LossyCodec):
         return compression()
     return compression if isinstance(compression, LossyCodec) else None
 
 
 def codec_of(compression: Any) -> Codec | None:
-    """The codec that a compression stands for; None for a class of the user's that compresses tensor by tensor."""
+    """Return the codec for a compression; None for a class of the user's that compresses tensor by tensor."""
     kind = compression if isinstance(compression, type) else type(compression)  # fp16, and fp16()
     if issubclass(kind, Compressor) and "cast" in vars(kind):
         return CASTS[kind.cast]
@@ -71,10 +71,9 @@ def codec_of(compression: Any) -> Codec | None:
 
 
 def check_compression(function: str, compression: Any) -> Any:
-    """What compresses.
+    """Return ``compression``.
 
-    Raises TypeError for what is no codec and has no functions ``compress`` and ``decompress``, and for a codec whose
-    parameters ranks could not compare.
+    Raises TypeError unless it is a codec, whose parameters ranks can compare, or has ``compress`` and ``decompress``.
     """
     codec = lossy_codec(compression)
     if codec is not None:
@@ -89,7 +88,7 @@ def check_compression(function: str, compression: Any) -> Any:
 
 
 def check_told_apart(function: str, codec: Codec) -> None:
-    """Raises TypeError for a codec that keeps parameters by which ranks could not tell it from another one."""
+    """Raise TypeError for a codec with parameters that ranks cannot compare."""
     if hidden := codec.parameters_not_in_summary():
         raise TypeError(
             f"{function}: compression: {type(codec).__name__} keeps {', '.join(hidden)} outside of dataclass fields: "
@@ -100,7 +99,7 @@ def check_told_apart(function: str, codec: Codec) -> None:
 
 
 def check_codec_op(function: str, codec: Codec, op: ReduceOp) -> None:
-    """Raises ValueError for a codec whose payloads cannot be reduced by an operation."""
+    """Raise ValueError for a codec whose payloads cannot be reduced by an operation."""
     if codec.encodes and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(
             f"{function}: Compression.{codec.name} cannot do op=hvd.{op.name.capitalize()}, only Average and Sum.\n"
@@ -108,18 +107,27 @@ def check_codec_op(function: str, codec: Codec, op: ReduceOp) -> None:
         )
 
 
-def check_codec_dtypes(function: str, codec: Codec, floating: Mapping[Any, bool]) -> None:
-    """Raises ValueError where a dtype, which the mapping says, is neither floating nor complex."""
-    for dtype, floats in floating.items():
-        if not floats:
+def split(
+    function: str, compression: Any, op: ReduceOp, floating: Mapping[Any, bool]
+) -> tuple[Codec, type[Compressor]]:
+    """Return the codec for the wire, and the class for before and after the operation; one of them does nothing.
+
+    ``floating`` maps the tensors' dtypes to True if they are floating or complex. Raises TypeError for a wrong
+    compression, ValueError for a codec that cannot do the operation or a dtype, or needs an optimizer.
+    """
+    if compression is NoneCompressor:
+        return CASTS["none"], compression
+    check_compression(function, compression)
+    codec = lossy_codec(compression)
+    if codec is None:
+        return CASTS["none"], compression
+    check_codec_op(function, codec, op)
+    for dtype, is_floating in floating.items():
+        if not is_floating:
             raise ValueError(
                 f"{function}: Compression.{codec.name} cannot do {dtype}, only floating and complex types.\n"
                 "HINT: use Compression.none for integers."
             )
-
-
-def check_operation(function: str, codec: LossyCodec) -> None:
-    """Raises ValueError for a codec that lives on what it keeps from step to step."""
     if codec.lives_on_memory:
         raise ValueError(
             f"{function}: Compression.{codec.name} lives on what it keeps from step to step, which needs a "
@@ -130,33 +138,14 @@ def check_operation(function: str, codec: LossyCodec) -> None:
             f"{function}: Compression.{codec.name}(warmup_epochs=...) counts steps, which needs a "
             "DistributedOptimizer.\nHINT: leave warmup_epochs out here."
         )
-
-
-def split(
-    function: str, compression: Any, op: ReduceOp, floating: Mapping[Any, bool]
-) -> tuple[Codec, type[Compressor]]:
-    """The codec for the wire, and the class for before and after; one of them does nothing.
-
-    ``floating``: of the tensors' dtypes, whether they are floating or complex types. Raises TypeError for what does not
-    compress, ValueError for an operation or a dtype that a codec cannot do.
-    """
-    if compression is NoneCompressor:
-        return CASTS["none"], compression
-    check_compression(function, compression)
-    codec = lossy_codec(compression)
-    if codec is None:
-        return CASTS["none"], compression
-    check_codec_op(function, codec, op)
-    check_codec_dtypes(function, codec, floating)
-    check_operation(function, codec)
     return codec, NoneCompressor
 
 
 def around(
     compressor: type[Compressor], tensors: Sequence[Any], operate: Callable[[Sequence[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """What ``operate`` makes of the tensors that were compressed before, decompressed."""
+    """Compress tensors, ``operate`` on them, and return the results decompressed."""
     if compressor is NoneCompressor:
         return list(operate(tensors))
     sent, contexts = zip(*(compressor.compress(tensor) for tensor in tensors), strict=True)
-    return [compressor.decompress(came, context) for came, context in zip(operate(sent), contexts, strict=True)]
+    return [compressor.decompress(result, context) for result, context in zip(operate(sent), contexts, strict=True)]

@@ -1,4 +1,4 @@
-"""Which optimizers of the ranks belong together: those of one title, in the order in which each rank made them."""
+"""Names by which the optimizers of all ranks pair up: the title, and the order in which each rank made them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ MADE_IN_THREADS = (
 )
 
 _ORDER = itertools.count()
-_LOCK = threading.RLock()  # collecting garbage runs finalizers
+_LOCK = threading.RLock()  # a thread may take it again, because collecting garbage runs finalizers
 
 
-class _Titled:
+class _Namesakes:
     """The pairings of one title in one process set of a job."""
 
     def __init__(self) -> None:
         self.count = 0
         self.alive: weakref.WeakSet[Pairing] = weakref.WeakSet()
 
-    def made_elsewhere(self, thread: threading.Thread) -> list[Pairing]:
-        """Return the living ones that other threads made."""
+    def of_other_threads(self, thread: threading.Thread) -> list[Pairing]:
+        """Return the living pairings that other threads made."""
         return [pairing for pairing in self.alive if pairing._thread is not thread]
 
 
 class _Job:
-    """The pairings of one engine."""
+    """The pairings of one engine, by process set and title, and the number of agreements by label and epoch."""
 
     def __init__(self) -> None:
-        self.titled: dict[tuple[int, str], _Titled] = {}
+        self.namesakes: dict[tuple[int, str], _Namesakes] = {}
         self.agreements: Counter[tuple[str, int]] = Counter()
 
 
@@ -44,18 +44,18 @@ _JOBS: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
 
 
 class Pairing:
-    """The identity of an optimizer in a job: its title and how many of that title were made before it.
+    """The identity of an optimizer in a job: its title and its number among the optimizers of that title.
 
-    A copy, and what was unpickled, is an optimizer of its own; it gets its number when it is first used.
+    A copy or an unpickled optimizer is an optimizer of its own, which gets its number at its first use.
     """
 
     def __init__(self, function: str, title: str, is_copy: bool = False) -> None:
         self._function, self.title = function, title
         self._engine: weakref.ref[Any] | None = None
-        self._process_set_id: int | None = None  # once that is known
+        self._process_set_id: int | None = None  # None before the first use
         self._number = 0
         self._thread = threading.current_thread()
-        self._error: str | None = None  # why its place in the order is unknown
+        self._error: str | None = None  # the reason why its number may differ between ranks
         self._is_copy = is_copy
         with _LOCK:
             self._order = next(_ORDER)
@@ -65,7 +65,7 @@ class Pairing:
         return Pairing, (self._function, self.title, True)
 
     def label(self, engine: Any, process_set_id: int) -> str:
-        """Return the name that this optimizer has on all ranks of its process set; call it there in the same order.
+        """Return the optimizer's name, the same on all ranks of its process set, which call it in the same order.
 
         Raises:
             ValueError: optimizers of this title were made in several threads.
@@ -77,14 +77,14 @@ class Pairing:
         return f"{self.title}.{self._number}" + (f".process_set{process_set_id}" if process_set_id else "")
 
     def check(self) -> None:
-        """Raise ValueError if it and another optimizer of this title were made in different threads."""
+        """Raise ValueError if another optimizer of this title was made in another thread."""
         if self._error is not None:
             raise ValueError(self._error)
 
     def next_title(self, engine: Any, process_set_id: int) -> str:
         """Return a name for this optimizer's next agreement, the same on all ranks of the process set.
 
-        A rank that has joined misses agreements, so ranks count anew after a join in which there were some.
+        A rank that has joined misses agreements, so all ranks count anew after a join with agreements.
         """
         label, epoch = self.label(engine, process_set_id), engine.groups.plan_epoch
         with _LOCK:
@@ -94,24 +94,24 @@ class Pairing:
         return label + (f"#join{epoch}" if epoch else "") + (f"#{number}" if number else "")
 
     def _join(self, engine: Any, process_set_id: int) -> None:
-        titled = _JOBS.setdefault(engine, _Job()).titled.setdefault((process_set_id, self.title), _Titled())
-        if titled.made_elsewhere(self._thread) or not titled.count:
-            gc.collect()  # what nobody uses any more is no reason, and must be none on some ranks only
-        if not titled.count:  # those of an earlier job, or made before hvd.init(), in the order in which they were made
-            earlier = [one for one in _MADE[self.title] if not one._is_copy and one._order < self._order]
-            for one in sorted(earlier, key=lambda one: one._order):
-                if one._process_set_id in (None, process_set_id):
-                    one._take_number(engine, process_set_id, titled)
+        namesakes = _JOBS.setdefault(engine, _Job()).namesakes.setdefault((process_set_id, self.title), _Namesakes())
+        if namesakes.of_other_threads(self._thread) or not namesakes.count:
+            gc.collect()  # unused optimizers must not count, and not on some ranks only
+        if not namesakes.count:  # number those of an earlier job, or made before hvd.init(), in their order
+            for pairing in sorted(_MADE[self.title], key=lambda pairing: pairing._order):
+                is_earlier = not pairing._is_copy and pairing._order < self._order
+                if is_earlier and pairing._process_set_id in (None, process_set_id):
+                    pairing._take_number(engine, process_set_id, namesakes)
         if self._is_copy and not isinstance(threading.current_thread(), threading._DummyThread):
             self._thread = threading.current_thread()
-        self._take_number(engine, process_set_id, titled)
+        self._take_number(engine, process_set_id, namesakes)
 
-    def _take_number(self, engine: Any, process_set_id: int, titled: _Titled) -> None:
+    def _take_number(self, engine: Any, process_set_id: int, namesakes: _Namesakes) -> None:
         self._engine, self._process_set_id, self._error = weakref.ref(engine), process_set_id, None
-        for other in titled.made_elsewhere(self._thread):
+        for other in namesakes.of_other_threads(self._thread):
             self._error = other._error = MADE_IN_THREADS.format(
                 function=self._function, title=self.title, first=other._thread.name, second=self._thread.name
             )
-        self._number = titled.count
-        titled.count += 1
-        titled.alive.add(self)
+        self._number = namesakes.count
+        namesakes.count += 1
+        namesakes.alive.add(self)

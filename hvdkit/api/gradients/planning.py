@@ -1,4 +1,4 @@
-"""What ranks agree on before gradients are reduced together: factors, names and groups."""
+"""Factors, names and groups of gradients, on which ranks agree before they reduce gradients together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any], bool]) -> int | list[Any] | None:
-    """``groups``, its members as lists. ``kind`` is what they consist of, for messages.
+    """Return ``groups``, its members as lists. ``kind`` is the kind of their members, for messages.
 
     Raises ValueError unless it is None, a positive number, or a list of lists that share no member.
     """
@@ -49,7 +49,7 @@ def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any
 
 
 def check_predivide(function: str, factor: Any, op: ReduceOp) -> float:
-    """``gradient_predivide_factor``. Raises TypeError unless it is a number, ValueError where it makes no sense."""
+    """Return ``gradient_predivide_factor``. Raises TypeError unless it is a number, ValueError if it is not usable."""
     predivide = check_factor(function, "gradient_predivide_factor", factor)
     if predivide != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(
@@ -62,45 +62,45 @@ def check_predivide(function: str, factor: Any, op: ReduceOp) -> float:
 
 
 def groups_or_number(groups: Any, num_groups: int) -> Any:
-    """``groups``, or what its deprecated form says."""
+    """Return ``groups``, or its deprecated form ``num_groups``."""
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups` and will be removed.",
             DeprecationWarning,
-            stacklevel=4,  # who called the function that has this argument
+            stacklevel=4,  # the caller of the function that has this argument
         )
         return num_groups if groups is None else groups
     return groups
 
 
 def names_of_paths(paths: Sequence[str]) -> list[str]:
-    """A name for each variable of a model, each only once: its layer's and its own, the same on all ranks.
+    """Return a unique name for each variable of a model, the same on all ranks: its layer's name and its own.
 
-    Of a path only these two are told, and no number that Keras counted up for the layer: a loaded model, and one made
-    after others were, has other paths.
+    The rest of the path, and the number that Keras gave the layer, are left out, because they differ in a loaded model
+    and after other models were made.
     """
     names: list[str] = []
     for index, path in enumerate(paths):
         *layer, own = path.split("/")[-2:]
-        name = "/".join([*(re.sub(r"_\d+$", "", one) for one in layer), own])
+        name = "/".join([*(re.sub(r"_\d+$", "", part) for part in layer), own])
         names.append(name if name not in names else f"{name} ({index})")
     return names
 
 
 def plain_name(name: str) -> str:
-    """One of these names without what makes it the only one of its kind: "dense/kernel" of "dense/kernel (2)"."""
+    """Return a name of ``names_of_paths`` without its number: "dense/kernel" for "dense/kernel (2)"."""
     return re.sub(r" \(\d+\)$", "", name)
 
 
 def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:
-    """``items`` in ``parts`` runs whose lengths differ by at most one, the longer ones first."""
+    """Split ``items`` into ``parts`` lists whose lengths differ by at most one, the longer ones first."""
     length, longer = divmod(len(items), parts)
     ends = [(part + 1) * length + min(part + 1, longer) for part in range(parts)]
     return [list(items[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def form_groups(parameters: Sequence[Any], groups: int | list[list[Any]] | None) -> list[list[Any]]:
-    """The parameters that are reduced together; who is alone in a group is left out."""
+    """Return the groups of parameters that are reduced together; groups of a single parameter are left out."""
     if groups is None:
         return []
     if isinstance(groups, int):
@@ -112,11 +112,11 @@ def form_groups(parameters: Sequence[Any], groups: int | list[list[Any]] | None)
 
 
 def local_variables(local_layers: Any) -> list[Any]:
-    """The variables that layers train. Raises ValueError for what is no layer, or was not built."""
+    """Return the variables that layers train. Raises ValueError unless each is a layer, and built."""
     if local_layers is None:
         return []
     layers = local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]
-    found: list[Any] = []
+    variables: list[Any] = []
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"All local layers must be of tf.keras.layers.Layer type.\ngot {layer!r} in local_layers")
@@ -125,5 +125,5 @@ def local_variables(local_layers: Any) -> list[Any]:
                 f"local_layers: layer '{layer.name}' has no variables yet\n"
                 "HINT: build the model before: model.build(input_shape)."
             )
-        found += layer.trainable_weights
-    return found
+        variables += layer.trainable_weights
+    return variables

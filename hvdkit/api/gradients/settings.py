@@ -1,4 +1,4 @@
-"""How gradients are reduced: the arguments of tapes and optimizers, checked, in one object."""
+"""The arguments of tapes and optimizers about the reduction of gradients, checked, in one object."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Kind = TypeVar("Kind", bound="GradientSettings")
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """What a user asked of a DistributedGradientTape or a DistributedOptimizer. ``title``: what messages call it."""
+    """The arguments of a DistributedGradientTape or a DistributedOptimizer; ``title`` is its name in messages."""
 
     title: str
-    # Which of the other ranks' optimizers belong to this one; None: it is made for each step, as tapes are.
+    # Pairs the optimizers of all ranks. None for a tape, which is made for each step.
     pairing: Pairing | None = field(default=None, compare=False)
     op: ReduceOp = ReduceOp.AVERAGE
     predivide: float = 1.0
     groups: int | list[list[Any]] | None = None
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
-    policy: Policy = field(default_factory=Policy)  # which codec encodes which gradient
+    policy: Policy = field(default_factory=Policy)  # gives the codec of each gradient
     backward_passes_per_step: int = 1
     scale_local_gradients: bool = True
     device_dense: str = ""
@@ -39,12 +39,12 @@ class GradientSettings:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """What a gradient is multiplied with before and after the sum; the division of an average is not in it."""
+        """Return the factors of a gradient before and after the sum, without the division of an average."""
         return (1.0 / self.predivide, self.predivide) if self.op is ReduceOp.AVERAGE else (1.0, 1.0)
 
     @property
     def compressor(self) -> Any:
-        """What compresses tensor by tensor, for gradients that are not in a plan."""
+        """Return the class that compresses tensor by tensor, for gradients that are not in a plan."""
         return self.policy.compression if self.policy.by_tensor else NoneCompressor
 
     def label(self, engine: Any) -> str:
@@ -54,8 +54,8 @@ class GradientSettings:
         return self.pairing.label(engine, checks.check_registered(self.title, self.process_set))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for what an older hvdkit has pickled: it would train by defaults, not by what was asked."""
-        if missing := [one.name for one in fields(self) if one.name not in state]:
+        """Raise ValueError for a pickle of another hvdkit, which would train by defaults, not the user's arguments."""
+        if missing := [setting.name for setting in fields(self) if setting.name not in state]:
             raise ValueError(
                 f"this optimizer was pickled by another version of hvdkit, without {', '.join(missing)}.\n"
                 "HINT: make a DistributedOptimizer anew, and load the state_dict() of the old one."
@@ -63,12 +63,12 @@ class GradientSettings:
         vars(self).update(state)
 
     def as_kind(self, kind: type[Kind], **others: Any) -> Kind:
-        """The same, but for ``others``, in an object of a class that has more."""
-        return kind(**{**{one.name: getattr(self, one.name) for one in fields(GradientSettings)}, **others})
+        """Return a copy of the subclass ``kind``, with the values ``others``."""
+        return kind(**{**{each.name: getattr(self, each.name) for each in fields(GradientSettings)}, **others})
 
 
 def is_variable(source: Any) -> bool:
-    """Whether it is a tf.Variable, or a variable of Keras."""
+    """True for a tf.Variable, or a variable of Keras."""
     return hasattr(source, "assign") and hasattr(source, "shape")
 
 
@@ -91,10 +91,10 @@ def check_settings(
     members: str = "variables",
     is_member: Callable[[Any], bool] = is_variable,
 ) -> GradientSettings:
-    """The settings of ``function``'s arguments, which it was given by the user itself.
+    """Return the settings for a user's arguments of ``function``.
 
-    ``title`` if messages call them by another name; ``is_kept``: their owner makes many steps; ``members``,
-    ``is_member``: what groups consist of. Raises TypeError or ValueError for what makes no sense.
+    ``title``: another name for messages; ``is_kept``: False if their owner makes only one step; ``members``,
+    ``is_member``: the kind of the members of groups. Raises TypeError or ValueError for wrong arguments.
     """
     passes = checks.check_passes(function, backward_passes_per_step)
     reduce_op = checks.check_op(function, op)
@@ -121,7 +121,7 @@ def check_settings(
 
 
 def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
-    """A name for each source, each only once and the same on all ranks: the variable's, or its place."""
+    """Return a unique name for each source, the same on all ranks: the variable's name, or its place."""
     if use_generic_names:
         return [f"grad_{index}" for index in range(len(sources))]
     paths = [

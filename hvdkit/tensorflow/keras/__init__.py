@@ -15,7 +15,7 @@ if keras.backend.backend() != "tensorflow":
 
 import hvdkit.keras
 import hvdkit.tensorflow.keras.callbacks as callbacks_of_tf_keras
-from hvdkit.api import absent
+from hvdkit.api import missing_attribute
 from hvdkit.keras import *  # noqa: F403
 from hvdkit.keras import unwrapped
 from hvdkit.tensorflow.keras.saving import load_model as load_model
@@ -27,7 +27,7 @@ __all__ = hvdkit.keras.__all__
 
 
 def __getattr__(name: str) -> Any:
-    raise absent.attribute(__name__, name)
+    raise missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import around
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import Invocation
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
@@ -24,7 +24,7 @@ from hvdkit.tensorflow.ops.unconverted import as_written
 
 
 def _reduced(
-    asked: Asked, tensors: Sequence[Any], compression: Any, op: ReduceOp, factors: tuple[Any, Any], device: str
+    asked: Invocation, tensors: Sequence[Any], compression: Any, op: ReduceOp, factors: tuple[Any, Any], device: str
 ) -> list[Any]:
     """The reductions of dense tensors, of dtypes that can be reduced, after all other checks."""
     codec, compressor = split_compression(asked.function, compression, op, tensors)
@@ -88,7 +88,7 @@ def allreduce(
         >>> hvd.allreduce(tf.constant(hvd.rank()), op=hvd.Max).numpy().item()
         1
     """
-    asked = Asked("allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    asked = Invocation("allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     reduce_op = checks.op_or_average(asked.function, op, average)
     factors = (prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices):
@@ -126,7 +126,7 @@ def grouped_allreduce(
         >>> [one.numpy().tolist() for one in hvd.grouped_allreduce([tf.ones(2), tf.constant(3)], op=hvd.Sum)]
         [[2.0, 2.0], 6]
     """
-    asked = Asked("grouped_allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    asked = Invocation("grouped_allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     reduce_op = checks.op_or_average(asked.function, op, average)
     if len(tensors) == 0:
         return []

@@ -34,8 +34,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.api.handles import HANDLES
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import HANDLES, Invocation
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.ops.device import Device, device_for
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
@@ -48,9 +47,9 @@ _last_begins: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
 
 
 def run(
-    asked: Asked,
+    asked: Invocation,
     tensors: Sequence[Any],
-    start: Callable[[Asked, Sequence[Any]], int],
+    start: Callable[[Invocation, Sequence[Any]], int],
     outputs: Sequence[Output],
     stays_on_device: Callable[[], bool] = lambda: False,
     named_after: Sequence[Any] | None = None,
@@ -69,7 +68,7 @@ def run(
         return _results_of(start(asked, tensors), asked)
 
 
-def _results_of(number: int, asked: Asked) -> list[Any]:
+def _results_of(number: int, asked: Invocation) -> list[Any]:
     """Wait for an operation. Raises HorovodInternalError where another thread has called shutdown() meanwhile."""
     results = HANDLES.synchronize(number)
     if results is None:
@@ -78,7 +77,7 @@ def _results_of(number: int, asked: Asked) -> list[Any]:
     return list(results)
 
 
-def _name_in_graph(asked: Asked, tensors: Sequence[Any]) -> str:
+def _name_in_graph(asked: Invocation, tensors: Sequence[Any]) -> str:
     """As Horovod names operations: made of the tensors' names if it has none, and told apart from others' there."""
     graph = tf.compat.v1.get_default_graph()
     name = asked.name
@@ -99,9 +98,9 @@ def _name_of(tensor: Any) -> str:
 
 @as_written
 def _run_in_graph(
-    asked: Asked,
+    asked: Invocation,
     tensors: Sequence[Any],
-    start: Callable[[Asked, Sequence[Any]], int],
+    start: Callable[[Invocation, Sequence[Any]], int],
     outputs: Sequence[Output],
     stays_on_device: bool,
 ) -> list[Any]:

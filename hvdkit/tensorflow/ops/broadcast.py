@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import Invocation
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
@@ -23,7 +23,7 @@ from hvdkit.tensorflow.ops.unconverted import as_written
 CHUNK_BYTES = 256 << 20
 
 
-def _broadcast(asked: Asked, tensors: Sequence[Any], root_rank: int) -> list[Any]:
+def _broadcast(asked: Invocation, tensors: Sequence[Any], root_rank: int) -> list[Any]:
     """Not differentiable. Several tensors travel together."""
     tensor_checks.check_asked(asked)
     root = checks.check_root(asked.function, root_rank, asked.process_set, runtime.topology().size)
@@ -65,7 +65,7 @@ def broadcast(
         >>> hvd.broadcast(tf.fill([2], hvd.rank()), root_rank=1).numpy().tolist()
         [1, 1]
     """
-    asked = Asked("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    asked = Invocation("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
 
     def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
@@ -121,7 +121,7 @@ def broadcast_(
     outputs: list[Any] = []
     for number, some in enumerate(_chunks(values)):
         some_name = name if number == 0 or name is None else f"{name}.{number}"
-        outputs += _broadcast(Asked(function, some_name, process_set, waits=True), some, root_rank)
+        outputs += _broadcast(Invocation(function, some_name, process_set, waits=True), some, root_rank)
     for variable, output in zip(variables, outputs, strict=True):
         variable.assign(output)
     return outputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import Invocation
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -25,7 +25,7 @@ def any_rows(tensor: Any) -> Any:
     return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank is not None else tensor.shape
 
 
-def _gather(asked: Asked, tensors: Sequence[Any]) -> list[Any]:
+def _gather(asked: Invocation, tensors: Sequence[Any]) -> list[Any]:
     """Differentiable: the gradient is this rank's rows of the gradients' average, as Horovod's."""
     tensor_checks.check_has_rows(asked.function, tensors)
     tensor_checks.check_asked(asked)
@@ -79,7 +79,7 @@ def allgather(
         >>> hvd.allgather(tf.fill([1 + hvd.rank(), 2], hvd.rank())).numpy().tolist()
         [[0, 0], [1, 1], [1, 1]]
     """
-    asked = Asked("allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    asked = Invocation("allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     return _gather(asked, [tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)])[0]
 
 
@@ -102,19 +102,19 @@ def grouped_allgather(
         >>> [one.numpy().tolist() for one in hvd.grouped_allgather([tf.constant([hvd.rank()]), tf.ones(1)])]
         [[0, 1], [1.0, 1.0]]
     """
-    asked = Asked("grouped_allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    asked = Invocation("grouped_allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     found = tensor_checks.check_tensors(asked.function, tensors, tensor_checks.MOVABLE_DTYPES)
     return _gather(asked, found) if found else []
 
 
-def _scatter(asked: Asked, tensor: Any, splits: Any, problem: Exception | None = None) -> tuple[Any, Any]:
+def _scatter(asked: Invocation, tensor: Any, splits: Any, problem: Exception | None = None) -> tuple[Any, Any]:
     """The rows received, and how many came from each rank. Differentiable: rows' gradients go back where they were.
 
     ``problem``: why ``splits``, which are None then, cannot be told. It is raised when the operation runs, not while a
     graph is traced: the other ranks wait for it there.
     """
 
-    def start(asked: Asked, inputs: Sequence[Any]) -> int:
+    def start(asked: Invocation, inputs: Sequence[Any]) -> int:
         def own_splits() -> Any:
             if problem is not None:
                 raise problem
@@ -178,7 +178,7 @@ def alltoall(
         >>> received.numpy().tolist()  # on rank 1: [2, 2]
         [1, 1]
     """
-    asked = Asked("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    asked = Invocation("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
     tensor_checks.check_has_rows(asked.function, [found])
     tensor_checks.check_asked(asked)

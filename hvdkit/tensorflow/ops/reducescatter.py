@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.gradients.compression import around
-from hvdkit.api.operations import Asked, gradient_name
+from hvdkit.api.operations import Invocation, gradient_name
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -23,7 +23,7 @@ from hvdkit.tensorflow.ops.unconverted import as_written
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
-def _scatter(asked: Asked, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
+def _scatter(asked: Invocation, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
     """Differentiable: the gradients are gathered and scaled as the tensors are."""
     tensor_checks.check_has_rows(asked.function, tensors)
     tensor_checks.check_asked(asked)
@@ -49,7 +49,7 @@ def _scatter(asked: Asked, tensors: Sequence[Any], request: ReduceRequest) -> li
 
 
 def _reduced(
-    asked: Asked, tensors: Sequence[Any], device: str, compression: Any, op: ReduceOp, factors: tuple[Any, Any]
+    asked: Invocation, tensors: Sequence[Any], device: str, compression: Any, op: ReduceOp, factors: tuple[Any, Any]
 ) -> list[Any]:
     """This rank's rows of the reductions of tensors, of dtypes that can be reduced."""
     codec, compressor = split_compression(asked.function, compression, op, tensors)
@@ -86,7 +86,7 @@ def reducescatter(
         >>> hvd.reducescatter(tf.range(3.0), op=hvd.Sum).numpy().tolist()  # on rank 1: [4.0]
         [0.0, 2.0]
     """
-    asked = Asked("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    asked = Invocation("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     reduce_op = checks.check_op(asked.function, op, _OPS)
     found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     return _reduced(asked, [found], device_dense, compression, reduce_op, (prescale_factor, postscale_factor))[0]
@@ -114,7 +114,7 @@ def grouped_reducescatter(
         >>> [one.numpy().tolist() for one in hvd.grouped_reducescatter([tf.ones(4), tf.ones(2)], op=hvd.Sum)]
         [[2.0, 2.0], [2.0]]
     """
-    asked = Asked("grouped_reducescatter", None, process_set, waits=True)
+    asked = Invocation("grouped_reducescatter", None, process_set, waits=True)
     reduce_op = checks.check_op(asked.function, op, _OPS)
     if len(tensors) == 0:
         return []

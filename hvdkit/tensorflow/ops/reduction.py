@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import Invocation
 from hvdkit.engine.ops.device_operations import reduces_directly
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.tensorflow.ops.bridge import differentiable, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS
 
 
-def reduce(asked: Asked, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
+def reduce(asked: Invocation, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
     """The reduced tensors, after all checks. Differentiable: gradients are reduced in the same way, as Horovod's."""
 
     def reduced(inputs: Sequence[Any]) -> list[Any]:

@@ -8,13 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import Invocation
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import tensor_checks
 from hvdkit.tensorflow.ops.gather import grouped_allgather
 
 
-def allreduce_slices(asked: Asked, slices: Sequence[Any], op: ReduceOp, factors: tuple[float, float]) -> list[Any]:
+def allreduce_slices(asked: Invocation, slices: Sequence[Any], op: ReduceOp, factors: tuple[float, float]) -> list[Any]:
     """The sums or averages of IndexedSlices, in which an index that several ranks have stands several times.
 
     Raises NotImplementedError for other operations and for scale factors.

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import Invocation
 from hvdkit.engine.life import runtime
 
 # Dictionaries, since dtypes compare slowly and these are looked up by hash.
@@ -25,7 +25,7 @@ MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
 SCALAR_TO_ROW = "tf.reshape(tensor, [1])"
 
 
-def check_asked(asked: Asked) -> None:
+def check_asked(asked: Invocation) -> None:
     """Raises NotInitializedError before init, TypeError or ValueError for a name or a process set there cannot be."""
     runtime.engine()
     checks.check_name(asked.function, asked.name)

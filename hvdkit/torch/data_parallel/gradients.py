@@ -1,7 +1,7 @@
-"""The gradients of a DistributedDataParallel in a lane, as those of an optimizer are, and what codecs keep of them.
+"""The gradients of a DistributedDataParallel in a lane, and the state that its codecs keep.
 
-Each parameter is a slot. What is encoded together, and when it travels, is for the lane: that DDP lays out its buckets
-anew after the first step changes neither.
+Each parameter is a slot. The lane decides which gradients are encoded together and when they travel; DDP's new layout
+of its buckets after the first step changes neither.
 """
 
 from __future__ import annotations
@@ -30,84 +30,139 @@ from hvdkit.torch.ops.framework import Array, as_array
 logger = logging.getLogger("hvdkit")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAMED = 3  # of a bucket's parameters, in errors
+NAMED = 3  # the most parameters of a bucket that an error names
 LOADING = "ddp_hook.load_state_dict"
-# What a state_dict must have, and what of it all ranks' have in common.
+# The keys of a state_dict, and those whose values are the same on all ranks, with their words for errors.
 KEYS = {"codec", "rank", "size", "turn", "shapes", "kept"}
 ALIKE = {"size": "size", "turn": "turn", "codec": "codec", "shapes": "list of parameters"}
 
 
 @dataclass(eq=False)
-class Bucket:
-    """What DDP hands over in one step. ``host``: the same in host memory; ``ready``: when ``flat`` has its values."""
+class HookBucket:
+    """A bucket of DDP in one step: ``flat``, of which ``host`` is the host's copy or, on the CPU, the same tensor."""
 
     flat: Tensor
     parameters: list[Tensor]
-    ready: Any
+    ready: Any  # the event after which ``flat`` has its values on a device, None on the CPU
     future: Future[Tensor]
     host: Tensor
     errors: list[BaseException] = field(default_factory=list)
+
+    def result(self, done: Future[Tensor]) -> Tensor:
+        """Return the average, as a callback of the Future, or raise the error that ended the step.
+
+        DDP waits in C++, which gets an error that a callback raises, but not that of Future.set_exception.
+        """
+        if self.errors:
+            raise self.errors[0]
+        return done.value()
 
     def fail(self, error: BaseException) -> None:
         """End the Future with an error."""
         self.errors = [error]
         try:
             if not self.future.done():
-                # Not of the device, which may be what failed; nobody sees it.
+                # The result is never used. It is not on the device, which may have failed.
                 self.future.set_result(torch.empty(0))
-        except Exception:  # the other buckets' Futures must end all the same
+        except Exception:  # the Futures of other buckets must end all the same
             logger.exception("ddp_hook: a bucket's Future could not be ended")
 
-    def runs(self) -> Iterator[tuple[Tensor, Array]]:
-        """Each parameter with its gradient in host memory, flat."""
+    def gradients(self) -> Iterator[tuple[Tensor, Array]]:
+        """Yield each parameter with its gradient in host memory, flat."""
         values, begin = as_array(self.host), 0
         for parameter in self.parameters:
-            end = begin + _elements(parameter)
+            # DDP views complex numbers as pairs of real numbers.
+            end = begin + parameter.numel() * (2 if parameter.is_complex() else 1)
             yield parameter, values[begin:end]
             begin = end
         assert begin == values.size, (begin, values.size)
 
 
-class Gradients:
-    """Those of one model. ``lane``: None before its first step is complete, which tells all that ranks agree on."""
+class PinnedCopies:
+    """Page-locked host memory for buckets on devices, and the streams that fill it and copy results back."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._memory: dict[int, Tensor] = {}  # by index of the bucket
+
+    def bucket(self, index: int, flat: Tensor, parameters: list[Tensor]) -> HookBucket:
+        """Return a bucket, with memory of the host if it is on a device; no value is copied yet."""
+        if flat.device.type != "cuda":
+            return HookBucket(flat, parameters, None, Future(), flat)
+        # The last step's copy back ends before the next fill, because both are on the device's stream.
+        host = self._memory.get(index)
+        if host is None or host.shape != flat.shape or host.dtype != flat.dtype:
+            host = self._memory[index] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        ready = torch.cuda.current_stream(flat.device).record_event()
+        return HookBucket(flat, parameters, ready, Future(devices=[flat.device]), host)
+
+    def fill(self, bucket: HookBucket) -> None:
+        """Copy a bucket to the host and wait for the copy."""
+        stream = self._stream(bucket)
+        with torch.cuda.stream(stream):
+            stream.wait_event(bucket.ready)
+            bucket.host.copy_(bucket.flat, non_blocking=True)
+            stream.synchronize()
+
+    def finish(self, bucket: HookBucket) -> None:
+        """End the bucket's Future, after the copy back to a device. DDP's wait for the Future includes the copy."""
+        if bucket.ready is None:
+            bucket.future.set_result(bucket.flat)
+            return
+        with torch.cuda.stream(self._stream(bucket)):
+            bucket.flat.copy_(bucket.host, non_blocking=True)
+            bucket.future.set_result(bucket.flat)
+
+    def _stream(self, bucket: HookBucket) -> Any:
+        device = bucket.flat.device
+        if device not in self._streams:
+            stream: Any = torch.cuda.Stream
+            self._streams[device] = stream(device)
+        return self._streams[device]
+
+
+class ModelGradients:
+    """The gradients of one model. ``lane`` is None before the first step is complete, by which ranks agree on it."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._names: dict[Tensor, str] = {}  # in the model's order, if they were told
+        self._names: dict[Tensor, str] = {}  # in the model's order; empty unless the hook was registered with a model
         self._slots: dict[Tensor, int] = {}
         self._shapes: list[list[int]] = []
         self._earlier = 0  # steps before the lane's
         self.lane: Lane | None = None
 
     @property
-    def knows_any(self) -> bool:
-        """Whether they are those of a model that was seen."""
+    def have_model(self) -> bool:
+        """True after a model was registered or its first step was complete."""
         return bool(self._names or self._slots)
 
     def name(self, module: nn.Module) -> None:
-        """Know the parameters by name too."""
+        """Take the names of the parameters from a model."""
         self._names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
     def check(self, index: int, flat: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Raises ValueError for a bucket that cannot be averaged, or that has a parameter of another model."""
+        """Raise ValueError for a bucket that cannot be averaged, or that has a parameter of another model."""
         if flat.dtype not in DTYPES or flat.device.type not in ("cpu", "cuda"):
-            names = [f"'{self._names[one]}'" if one in self._names else f"{list(one.shape)}" for one in parameters]
+            names = [
+                f"'{self._names[tensor]}'" if tensor in self._names else f"{[*tensor.shape]}" for tensor in parameters
+            ]
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise ValueError(
                 f"ddp_hook: bucket {index} ({', '.join(names[:NAMED])}{more}) is {flat.dtype} on {flat.device}; "
                 f"expected one of {', '.join(map(str, DTYPES))} on the CPU or CUDA"
             )
-        if self.knows_any and not all(one in (self._slots or self._names) for one in parameters):
+        if self.have_model and not all(parameter in (self._slots or self._names) for parameter in parameters):
             raise ValueError("ddp_hook: this hook belongs to another model\nHINT: make one for each model.")
 
-    def register(self, engine: Engine, step: Sequence[Bucket]) -> Lane:
+    def register(self, engine: Engine, step: Sequence[HookBucket]) -> Lane:
         """Agree with all ranks on the gradients in the buckets of the first step. Raises MismatchError on all ranks."""
-        dtypes = {parameter: values.dtype for bucket in step for parameter, values in bucket.runs()}
-        # DDP's buckets begin at the model's end, but within one parameters stand in the model's order.
+        dtypes = {parameter: values.dtype for bucket in step for parameter, values in bucket.gradients()}
+        # DDP's buckets begin at the model's end, but within a bucket parameters stand in the model's order.
         listed = [parameter for bucket in reversed(step) for parameter in bucket.parameters]
         names = self._names or {parameter: f"parameter {index}" for index, parameter in enumerate(listed)}
         named = [(name, parameter) for parameter, name in names.items() if parameter in dtypes]
-        policy = Policy(self._codec) if self._codec.encodes else None  # a cast is for all
+        policy = Policy(self._codec) if self._codec.encodes else None  # a cast is for all gradients
         codecs, numbers = policy.choose(named) if policy else ([self._codec], [0] * len(named))
         slots = [
             Slot(name, _shape(parameter), dtypes[parameter], number)
@@ -119,52 +174,52 @@ class Gradients:
         self._shapes = [list(slot.shape) for slot in slots]
         return self.lane
 
-    def hand_over(self, lane: Lane, bucket: Bucket) -> None:
-        """Let the gradients of a bucket be averaged: small ones in the lane's memory, the others where they lie."""
-        for parameter, values in bucket.runs():
+    def hand_over(self, lane: Lane, bucket: HookBucket) -> None:
+        """Start to average the gradients of a bucket: small gradients in the lane's memory, large ones in place."""
+        for parameter, values in bucket.gradients():
             slot = self._slots[parameter]
             small = lane.small(slot)
             if small is not None:
                 small[...] = values
             lane.ready(slot, offer_of(values) if small is None else FILLED)
 
-    def give_back(self, lane: Lane, bucket: Bucket) -> None:
-        """Bring the small ones back into the bucket."""
-        for parameter, values in bucket.runs():
+    def give_back(self, lane: Lane, bucket: HookBucket) -> None:
+        """Copy the small gradients back into the bucket."""
+        for parameter, values in bucket.gradients():
             small = lane.small(self._slots[parameter])
             if small is not None:
                 values[...] = small
 
     def can_be_saved(self, has_failed: bool) -> bool:
-        """Whether codecs keep what they kept after the last complete step. ``has_failed``: nothing runs any more."""
+        """True if the codecs' state is that after the last complete step. ``has_failed``: nothing runs any more."""
         if self.lane is None or not self.lane.reducer.residuals.keeps_anything:
             return True
         return not (self.lane.reducer.residuals.is_in_use if has_failed else self.lane.in_flight)
 
     def under_way(self) -> str:
-        """What is reduced now, for errors."""
+        """Return words about the reduction in progress, for errors."""
         if self.lane is None or not self.lane.reducer.residuals.is_in_use:
             return ""
         return f"\nIt was at {self.lane.waiting_for().partition(', ')[2].removesuffix(' ()')}."
 
     def saved(self, rank: int, size: int) -> dict[str, Any]:
-        """What codecs keep, as ``DDPHook.state_dict`` says it."""
+        """Return the codecs' state in the form of ``DDPHook.state_dict``."""
         kept = None if self.lane is None else compression_state.saved(self.lane, range(len(self._shapes)))
         return {
             "codec": self._codec.summary,
             "rank": rank,
             "size": size,
-            # Of these all ranks have the same, whatever each one keeps.
+            # These two are the same on all ranks.
             "turn": 0 if self.lane is None else self._earlier + self.lane.steps,
             "shapes": self._shapes,
             "kept": [kept] if kept else [],
         }
 
     def load(self, lane: Lane, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what one or several ranks saved. Raises ValueError if it is of another model."""
-        theirs, kept = states[0]["shapes"], [one for state in states for one in state["kept"]]
-        if theirs and theirs != self._shapes:
-            pairs = zip_longest(theirs, self._shapes)
+        """Go on from the states of one or several ranks. Raises ValueError for states of another model."""
+        shapes, kept = states[0]["shapes"], [entry for state in states for entry in state["kept"]]
+        if shapes and shapes != self._shapes:
+            pairs = zip_longest(shapes, self._shapes)
             index, was, has = next((index, *map(_dims, pair)) for index, pair in enumerate(pairs) if pair[0] != pair[1])
             raise ValueError(
                 f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
@@ -180,21 +235,16 @@ def _dims(shape: Sequence[int] | None) -> str:
     return "missing" if shape is None else " x ".join(map(str, shape))
 
 
-def _elements(parameter: Tensor) -> int:
-    return parameter.numel() * (2 if parameter.is_complex() else 1)  # DDP views them as pairs of real numbers
-
-
 def _shape(parameter: Tensor) -> tuple[int, ...]:
-    """A gradient's as it lies in a bucket, which is as its parameter lies in memory."""
+    """Return the shape of a gradient in a bucket, whose axes are in the order of the parameter's memory."""
     real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
     return tuple(real.shape[axis] for axis in memory_order(real) or range(real.dim()))
 
 
 def checked(saved: Any) -> list[Mapping[str, Any]]:
-    """The states that a user gave.
+    """Return a user's states as a list.
 
-    Raises TypeError for what is no state_dict of a hook and no list of them, ValueError for states that are not of one
-    moment of one job.
+    Raises TypeError for anything else than state_dicts of a hook, ValueError for states of different moments or jobs.
     """
     states = [saved] if isinstance(saved, Mapping) else saved
     if not isinstance(states, Sequence) or isinstance(states, str):
@@ -220,6 +270,6 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
 
 
 def share_of(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """What rank ``rank`` of ``size`` goes on from, of what one or several ranks saved."""
-    kept = [one for state in states for one in state["kept"] if one["rank"] % size == rank]
+    """Return the state from which rank ``rank`` of ``size`` goes on, given the states of one or several ranks."""
+    kept = [entry for state in states for entry in state["kept"] if entry["rank"] % size == rank]
     return {**states[0], "rank": rank, "size": size, "kept": kept}

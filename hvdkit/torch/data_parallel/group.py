@@ -1,7 +1,7 @@
 """A session of the engine among the ranks of a process group, and the thread on which a hook waits for it.
 
-hvd.init() has no part in it: the session has Gloo connections of its own, so that what ranks do in it cannot cross what
-the process group does.
+The session is not that of hvd.init(). It has Gloo connections of its own, so that its operations cannot cross those of
+the process group.
 """
 
 from __future__ import annotations
@@ -37,18 +37,35 @@ from hvdkit.transports.torch_distributed import GlooTransport, open_gloo
 
 logger = logging.getLogger("hvdkit")
 
-# What a job that is under way when the process ends gets to finish in, and what then becomes of it.
+# The time that a job in progress gets at the end of the process to finish, and after that to fail.
 FINISH_SECONDS, FAIL_SECONDS = 0.2, 2.0
 LAUNCHER = "torch.distributed"
 LEAVING = "its process or its ddp_hook has come to its end"
+# Words of the engine's errors, and the hook's words for the same things.
+WORDS = {
+    "HVDKIT_TIMEOUT_SECONDS": "the hook's timeout",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "the hook's timeout",
+    "optimizer 'ddp_hook'": "ddp_hook",
+    "hvd.init()": "ddp_hook",
+}
 Job = Callable[[], None]
 
 
-class GroupTransport(GlooTransport):
-    """Connects the ranks of ``process_group``, whatever its backend; construction is collective among them.
+def hooks_text(error: BaseException, ranks: list[int]) -> str:
+    """Return an error's text in the words of hvd.ddp_hook; ``ranks``: the ranks of the process group."""
+    text = str(error) or repr(error)
+    for engines_word, hooks_word in WORDS.items():
+        text = text.replace(engines_word, hooks_word)
+    if ranks != list(range(len(ranks))):
+        text += f"\nRanks are counted in the process group, which has ranks {ranks}."
+    return text
 
-    Ranks are counted in the process group. Raises PeerLostError where not all come within ``timeout``. It is no part of
-    what ``torch.distributed`` knows.
+
+class GroupTransport(GlooTransport):
+    """Gloo connections between the ranks of ``process_group``, of any backend; construction is collective among them.
+
+    Ranks are counted in the process group, which does not know of the transport. Raises PeerLostError unless all ranks
+    come within ``timeout``.
     """
 
     name = "process_group"
@@ -58,7 +75,7 @@ class GroupTransport(GlooTransport):
         ranks = dist.get_process_group_ranks(process_group)
         rank = dist.get_rank()
         me = ranks.index(rank)
-        # Not dist.new_group: for a part of the ranks that needs equally many groups on each of them, or all ranks.
+        # dist.new_group would need all ranks of the job, or as many groups on each rank of the process group.
         store: Any = c10d._get_process_group_store(process_group)
         turn = store.add(f"hvdkit/opened/{me}", 1)
         store = PrefixStore(f"hvdkit/{turn}", store)
@@ -90,7 +107,7 @@ def _meet(store: Any, ranks: list[int], me: int, place: tuple[str, int], timeout
 
 
 def timeout_of(process_group: Any) -> timedelta:
-    """The time limit of a process group's operations."""
+    """Return the time limit of a process group's operations."""
     for device in ("cpu", "cuda"):
         try:
             return process_group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
@@ -100,9 +117,9 @@ def timeout_of(process_group: Any) -> timedelta:
 
 
 def open_session(process_group: Any, timeout: timedelta) -> Session:
-    """A session in which no ranks share memory. Collective.
+    """Open a session in which no ranks share memory. Collective.
 
-    ``timeout``: for how long a rank may give no sign of life, or not do its part of what others wait for. Raises
+    ``timeout``: a rank that gives no sign of life, or keeps others waiting, for longer is an error. Raises
     PeerLostError, HorovodInternalError.
     """
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -113,9 +130,9 @@ def open_session(process_group: Any, timeout: timedelta) -> Session:
 
 
 class Worker:
-    """Runs jobs on a daemon thread in the order in which they were given, and then closes the session.
+    """A daemon thread that runs jobs in order, and closes the session when ``owner`` is gone or the process ends.
 
-    That is when ``owner`` is gone, or the process ends. What is under way then fails.
+    A job that is in progress then fails.
     """
 
     def __init__(self, owner: object, session: Session) -> None:
@@ -126,29 +143,29 @@ class Worker:
         self._thread = threading.Thread(target=self._serve, name="hvdkit-ddp-hook", daemon=True)
         _SERVING[self] = None
         self._thread.start()
-        # Nobody waits for the goodbye of a hook that is let go of, which may be the garbage collector's doing.
+        # No thread waits for the goodbye, because the garbage collector may end the owner.
         weakref.finalize(owner, self._jobs.put, None).atexit = False
 
     def run(self, job: Job) -> None:
-        """Have ``job`` run after those that were given before. What it raises is logged."""
+        """Queue ``job``. An error that it raises is logged."""
         self._jobs.put(job)
 
     def call(self, job: Job) -> None:
-        """Run ``job``, which ends by a deadline of its own, and raise what it raises."""
+        """Queue ``job``, wait for it and raise its error. It must have a deadline of its own."""
         over: Future[None] = Future()
 
         def run() -> None:
             try:
                 job()
                 over.set_result(None)
-            except BaseException as error:  # any: who waits for it must go on
+            except BaseException as error:  # any error: the waiting thread must go on
                 over.set_exception(error)
 
         self._jobs.put(run)
         over.result()
 
     def leave(self, reason: str, failed: bool = False) -> None:
-        """Close the session; others learn the reason, which is all that one that ``failed`` waits for. For jobs."""
+        """Close the session and tell the other ranks why; a job calls it. With ``failed`` it waits for nothing else."""
         if not self._is_closed:
             self._is_closed = True
             try:
@@ -159,18 +176,18 @@ class Worker:
                 logger.info("ddp_hook: %s", lost)
 
     def has_left(self) -> bool:
-        """Whether the session is closed, which it is about to be."""
+        """True if the session, which is about to close, is closed in time."""
         return self._left.wait(GOODBYE_SECONDS + FAIL_SECONDS)
 
     def tell_to_end(self) -> None:
-        """Have the thread end after the jobs that were given."""
+        """Have the thread end after the jobs in the queue."""
         self._jobs.put(None)
 
     def end(self, deadline: float) -> None:
-        """Return when the thread, which was told to, has ended. What is under way at ``deadline`` fails."""
+        """Wait for the thread to end, after ``tell_to_end``. A job that is in progress at ``deadline`` fails."""
         self._thread.join(max(0.0, deadline - monotonic()))
         if self._thread.is_alive():
-            # A thread that comes back from C++ when Python is gone can take the process down with it.
+            # A thread that returns from C++ after Python has ended can crash the process.
             engine = self.session.engine
             engine.driver.defer(lambda: engine.fail(HorovodInternalError(LEAVING)))
             self._thread.join(GOODBYE_SECONDS + FAIL_SECONDS)
@@ -180,21 +197,21 @@ class Worker:
             while (job := self._jobs.get()) is not None:
                 try:
                     job()
-                except BaseException:  # any: later jobs end their Futures, and the session must be closed
+                except BaseException:  # any error: later jobs end their Futures, and the session must be closed
                     logger.exception("ddp_hook: what the hook does failed")
-                del job  # it may hold the last reference to the owner, which would otherwise wait for the next job
+                del job  # it may hold the last reference to the owner, which would else live until the next job
             self.leave(LEAVING)
         finally:
             _SERVING.pop(self, None)
 
 
-_SERVING: dict[Worker, None] = {}  # in the order in which they were made, which is the same on all ranks
+_SERVING: dict[Worker, None] = {}  # living workers in their order of creation, which is the same on all ranks
 
 
 @atexit.register
 def _end_all() -> None:
     workers = list(_SERVING)
-    # All at once: of several hooks, each rank would otherwise wait in one for goodbyes that others say after another's.
+    # All workers end at once. In turn, ranks with several hooks could wait for each other's goodbyes.
     for worker in workers:
         worker.tell_to_end()
     deadline = monotonic() + FINISH_SECONDS

@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.api.handles import HANDLES
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import HANDLES, Invocation
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
-from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allreduce import grouped_allreduce
-from hvdkit.torch.ops.framework import OPERATIONS, apply
+from hvdkit.torch.ops.framework import MOVABLE_DTYPES, OPERATIONS, apply, check_tensors
+
+
+def _start(invocation: Invocation, tensors: Any) -> int:
+    return OPERATIONS.allgather(
+        invocation, check_tensors(invocation.function, tensors, MOVABLE_DTYPES, invocation.single)
+    )
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an allgather; the result is a new tensor. Arguments and errors are those of allgather().
 
-    Do not change the tensor until the handle is synchronised.
-
-    Returns:
-        A handle for poll() and synchronize().
+    Do not change the tensor until the handle is synchronised. Returns a handle for poll() and synchronize().
 
     Examples:
         >>> hvd.synchronize(hvd.allgather_async(torch.tensor([hvd.rank()])))
         tensor([0, 1])
     """
-    tensor_checks.check_tensor("allgather_async", tensor, tensor_checks.MOVABLE_DTYPES)
-    return OPERATIONS.allgather(Asked("allgather_async", name, process_set, single=True), [tensor])
+    return _start(Invocation("allgather_async", name, process_set, single=True), tensor)
 
 
 def grouped_allgather_async(
@@ -37,32 +37,30 @@ def grouped_allgather_async(
 ) -> int:
     """Start an allgather of several tensors as one. Arguments and errors are those of grouped_allgather().
 
-    Returns:
-        A handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_allgather_async([torch.tensor([hvd.rank()]), torch.ones(1)]))
         (tensor([0, 1]), tensor([1., 1.]))
     """
-    group = tensor_checks.check_tensors("grouped_allgather_async", tensors, tensor_checks.MOVABLE_DTYPES)
-    return OPERATIONS.allgather(Asked("grouped_allgather_async", name, process_set), group)
+    return _start(Invocation("grouped_allgather_async", name, process_set), tensors)
 
 
 class AllgatherFunction(torch.autograd.Function):
     """Allgather whose gradient is this rank's part of the gradients' average over all ranks, as Horovod's."""
 
     @staticmethod
-    def forward(ctx: Any, asked: Asked, *tensors: Tensor) -> Any:
-        """As many tensors out as in."""
-        outputs = HANDLES.synchronize(OPERATIONS.allgather(asked, tensors))
+    def forward(ctx: Any, invocation: Invocation, *tensors: Tensor) -> Any:
+        """Return as many new tensors as there are ``tensors``."""
+        outputs = HANDLES.synchronize(OPERATIONS.allgather(invocation, tensors))
         ctx.rows = [tensor.shape[0] for tensor in tensors]
-        ctx.asked = asked
+        ctx.invocation = invocation
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """None for the argument before the tensors, then their gradients."""
-        name, process_set = ctx.asked.of_gradient().name, ctx.asked.process_set
+        """Return None for the argument before the tensors, then their gradients."""
+        name, process_set = ctx.invocation.of_gradient().name, ctx.invocation.process_set
         averages = grouped_allreduce(grad_outputs, name=name, process_set=process_set)
         all_rows = allgather(torch.tensor([ctx.rows]), None if name is None else f"{name}.rows", process_set)
         starts = all_rows[: process_set.rank()].sum(dim=0).tolist()
@@ -75,20 +73,15 @@ class AllgatherFunction(torch.autograd.Function):
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
 
-    Differentiable: the gradient is this rank's rows of the average of all ranks' gradients.
+    Differentiable: the gradient is this rank's rows of the average of all ranks' gradients. The other arguments and
+    errors are those of allreduce().
 
     Args:
         tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
             dimension are the same on all ranks. It is not changed.
-        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
-        process_set: the ranks that take part.
 
     Returns:
         A new tensor with the sum of all ranks' rows.
-
-    Raises:
-        TypeError, ValueError: for arguments that make no sense.
-        HorovodInternalError: on every rank where ranks disagree.
 
     Examples:
         >>> hvd.allgather(torch.full((1 + hvd.rank(), 2), hvd.rank()))  # a row of rank 0, two of rank 1
@@ -96,8 +89,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
                 [1, 1],
                 [1, 1]])
     """
-    tensor_checks.check_tensor("allgather", tensor, tensor_checks.MOVABLE_DTYPES)
-    output: Tensor = apply(AllgatherFunction, Asked("allgather", name, process_set, waits=True), tensor)[0]
+    check_tensors("allgather", tensor, MOVABLE_DTYPES, single=True)
+    output: Tensor = apply(AllgatherFunction, Invocation("allgather", name, process_set, waits=True), tensor)[0]
     return output
 
 
@@ -116,5 +109,5 @@ def grouped_allgather(
         >>> hvd.grouped_allgather([torch.tensor([hvd.rank()]), torch.ones(1)])
         [tensor([0, 1]), tensor([1., 1.])]
     """
-    group = tensor_checks.check_tensors("grouped_allgather", tensors, tensor_checks.MOVABLE_DTYPES)
-    return list(apply(AllgatherFunction, Asked("grouped_allgather", name, process_set, waits=True), *group))
+    group = check_tensors("grouped_allgather", tensors, MOVABLE_DTYPES)
+    return list(apply(AllgatherFunction, Invocation("grouped_allgather", name, process_set, waits=True), *group))

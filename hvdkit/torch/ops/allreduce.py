@@ -8,14 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.api import checks
-from hvdkit.api.handles import HANDLES
-from hvdkit.api.operations import Asked
+from hvdkit.api.checks import reduce_request
+from hvdkit.api.operations import HANDLES, Invocation
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.torch.compression import Compression, reduced
-from hvdkit.torch.ops import tensor_checks
-from hvdkit.torch.ops.framework import OPERATIONS, apply, is_tracked
+from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, apply, check_tensors, is_tracked
+
+
+def _start(invocation: Invocation, tensors: Any, request: ReduceRequest, in_place: bool = False) -> int:
+    """Check the tensors, start the allreduce and return its handle."""
+    checked = check_tensors(invocation.function, tensors, REDUCIBLE_DTYPES, invocation.single)
+    return OPERATIONS.allreduce(invocation, checked, request, in_place)
+
+
+class AllreduceFunction(torch.autograd.Function):
+    """Allreduce whose gradient is the allreduce of the gradients, with the same operation and factors, as Horovod's."""
+
+    @staticmethod
+    def forward(ctx: Any, invocation: Invocation, request: ReduceRequest, *tensors: Tensor) -> Any:
+        """Return as many new tensors as there are ``tensors``."""
+        ctx.invocation, ctx.request = invocation, request
+        return HANDLES.synchronize(OPERATIONS.allreduce(invocation, tensors, request))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        """Return None for each argument before the tensors, then the reduced gradients."""
+        return None, None, *apply(AllreduceFunction, ctx.invocation.of_gradient(), ctx.request, *grad_outputs)
+
+
+def _differentiable(
+    invocation: Invocation, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any
+) -> list[Tensor]:
+    """Return new tensors, which autograd can differentiate."""
+    if compression is Compression.none and not is_tracked(tensors):
+        return list(HANDLES.synchronize(OPERATIONS.allreduce(invocation, tensors, request)))
+    return reduced(AllreduceFunction, invocation, tensors, request, compression)
 
 
 def allreduce_async(
@@ -29,20 +57,15 @@ def allreduce_async(
 ) -> int:
     """Start an allreduce; the result is a new tensor. Arguments and errors are those of allreduce().
 
-    Do not change the tensor until the handle is synchronised.
-
-    Returns:
-        A handle for poll() and synchronize().
+    Do not change the tensor until the handle is synchronised. Returns a handle for poll() and synchronize().
 
     Examples:
         >>> handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
         >>> hvd.synchronize(handle)
         tensor([2., 2., 2.])
     """
-    function = "allreduce_async"
-    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
-    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return OPERATIONS.allreduce(Asked(function, name, process_set, single=True), [tensor], request)
+    request = reduce_request("allreduce_async", op, average, prescale_factor, postscale_factor)
+    return _start(Invocation("allreduce_async", name, process_set, single=True), tensor, request)
 
 
 def allreduce_async_(
@@ -56,10 +79,7 @@ def allreduce_async_(
 ) -> int:
     """Start an allreduce in place. Arguments and errors are those of allreduce().
 
-    Leave the tensor alone until the handle is synchronised.
-
-    Returns:
-        A handle for poll() and synchronize(), whose result is the tensor itself.
+    Do not use the tensor until the handle is synchronised. Returns a handle, whose result is the tensor itself.
 
     Examples:
         >>> tensor = torch.ones(3)
@@ -68,10 +88,8 @@ def allreduce_async_(
         >>> tensor
         tensor([2., 2., 2.])
     """
-    function = "allreduce_async_"
-    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
-    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return OPERATIONS.allreduce(Asked(function, name, process_set, single=True), [tensor], request, in_place=True)
+    request = reduce_request("allreduce_async_", op, average, prescale_factor, postscale_factor)
+    return _start(Invocation("allreduce_async_", name, process_set, single=True), tensor, request, in_place=True)
 
 
 def allreduce_(
@@ -83,44 +101,17 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce over all ranks in place. Arguments and errors are those of allreduce().
-
-    Returns:
-        The tensor itself.
+    """Reduce over all ranks in place. Arguments and errors are those of allreduce(). Returns the tensor itself.
 
     Examples:
         >>> loss = torch.tensor(1.0 + hvd.rank())
         >>> hvd.allreduce_(loss)
         tensor(1.5000)
     """
-    function = "allreduce_"
-    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
-    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    asked = Asked(function, name, process_set, waits=True, single=True)
-    output: Tensor = HANDLES.synchronize(OPERATIONS.allreduce(asked, [tensor], request, in_place=True))
+    request = reduce_request("allreduce_", op, average, prescale_factor, postscale_factor)
+    invocation = Invocation("allreduce_", name, process_set, waits=True, single=True)
+    output: Tensor = HANDLES.synchronize(_start(invocation, tensor, request, in_place=True))
     return output
-
-
-class AllreduceFunction(torch.autograd.Function):
-    """Allreduce whose gradient is the allreduce of the gradients, with the same operation and factors, as Horovod's."""
-
-    @staticmethod
-    def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
-        """As many tensors out as in."""
-        ctx.asked, ctx.request = asked, request
-        return HANDLES.synchronize(OPERATIONS.allreduce(asked, tensors, request))
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """None for each argument before the tensors, then the reduced gradients."""
-        return None, None, *apply(AllreduceFunction, ctx.asked.of_gradient(), ctx.request, *grad_outputs)
-
-
-def _reduced(asked: Asked, tensors: Sequence[Tensor], request: ReduceRequest, compression: Any) -> list[Tensor]:
-    """New tensors, which can be differentiated."""
-    if compression is Compression.none and not is_tracked(tensors):
-        return list(HANDLES.synchronize(OPERATIONS.allreduce(asked, tensors, request)))
-    return reduced(AllreduceFunction, asked, tensors, request, compression)
 
 
 def allreduce(
@@ -141,9 +132,9 @@ def allreduce(
         tensor: has the same shape and dtype on all ranks, and is not changed. It is dense, on the CPU or on CUDA, of
             dtype uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, complex64 or complex128.
         average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
-        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
-        compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``; nothing is kept here of
-            what a codec loses, as an optimizer keeps it.
+        name: tells concurrent operations apart; without a name, ranks must make their calls in the same order.
+        compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``. The part that a lossy
+            codec does not send is lost, while an optimizer would send it later.
         op: hvd.Average, Sum, Min, Max, Product or Adasum; of complex tensors Average or Sum. Averages of integers are
             cut off, not rounded.
         prescale_factor: each element is multiplied by it before the reduction, as by ``tensor * prescale_factor``;
@@ -155,9 +146,9 @@ def allreduce(
         A new tensor of the same shape and dtype.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: for wrong arguments.
         NotImplementedError: for Adasum on a number of ranks that is no power of two.
-        HorovodInternalError: on every rank where ranks disagree.
+        HorovodInternalError: on every rank if ranks disagree.
 
     Examples:
         >>> hvd.allreduce(torch.tensor([1.0, 2.0]) * (1 + hvd.rank()))
@@ -165,11 +156,9 @@ def allreduce(
         >>> hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Max)
         tensor(1)
     """
-    request = checks.reduce_request("allreduce", op, average, prescale_factor, postscale_factor)
-    tensor_checks.check_tensor("allreduce", tensor, tensor_checks.REDUCIBLE_DTYPES)
-    asked = Asked("allreduce", name, process_set, waits=True)
-    output: Tensor = _reduced(asked, [tensor], request, compression)[0]
-    return output
+    request = reduce_request("allreduce", op, average, prescale_factor, postscale_factor)
+    group = check_tensors("allreduce", tensor, REDUCIBLE_DTYPES, single=True)
+    return _differentiable(Invocation("allreduce", name, process_set, waits=True), group, request, compression)[0]
 
 
 def grouped_allreduce_async(
@@ -183,17 +172,14 @@ def grouped_allreduce_async(
 ) -> int:
     """Start an allreduce of several tensors as one. Arguments and errors are those of grouped_allreduce().
 
-    Returns:
-        A handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(1)], op=hvd.Sum))
         (tensor([2., 2.]), tensor([2.]))
     """
-    function = "grouped_allreduce_async"
-    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
-    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    return OPERATIONS.allreduce(Asked(function, name, process_set), group, request)
+    request = reduce_request("grouped_allreduce_async", op, average, prescale_factor, postscale_factor)
+    return _start(Invocation("grouped_allreduce_async", name, process_set), tensors, request)
 
 
 def grouped_allreduce_async_(
@@ -207,8 +193,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start an allreduce of several tensors in place. Arguments and errors are those of grouped_allreduce().
 
-    Returns:
-        A handle for poll() and synchronize(), whose result is a tuple of the tensors.
+    Returns a handle for poll() and synchronize(), whose result is a tuple of the tensors.
 
     Examples:
         >>> first, second = torch.ones(2), torch.ones(1)
@@ -216,10 +201,8 @@ def grouped_allreduce_async_(
         >>> second
         tensor([2.])
     """
-    function = "grouped_allreduce_async_"
-    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
-    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    return OPERATIONS.allreduce(Asked(function, name, process_set), group, request, in_place=True)
+    request = reduce_request("grouped_allreduce_async_", op, average, prescale_factor, postscale_factor)
+    return _start(Invocation("grouped_allreduce_async_", name, process_set), tensors, request, in_place=True)
 
 
 def grouped_allreduce_(
@@ -233,18 +216,15 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors over all ranks in place. Arguments and errors are those of grouped_allreduce().
 
-    Returns:
-        The tensors, as a tuple.
+    Returns the tensors, as a tuple.
 
     Examples:
         >>> hvd.grouped_allreduce_([torch.ones(2), torch.ones(1)], op=hvd.Sum)
         (tensor([2., 2.]), tensor([2.]))
     """
-    function = "grouped_allreduce_"
-    request = checks.reduce_request(function, op, average, prescale_factor, postscale_factor)
-    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    asked = Asked(function, name, process_set, waits=True)
-    outputs: tuple[Tensor, ...] = HANDLES.synchronize(OPERATIONS.allreduce(asked, group, request, in_place=True))
+    request = reduce_request("grouped_allreduce_", op, average, prescale_factor, postscale_factor)
+    invocation = Invocation("grouped_allreduce_", name, process_set, waits=True)
+    outputs: tuple[Tensor, ...] = HANDLES.synchronize(_start(invocation, tensors, request, in_place=True))
     return outputs
 
 
@@ -273,6 +253,6 @@ def grouped_allreduce(
         >>> hvd.grouped_allreduce([torch.ones(2), torch.tensor([hvd.rank()])], op=hvd.Sum)
         [tensor([2., 2.]), tensor([1])]
     """
-    request = checks.reduce_request("grouped_allreduce", op, average, prescale_factor, postscale_factor)
-    group = tensor_checks.check_tensors("grouped_allreduce", tensors, tensor_checks.REDUCIBLE_DTYPES)
-    return _reduced(Asked("grouped_allreduce", name, process_set, waits=True), group, request, compression)
+    request = reduce_request("grouped_allreduce", op, average, prescale_factor, postscale_factor)
+    group = check_tensors("grouped_allreduce", tensors, REDUCIBLE_DTYPES)
+    return _differentiable(Invocation("grouped_allreduce", name, process_set, waits=True), group, request, compression)

@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdkit.api.handles import HANDLES
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import HANDLES, Invocation
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
-from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allreduce import allreduce
-from hvdkit.torch.ops.framework import OPERATIONS, apply
+from hvdkit.torch.ops.framework import MOVABLE_DTYPES, OPERATIONS, apply, check_tensors
 
 
-def _start(asked: Asked, tensor: Tensor, root_rank: int, in_place: bool = False) -> int:
-    tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
-    return OPERATIONS.broadcast(asked, [tensor], root_rank, in_place)
+def _start(invocation: Invocation, tensor: Tensor, root_rank: int, in_place: bool = False) -> int:
+    checked = check_tensors(invocation.function, tensor, MOVABLE_DTYPES, single=True)
+    return OPERATIONS.broadcast(invocation, checked, root_rank, in_place)
 
 
 def broadcast_async(
@@ -26,14 +24,13 @@ def broadcast_async(
 ) -> int:
     """Start a broadcast; the result is a new tensor. Arguments and errors are those of broadcast().
 
-    Returns:
-        A handle for poll() and synchronize().
+    Returns a handle for poll() and synchronize().
 
     Examples:
         >>> hvd.synchronize(hvd.broadcast_async(torch.full((2,), hvd.rank()), root_rank=1))
         tensor([1, 1])
     """
-    return _start(Asked("broadcast_async", name, process_set, single=True), tensor, root_rank)
+    return _start(Invocation("broadcast_async", name, process_set, single=True), tensor, root_rank)
 
 
 def broadcast_async_(
@@ -41,10 +38,8 @@ def broadcast_async_(
 ) -> int:
     """Start a broadcast in place. Arguments and errors are those of broadcast().
 
-    Leave the tensor alone until the handle is synchronised.
-
-    Returns:
-        A handle for poll() and synchronize(), whose result is the tensor itself.
+    Do not use the tensor until the handle is synchronised. Returns a handle for poll() and synchronize(), whose result
+    is the tensor itself.
 
     Examples:
         >>> tensor = torch.full((2,), hvd.rank())
@@ -52,7 +47,7 @@ def broadcast_async_(
         >>> tensor
         tensor([1, 1])
     """
-    return _start(Asked("broadcast_async_", name, process_set, single=True), tensor, root_rank, in_place=True)
+    return _start(Invocation("broadcast_async_", name, process_set, single=True), tensor, root_rank, in_place=True)
 
 
 def broadcast_(
@@ -60,15 +55,14 @@ def broadcast_(
 ) -> Tensor:
     """Write the root's values into the tensor on all ranks. Arguments and errors are those of broadcast().
 
-    Returns:
-        The tensor itself.
+    Returns the tensor itself.
 
     Examples:
         >>> hvd.broadcast_(torch.full((2,), hvd.rank()), root_rank=1)
         tensor([1, 1])
     """
-    asked = Asked("broadcast_", name, process_set, waits=True, single=True)
-    output: Tensor = HANDLES.synchronize(_start(asked, tensor, root_rank, in_place=True))
+    invocation = Invocation("broadcast_", name, process_set, waits=True, single=True)
+    output: Tensor = HANDLES.synchronize(_start(invocation, tensor, root_rank, in_place=True))
     return output
 
 
@@ -80,15 +74,16 @@ class BroadcastFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
-        """One tensor in, a new one out."""
-        asked = Asked("broadcast", name, process_set, waits=True, single=True)
-        ctx.root_rank, ctx.asked = root_rank, asked
-        return HANDLES.synchronize(_start(asked, tensor, root_rank))
+        """Return a new tensor."""
+        invocation = Invocation("broadcast", name, process_set, waits=True, single=True)
+        ctx.root_rank, ctx.invocation = root_rank, invocation
+        return HANDLES.synchronize(_start(invocation, tensor, root_rank))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        """The gradient, and None for each of the other arguments."""
-        average = allreduce(grad_output, name=ctx.asked.of_gradient().name, process_set=ctx.asked.process_set)
+        """Return the gradient, and None for each of the other arguments."""
+        name, process_set = ctx.invocation.of_gradient().name, ctx.invocation.process_set
+        average = allreduce(grad_output, name=name, process_set=process_set)
         if runtime.topology().rank != ctx.root_rank:
             average = torch.zeros_like(average)
         return average, None, None, None
@@ -99,20 +94,15 @@ def broadcast(
 ) -> Tensor:
     """Give all ranks of ``process_set`` the tensor of ``root_rank``.
 
-    Differentiable: the root's gradient is the average of all ranks' gradients, that of the others is zero.
+    Differentiable: the root's gradient is the average of all ranks' gradients, that of other ranks is zero. The other
+    arguments and errors are those of allreduce().
 
     Args:
         tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks, and is not changed.
         root_rank: counts among all ranks, not in the set.
-        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
-        process_set: the ranks that take part.
 
     Returns:
         A new tensor of the same shape and dtype.
-
-    Raises:
-        TypeError, ValueError: for arguments that make no sense.
-        HorovodInternalError: on every rank where ranks disagree.
 
     Examples:
         >>> hvd.broadcast(torch.full((2,), hvd.rank()), root_rank=1)

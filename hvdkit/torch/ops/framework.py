@@ -1,4 +1,4 @@
-"""What operations ask of PyTorch's tensors, in host memory and on devices whose collectives the transport has."""
+"""PyTorch's tensors for operations by name: checks, host and device memory, and calls of autograd functions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,84 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hvdkit.api.framework import Framework
+from hvdkit.api import checks
+from hvdkit.api.framework import RESULTS, Framework
 from hvdkit.api.operations import Operations
-from hvdkit.api.result_memory import RESULTS
 from hvdkit.engine.ops.device_operations import DeviceArray
-from hvdkit.torch.ops.tensor_checks import dtype_name
 from hvdkit.transports.gpu.device import cuda_mark
 from hvdkit.transports.gpu.host_copies import as_tensor as as_tensor
 
 Array = npt.NDArray[Any]
 
-# From here on memory is used again; see result_memory.
+REDUCIBLE_DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, torch.bool)
+
+# Results of this size and more lie in RESULTS, whose buffers are used again.
 HUGE_BYTES = 1 << 20
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return numpy's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype], single: bool = False) -> list[Tensor]:
+    """Return the tensors of an operation as a list; ``single``: ``tensors`` is one tensor.
+
+    Raises TypeError unless they are tensors, ValueError unless all are dense, of ``dtypes`` and on one device.
+    """
+    if single:
+        _check_tensor(function, tensors, dtypes, "tensor")
+        return [tensors]
+    checks.check_listed(function, tensors, (Tensor,))
+    checked = list(tensors)
+    if not checked:
+        raise ValueError(f"{function}: tensors must hold at least one tensor, got an empty list")
+    for index, tensor in enumerate(checked):
+        _check_tensor(function, tensor, dtypes, f"tensors[{index}]")
+        if tensor.device != checked[0].device:
+            raise ValueError(
+                f"{function}: tensors must be on the same device, got {checked[0].device} and {tensor.device}"
+            )
+    return checked
+
+
+def _check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argument: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: {argument} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{function}: {argument} must be dense, got layout {tensor.layout}\n"
+            "HINT: use sparse_allreduce_async() for sparse COO tensors, or tensor.to_dense()."
+        )
+    if tensor.dtype not in dtypes:
+        error = checks.wrong_dtype(function, argument, map(dtype_name, dtypes), dtype_name(tensor.dtype))
+        raise ValueError(f"{error}\nHINT: use tensor.to(torch.complex64).") if tensor.is_complex() else error
+    if tensor.is_meta:
+        raise ValueError(f"{function}: {argument} must hold data, got a tensor on the meta device")
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
 
 def as_array(tensor: Tensor) -> Array:
-    """The memory of a contiguous CPU tensor as an array of the same shape: what one writes the other reads."""
+    """Return an array of the same shape that shares the memory of a contiguous CPU tensor."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
@@ -38,7 +98,7 @@ def as_array(tensor: Tensor) -> Array:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy in host memory that nobody else holds."""
+    """Return a contiguous copy in host memory that nothing else refers to."""
     return host_like(tensor).copy_(tensor.detach())
 
 
@@ -48,7 +108,7 @@ def resolved(tensor: Tensor) -> Tensor:
 
 
 def host_view(tensor: Tensor) -> Tensor:
-    """Contiguous host memory with the tensor's values: its own memory where that is contiguous, else a copy."""
+    """Return contiguous host memory with the tensor's values: its own memory if that is contiguous, else a copy."""
     tensor = tensor.detach()
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
@@ -56,15 +116,15 @@ def host_view(tensor: Tensor) -> Tensor:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Contiguous host memory of the tensor's shape and type, without its values."""
+    """Return contiguous host memory of the tensor's shape and dtype, without its values."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes < HUGE_BYTES:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     return torch.from_numpy(RESULTS.take(nbytes)).view(tensor.dtype).view(tensor.shape)
 
 
-class Torch(Framework[Tensor]):
-    """Through host memory. Buffers are tensors there."""
+class TorchFramework(Framework[Tensor]):
+    """PyTorch's tensors by way of host memory. Buffers are tensors there."""
 
     def on_device(self, engine: Any, tensors: Sequence[Tensor]) -> Framework[Tensor] | None:
         return _ON_DEVICE if tensors[0].device.type in engine.transport.device_types else None
@@ -73,7 +133,7 @@ class Torch(Framework[Tensor]):
         return tensor.device.type
 
     def dtype(self, tensor: Tensor) -> str:
-        return dtype_name(tensor)
+        return dtype_name(tensor.dtype)
 
     def views(self, tensors: Sequence[Tensor]) -> list[Any]:
         return list(map(host_view, tensors))
@@ -91,16 +151,16 @@ class Torch(Framework[Tensor]):
         return tensor.device
 
     def results(self, devices: Sequence[torch.device], made: Sequence[Any]) -> list[Tensor]:
-        return [_tensor(one).to(device) for device, one in zip(devices, made, strict=True)]
+        return [_tensor(buffer).to(device) for device, buffer in zip(devices, made, strict=True)]
 
     def integers(self, numbers: Sequence[int], splits: Any, device: torch.device) -> Tensor:
-        """Of the type and on the device of ``splits`` if that is a tensor, else 32 bits wide and on the CPU."""
+        """Return a vector of the type and on the device of ``splits`` if that is a tensor, else int32 on the CPU."""
         if isinstance(splits, Tensor):
             return torch.tensor(numbers, dtype=splits.dtype, device=splits.device)
         return torch.tensor(numbers, dtype=torch.int32)
 
     def check_writable(self, function: str, tensors: Sequence[Tensor]) -> None:
-        """Raises ValueError for a tensor that cannot be written in place because elements share memory."""
+        """Raise ValueError for a tensor that cannot be written in place because elements share memory."""
         for tensor in tensors:
             if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
                 raise ValueError(
@@ -109,16 +169,15 @@ class Torch(Framework[Tensor]):
                 )
 
     def write(self, tensors: Sequence[Tensor], made: Sequence[Any]) -> None:
-        for tensor, one in zip(tensors, made, strict=True):
-            buffer = _tensor(one)
+        for tensor, buffer in zip(tensors, map(_tensor, made), strict=True):
             if buffer.data_ptr() == tensor.data_ptr() and buffer.device == tensor.device:
                 torch.autograd.graph.increment_version(tensor)  # a backward pass that saved its old value will say so
             else:
                 tensor.detach().copy_(buffer)
 
 
-class TorchOnDevice(Torch):
-    """Buffers are tensors of the device."""
+class TorchDeviceFramework(TorchFramework):
+    """PyTorch's tensors on a device whose collectives the transport has. Buffers are tensors of the device."""
 
     is_device = True
 
@@ -133,12 +192,12 @@ class TorchOnDevice(Torch):
         return list(map(device_array, buffers))
 
 
-_ON_DEVICE = TorchOnDevice()
-OPERATIONS = Operations(Torch())
+_ON_DEVICE = TorchDeviceFramework()
+OPERATIONS = Operations(TorchFramework())
 
 
 def device_array(tensor: Tensor) -> DeviceArray:
-    """A contiguous tensor for the engine, with its values as of the present thread's work on the device."""
+    """Return a contiguous tensor for the engine, with its values after this thread's present work on the device."""
     mark: Any = cuda_mark(tensor.device) if tensor.is_cuda else None
 
     def to_host() -> Array:
@@ -146,16 +205,19 @@ def device_array(tensor: Tensor) -> DeviceArray:
             mark.synchronize()
         return as_array(host_copy(tensor))
 
-    return DeviceArray(tensor, tuple(tensor.shape), dtype_name(tensor), str(tensor.device), mark, to_host)
+    return DeviceArray(tensor, tuple(tensor.shape), dtype_name(tensor.dtype), str(tensor.device), mark, to_host)
 
 
 def _tensor(made: Any) -> Tensor:
-    """A buffer itself; of an array that the engine returned, also of a DeviceArray that was staged, its memory."""
+    """Return a buffer itself, or a tensor on the memory of an array that the engine returned."""
     return made if isinstance(made, Tensor) else as_tensor(made)
 
 
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
 class _NoGradient:
-    """Takes the place of a function's context where nothing will be differentiated, and keeps nothing for it."""
+    """A context for autograd functions that keeps nothing, because nothing will be differentiated."""
 
     def save_for_backward(self, *tensors: Any) -> None: ...
 
@@ -163,7 +225,7 @@ class _NoGradient:
 
 
 def is_tracked(arguments: Sequence[Any]) -> bool:
-    """Whether a gradient is asked for, or may be: forward-mode differentiation does not show on tensors."""
+    """True if autograd needs, or may need, a gradient: forward-mode differentiation does not show on tensors."""
     for argument in arguments:
         if getattr(argument, "requires_grad", False) and torch.is_grad_enabled():
             return True
@@ -171,9 +233,9 @@ def is_tracked(arguments: Sequence[Any]) -> bool:
 
 
 def apply(function: Any, *arguments: Any) -> Any:
-    """``function.apply(*arguments)`` for a ``torch.autograd.Function``; quicker where no gradient is asked for.
+    """Return ``function.apply(*arguments)`` of a ``torch.autograd.Function``; faster if no gradient is needed.
 
-    Inside forward-mode differentiation PyTorch says what is missing.
+    Inside forward-mode differentiation PyTorch raises its own error about the missing derivative.
     """
     if is_tracked(arguments):
         return function.apply(*arguments)

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from hvdkit.api import checks
-from hvdkit.api.handles import HANDLES
-from hvdkit.api.operations import Asked
+from hvdkit.api.operations import HANDLES, Invocation
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression, reduced
-from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allgather import grouped_allgather
-from hvdkit.torch.ops.framework import OPERATIONS
-
-_OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, check_tensors
 
 
-def _request(function: str, op: Any, prescale_factor: Any, postscale_factor: Any) -> ReduceRequest:
-    reduce_op = checks.check_op(function, op, _OPS)
-    return ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor))
+def _checked(
+    function: str, tensors: Any, op: Any, prescale_factor: Any, postscale_factor: Any, single: bool = False
+) -> tuple[list[Tensor], ReduceRequest]:
+    """Return the tensors as a list, and the request; ``single``: ``tensors`` is one tensor."""
+    checked = check_tensors(function, tensors, REDUCIBLE_DTYPES, single)
+    reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
+    return checked, ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor))
 
 
 def reducescatter_async(
@@ -37,17 +37,14 @@ def reducescatter_async(
 ) -> int:
     """Start a reducescatter; the result is a new tensor. Arguments and errors are those of reducescatter().
 
-    Returns:
-        A handle for poll() and synchronize().
+    Returns a handle for poll() and synchronize().
 
     Examples:
         >>> hvd.synchronize(hvd.reducescatter_async(torch.ones(4), op=hvd.Sum))
         tensor([2., 2.])
     """
-    function = "reducescatter_async"
-    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    request = _request(function, op, prescale_factor, postscale_factor)
-    return OPERATIONS.reducescatter(Asked(function, name, process_set, single=True), [tensor], request)
+    group, request = _checked("reducescatter_async", tensor, op, prescale_factor, postscale_factor, single=True)
+    return OPERATIONS.reducescatter(Invocation("reducescatter_async", name, process_set, single=True), group, request)
 
 
 def grouped_reducescatter_async(
@@ -58,43 +55,38 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter of several tensors as one.
+    """Start a reducescatter of several tensors as one. Arguments and errors are those of grouped_reducescatter().
 
-    Arguments and errors are those of grouped_reducescatter().
-
-    Returns:
-        A handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)], op=hvd.Sum))
         (tensor([2., 2.]), tensor([2.]))
     """
-    function = "grouped_reducescatter_async"
-    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    request = _request(function, op, prescale_factor, postscale_factor)
-    return OPERATIONS.reducescatter(Asked(function, name, process_set), group, request)
+    group, request = _checked("grouped_reducescatter_async", tensors, op, prescale_factor, postscale_factor)
+    return OPERATIONS.reducescatter(Invocation("grouped_reducescatter_async", name, process_set), group, request)
 
 
 class ReducescatterFunction(torch.autograd.Function):
     """Reducescatter whose gradient is the allgather of the gradients, times the ranks for Sum, as Horovod's."""
 
     @staticmethod
-    def forward(ctx: Any, asked: Asked, request: ReduceRequest, *tensors: Tensor) -> Any:
-        """As many tensors out as in."""
-        outputs = HANDLES.synchronize(OPERATIONS.reducescatter(asked, tensors, request))
-        times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
+    def forward(ctx: Any, invocation: Invocation, request: ReduceRequest, *tensors: Tensor) -> Any:
+        """Return as many new tensors as there are ``tensors``."""
+        outputs = HANDLES.synchronize(OPERATIONS.reducescatter(invocation, tensors, request))
+        times = checks.size_of(invocation.process_set) if request.op == ReduceOp.SUM else 1
         ctx.factors = [factor for factor in (times, request.prescale, request.postscale) if factor != 1]
-        ctx.asked = asked
+        ctx.invocation = invocation
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """None for each argument before the tensors, then their gradients."""
+        """Return None for each argument before the tensors, then their gradients."""
         scaled = list(grad_outputs)
         for factor in ctx.factors:
             scaled = [gradient * factor for gradient in scaled]
-        asked = ctx.asked.of_gradient()
-        return None, None, *grouped_allgather(scaled, name=asked.name, process_set=asked.process_set)
+        invocation = ctx.invocation.of_gradient()
+        return None, None, *grouped_allgather(scaled, name=invocation.name, process_set=invocation.process_set)
 
 
 def reducescatter(
@@ -108,34 +100,24 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor over all ranks of ``process_set`` and keep this rank's share of the rows.
 
-    Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum.
+    Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum. The other
+    arguments and errors are those of allreduce().
 
     Args:
         tensor: has at least one dimension and the same shape and dtype (one of allreduce()'s) on all ranks; it is not
             changed.
-        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
-        compression: one of hvd.Compression, as in allreduce().
         op: hvd.Average or hvd.Sum.
-        process_set: the ranks that take part.
-        prescale_factor: each element is multiplied by it before the reduction.
-        postscale_factor: each element is multiplied by it after the reduction.
 
     Returns:
         A new tensor with rows / ranks rows, one more on each of the first (rows % ranks) ranks.
-
-    Raises:
-        TypeError, ValueError: for arguments that make no sense.
-        HorovodInternalError: on every rank where ranks disagree.
 
     Examples:
         >>> hvd.reducescatter(torch.arange(3.0), op=hvd.Sum)  # on rank 1: tensor([4.])
         tensor([0., 2.])
     """
-    function = "reducescatter"
-    tensor_checks.check_tensor(function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    request = _request(function, op, prescale_factor, postscale_factor)
-    asked = Asked(function, name, process_set, waits=True)
-    return reduced(ReducescatterFunction, asked, [tensor], request, compression)[0]
+    group, request = _checked("reducescatter", tensor, op, prescale_factor, postscale_factor, single=True)
+    invocation = Invocation("reducescatter", name, process_set, waits=True)
+    return reduced(ReducescatterFunction, invocation, group, request, compression)[0]
 
 
 def grouped_reducescatter(
@@ -161,8 +143,6 @@ def grouped_reducescatter(
         >>> hvd.grouped_reducescatter([torch.ones(4), torch.ones(2)], op=hvd.Sum)
         [tensor([2., 2.]), tensor([2.])]
     """
-    function = "grouped_reducescatter"
-    group = tensor_checks.check_tensors(function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    request = _request(function, op, prescale_factor, postscale_factor)
-    asked = Asked(function, name, process_set, waits=True)
-    return reduced(ReducescatterFunction, asked, group, request, compression)
+    group, request = _checked("grouped_reducescatter", tensors, op, prescale_factor, postscale_factor)
+    invocation = Invocation("grouped_reducescatter", name, process_set, waits=True)
+    return reduced(ReducescatterFunction, invocation, group, request, compression)

@@ -30,13 +30,13 @@ def sparse_allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A function that waits for it and returns a new sparse COO tensor. In a sum, an element that several ranks have
-        stands several times, and ``coalesce()`` adds them up. An average is coalesced, since what is divided is the
-        sum; averages of integers are cut off.
+        A function that waits for the result and returns a new sparse COO tensor. In a sum, an element that several
+        ranks have stands several times, and ``coalesce()`` adds them up. An average is coalesced, because the sum is
+        divided; averages of integers are cut off.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
-        HorovodInternalError: by the function, where ranks disagree.
+        TypeError, ValueError: for wrong arguments.
+        HorovodInternalError: by the function, if ranks disagree.
 
     Examples:
         >>> row = torch.zeros(4).index_fill(0, torch.tensor([hvd.rank()]), 6.0).to_sparse()
@@ -64,7 +64,7 @@ def sparse_allreduce_async(
 
 
 def _average(gathered: Tensor, size: int) -> Tensor:
-    """The sum of all ranks' elements, divided by their number; every rank computes it for itself."""
+    """Return the sum of all ranks' elements, divided by the number of ranks; every rank computes it for itself."""
     with kernels.DefaultFloats():
         total = gathered.coalesce()
     values = total._values()

@@ -1,4 +1,4 @@
-"""Waiting: for one operation, for all ranks at a barrier, and for all ranks to run out of data."""
+"""Functions that wait: for an operation, for all ranks at a barrier, and until all ranks are out of data."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from typing import Any
 import torch
 
 from hvdkit.api.checks import check_handle, check_process_set
-from hvdkit.api.handles import HANDLES
+from hvdkit.api.operations import HANDLES
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 
 
 def poll(handle: int) -> bool:
-    """Whether an asynchronous operation has ended.
+    """True if ``synchronize(handle)`` returns at once, because the asynchronous operation has ended.
 
-    Args:
-        handle: what the operation returned.
-
-    Returns:
-        True if ``synchronize(handle)`` will return at once.
-
-    Raises:
-        ValueError: for a handle that is unknown or was synchronised.
-        TypeError: for what is no integer.
+    Raises ValueError if ``handle`` is unknown or was synchronised, TypeError unless it is an integer. Returns a bool.
 
     Examples:
         >>> handle = hvd.allreduce_async(torch.ones(3))
@@ -36,18 +28,15 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an asynchronous operation.
-
-    Args:
-        handle: what the operation returned.
+    """Wait for the asynchronous operation that returned ``handle``.
 
     Returns:
         The operation's result, which is a tensor, and for a group a tuple of tensors; None for a handle that is unknown
         or was synchronised already.
 
     Raises:
-        TypeError: for what is no integer.
-        HorovodInternalError: on every rank if the operation failed on one.
+        TypeError: unless it is an integer.
+        HorovodInternalError: on every rank if the operation failed on a rank.
 
     Examples:
         >>> handles = [hvd.allreduce_async(torch.full((2,), layer), name=f"layer {layer}") for layer in range(3)]
@@ -58,19 +47,19 @@ def synchronize(handle: int) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and block until all ranks have said so.
+    """Tell all ranks that this rank has no more data, and block until all ranks have joined.
 
-    Until then this rank takes part in the others' allreduces with zeros; other operations fail. It does not have what
-    the others trained meanwhile: broadcast parameters and the optimizer's state from the rank that joined last.
+    Until then this rank adds zeros to the other ranks' allreduces; their other operations fail. This rank misses their
+    training steps: broadcast parameters and the optimizer's state from the rank that joined last.
 
     Args:
-        device: the CUDA device of the zeros, by default the one that this rank has used or the current one.
+        device: the CUDA device of the zeros; by default the device that this rank has used, or the current device.
 
     Returns:
         The rank that joined last.
 
     Raises:
-        HorovodInternalError: on every rank, for another operation than an allreduce while some have joined, or if a
+        HorovodInternalError: on every rank, for another operation than an allreduce after a rank has joined, or if a
             rank is lost.
 
     Examples:
@@ -78,7 +67,7 @@ def join(device: int = -1) -> int:
         ...     total = hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum)
         >>> hvd.join()
         1
-        >>> total  # on rank 1, whose last batch met zeros: tensor([1.])
+        >>> total  # on rank 1, whose last batch is added to zeros: tensor([1.])
         tensor([2.])
     """
     engine = runtime.engine()
@@ -89,15 +78,10 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all ranks of ``process_set`` have come here.
+    """Block until all ranks of ``process_set`` have called it.
 
-    Args:
-        process_set: the ranks that wait for each other.
-
-    Raises:
-        ValueError: on a rank that is not in the set.
-        TypeError: for what is no ProcessSet.
-        HorovodInternalError: if a rank is lost.
+    Raises ValueError on a rank that is not in the set, TypeError unless it is a ProcessSet, HorovodInternalError if a
+    rank is lost.
 
     Examples:
         >>> if hvd.rank() == 0:

@@ -1,4 +1,4 @@
-"""Memory of results: used again when nobody refers to it any more, and never before; little is kept."""
+"""Buffers for results: used again after the last reference is gone, and never before; few are kept."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import gc
 
 import torch
 
-from hvdkit.api.result_memory import KEPT_RESULTS, STEP_BYTES, ResultMemory
+from hvdkit.api.framework import KEPT_RESULTS, STEP_BYTES, ResultBuffers
 from hvdkit.torch.ops.framework import HUGE_BYTES, host_like
 
 
-def test_memory_is_used_again_only_when_nobody_refers_to_it():
-    memory = ResultMemory()
-    first = memory.take(3 * STEP_BYTES)
+def test_a_buffer_is_used_again_only_after_the_last_reference_is_gone():
+    buffers = ResultBuffers()
+    first = buffers.take(3 * STEP_BYTES)
     address = first.ctypes.data
     view = torch.from_numpy(first)[5:].view(torch.uint8)
     del first
     gc.collect()
-    assert memory.take(3 * STEP_BYTES).ctypes.data != address, "a view of it is still there"
+    assert buffers.take(3 * STEP_BYTES).ctypes.data != address, "a view of it is still there"
     del view
     gc.collect()
-    assert memory.take(3 * STEP_BYTES - 1).ctypes.data == address
+    assert buffers.take(3 * STEP_BYTES - 1).ctypes.data == address
 
 
 def test_no_more_is_kept_than_two_of_the_largest_and_sizes_unused_longest_go_first():
-    memory = ResultMemory()
-    lent = [memory.take(size * STEP_BYTES) for size in (1, 2, 3, 4, 4, 4)]
+    buffers = ResultBuffers()
+    lent = [buffers.take(size * STEP_BYTES) for size in (1, 2, 3, 4, 4, 4)]
     address = lent[-1].ctypes.data
     while lent:
         del lent[0]
         gc.collect()
-        assert memory.kept() <= KEPT_RESULTS * 4 * STEP_BYTES
-    assert memory.take(4 * STEP_BYTES).ctypes.data == address
+        assert buffers.kept() <= KEPT_RESULTS * 4 * STEP_BYTES
+    assert buffers.take(4 * STEP_BYTES).ctypes.data == address
 
 
 def test_tensors_of_any_type_and_shape_lie_on_it():
