@@ -8,6 +8,7 @@ from hvdkit.api.checks import handle_average_backwards_compatibility
 from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.job import Adasum, Max, Min, Product
+from hvdkit.tensorflow.basics import cuda_built, gloo_built, gpu_available, init, nccl_built, rocm_built
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.for_keras import DistributedOptimizer
 from hvdkit.tensorflow.functions import (
@@ -16,12 +17,6 @@ from hvdkit.tensorflow.functions import (
     broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
-    cuda_built,
-    gloo_built,
-    gpu_available,
-    init,
-    nccl_built,
-    rocm_built,
 )
 from hvdkit.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvdkit.tensorflow.ops import exceptions

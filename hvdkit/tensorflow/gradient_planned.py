@@ -31,7 +31,7 @@ from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.ops.bridge import as_written, check_functions, differentiable, in_order
+from hvdkit.tensorflow.ops.bridge import as_written, differentiable, in_order
 from hvdkit.tensorflow.ops.exceptions import RUNNING, in_graph, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
 from hvdkit.tensorflow.ops.reduction import allreduce_dense
@@ -78,10 +78,10 @@ def reduce_planned(
             for result, tensor in zip(results, inputs, strict=True)
         ]
 
-    operation = Asked("grouped_allreduce", None, settings.process_set, waits=True)
+    invocation = Asked("grouped_allreduce", None, settings.process_set, waits=True)
     request = ReduceRequest(settings.op, *settings.scales)
     with raised_as_tensorflows(), tf.device(settings.device_dense):
-        return differentiable(gradients, reduce, lambda _, upstream: allreduce_dense(operation, upstream, request))
+        return differentiable(gradients, reduce, lambda _, upstream: allreduce_dense(invocation, upstream, request))
 
 
 def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
@@ -93,7 +93,6 @@ def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence
 
 @as_written
 def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
-    check_functions()
     begun = []
     for number, part in enumerate(plan.parts()):
 

@@ -18,7 +18,7 @@ from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops import hints
 from hvdkit.tensorflow.gradient_planned import can_be_planned, reduce_planned, warn
 from hvdkit.tensorflow.ops.allreduce import grouped_allreduce, quotient
-from hvdkit.tensorflow.ops.bridge import as_written, check_functions, in_order
+from hvdkit.tensorflow.ops.bridge import as_written, in_order
 from hvdkit.tensorflow.ops.exceptions import in_graph
 from hvdkit.tensorflow.verification import verified
 
@@ -97,7 +97,6 @@ def _takes_part(settings: GradientSettings) -> bool:
     """True if there are other ranks to reduce with. A graph raises RuntimeError when its ranks have changed."""
     traced = _ranks(settings.process_set)
     if not tf.executing_eagerly():
-        check_functions()
 
         def check() -> None:
             now = _ranks(settings.process_set) if runtime.is_initialized() else traced

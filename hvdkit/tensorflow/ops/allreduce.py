@@ -21,38 +21,38 @@ from hvdkit.tensorflow.ops.reduction import allreduce_dense, compressed
 
 
 def _allreduce_dense(
-    operation: Asked, tensors: Sequence[Any], compression: Any, op: ReduceOp, factors: tuple[Any, Any], device: str
+    invocation: Asked, tensors: Sequence[Any], compression: Any, op: ReduceOp, factors: tuple[Any, Any], device: str
 ) -> list[Any]:
     """Reduce dense tensors of dtypes that can be reduced. Raise TypeError or ValueError for the other arguments."""
-    tensor_checks.check_arguments(operation)
+    tensor_checks.check_arguments(invocation)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):  # which are defined for all dtypes
         dtypes = [tensor.dtype.name for tensor in tensors]
-        checks.check_op_for(operation.function, op, dtypes)
+        checks.check_op_for(invocation.function, op, dtypes)
         if op == ReduceOp.ADASUM:
-            checks.check_adasum(operation.function, dtypes, operation.process_set, runtime.topology().size)
-    results = compressed(operation, tensors, compression, op, factors, device, allreduce_dense)
+            checks.check_adasum(invocation.function, dtypes, invocation.process_set, runtime.topology().size)
+    results = compressed(invocation, tensors, compression, op, factors, device, allreduce_dense)
     guard.mark(results)
     return results
 
 
-def _allreduce_slices(operation: Asked, slices: Sequence[Any], op: ReduceOp, factors: tuple[Any, Any]) -> list[Any]:
+def _allreduce_slices(invocation: Asked, slices: Sequence[Any], op: ReduceOp, factors: tuple[Any, Any]) -> list[Any]:
     """Gather all ranks' slices, which together are the sum. An index that several ranks have stands several times.
 
     Raise NotImplementedError for other operations than Sum and Average and for scale factors.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise NotImplementedError(
-            f"{operation.function}: hvd.{op.name.capitalize()} does not go with tf.IndexedSlices, only Sum and "
+            f"{invocation.function}: hvd.{op.name.capitalize()} does not go with tf.IndexedSlices, only Sum and "
             "Average.\nHINT: use sparse_as_dense=True, or tf.convert_to_tensor()."
         )
     if factors != (1.0, 1.0):
         raise NotImplementedError(
-            f"{operation.function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices"
+            f"{invocation.function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices"
         )
-    tensor_checks.check_process_set(operation.function, operation.process_set)
+    tensor_checks.check_process_set(invocation.function, invocation.process_set)
     parts = [part for tensor in slices for part in (tensor.values, tensor.indices)]
-    gathered = grouped_allgather(parts, operation.name, operation.ignore_name_scope, operation.process_set)
-    divisor = checks.size_of(operation.process_set) if op == ReduceOp.AVERAGE else 1
+    gathered = grouped_allgather(parts, invocation.name, invocation.ignore_name_scope, invocation.process_set)
+    divisor = checks.size_of(invocation.process_set) if op == ReduceOp.AVERAGE else 1
     return [
         tf.IndexedSlices(quotient(values, divisor), indices, dense_shape=tensor.dense_shape)
         for tensor, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
@@ -119,14 +119,14 @@ def allreduce(
         >>> hvd.allreduce(tf.constant(hvd.rank()), op=hvd.Max).numpy().item()
         1
     """
-    operation = Asked("allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    reduce_op = checks.op_or_average(operation.function, op, average)
+    invocation = Asked("allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    reduce_op = checks.op_or_average(invocation.function, op, average)
     factors = (prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices):
         with tf.device(device_sparse):
-            return _allreduce_slices(operation, [tensor], reduce_op, factors)[0]
-    dense = tensor_checks.check_tensor(operation.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return _allreduce_dense(operation, [dense], compression, reduce_op, factors, device_dense)[0]
+            return _allreduce_slices(invocation, [tensor], reduce_op, factors)[0]
+    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    return _allreduce_dense(invocation, [dense], compression, reduce_op, factors, device_dense)[0]
 
 
 @as_written
@@ -157,8 +157,8 @@ def grouped_allreduce(
         >>> [total.numpy().tolist() for total in hvd.grouped_allreduce([tf.ones(2), tf.constant(3)], op=hvd.Sum)]
         [[2.0, 2.0], 6]
     """
-    operation = Asked("grouped_allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    reduce_op = checks.op_or_average(operation.function, op, average)
+    invocation = Asked("grouped_allreduce", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    reduce_op = checks.op_or_average(invocation.function, op, average)
     if len(tensors) == 0:
         return []
     factors = (prescale_factor, postscale_factor)
@@ -166,9 +166,9 @@ def grouped_allreduce(
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     if slices:
         with tf.device(device_sparse):
-            slices = _allreduce_slices(operation, slices, reduce_op, factors)
+            slices = _allreduce_slices(invocation, slices, reduce_op, factors)
     if dense:
-        dense = tensor_checks.check_tensors(operation.function, dense, tensor_checks.REDUCIBLE_DTYPES)
-        dense = _allreduce_dense(operation, dense, compression, reduce_op, factors, device_dense)
+        dense = tensor_checks.check_tensors(invocation.function, dense, tensor_checks.REDUCIBLE_DTYPES)
+        dense = _allreduce_dense(invocation, dense, compression, reduce_op, factors, device_dense)
     results = {True: iter(slices), False: iter(dense)}
     return [next(results[isinstance(tensor, tf.IndexedSlices)]) for tensor in tensors]

@@ -43,55 +43,56 @@ def as_written(function: Function) -> Function:
 
 
 def run(
-    operation: Asked, tensors: Sequence[Any], start: Start, outputs: Sequence[Output], named_after: Any = None
+    invocation: Asked, tensors: Sequence[Any], start: Start, outputs: Sequence[Output], named_after: Any = None
 ) -> list[Any]:
     """Run an operation on tensors and return its results.
 
     Args:
-        operation: of a caller that waits.
+        invocation: of a caller that waits.
         tensors: eager tensors, or tensors of a graph.
         start: hands eager tensors, or a graph's arrays, to the engine and returns the operation's handle.
         outputs: the dtype and the static shape of each result.
         named_after: the tensors of which a graph makes a name, where some ranks lack some of ``tensors``.
     """
     if not tf.executing_eagerly():
-        name = _name_in_graph(operation, tensors if named_after is None else named_after)
-        return _run_in_graph(operation._replace(name=name, waits=False), tensors, start, outputs)
+        name = _name_in_graph(invocation, tensors if named_after is None else named_after)
+        return _run_in_graph(invocation._replace(name=name, waits=False), tensors, start, outputs)
     with raised_as_tensorflows():
-        return _wait(start(operation, tensors), operation)
+        return _wait(start(invocation, tensors), invocation)
 
 
 @as_written
-def _run_in_graph(operation: Asked, tensors: Sequence[Any], start: Start, outputs: Sequence[Output]) -> list[Any]:
-    check_functions()
-    begin = in_graph(lambda *arrays: np.int64(start(operation, arrays)))
-    end = in_graph(lambda handle: _wait(int(handle), operation))
+def _run_in_graph(invocation: Asked, tensors: Sequence[Any], start: Start, outputs: Sequence[Output]) -> list[Any]:
+    begin = in_graph(lambda *arrays: np.int64(start(invocation, arrays)))
+    end = in_graph(lambda handle: _wait(int(handle), invocation))
     handle = in_order(lambda: tf.numpy_function(begin, list(tensors), tf.int64, name="hvdkit_begin"))
     results = tf.numpy_function(end, [handle], [dtype for dtype, _ in outputs], name="hvdkit_end")
-    _leave_order(results[0].op)
+    manager = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
+    if manager is not None:  # otherwise TensorFlow would run the waiting node before the next node in order begins
+        manager.run_independently(results[0].op)
     for result, (_, shape) in zip(results, outputs, strict=True):
         result.set_shape(shape)
     return list(results)
 
 
-def _wait(handle: int, operation: Asked) -> list[Any]:
+def _wait(handle: int, invocation: Asked) -> list[Any]:
     """Return the results. Raise HorovodInternalError where another thread has called shutdown() meanwhile."""
     results = HANDLES.synchronize(handle)
     if results is None:
-        name = operation.function if operation.name is None else operation.name
+        name = invocation.function if invocation.name is None else invocation.name
         raise HorovodInternalError(f"{name!r}: hvd.shutdown() was called while it was in flight.")
     return list(results)
 
 
-def _name_in_graph(operation: Asked, tensors: Sequence[Any]) -> str:
+def _name_in_graph(invocation: Asked, tensors: Sequence[Any]) -> str:
     """Return a name that is unique in the graph, made of the tensors' names as Horovod makes it if there is none."""
     graph = tf.compat.v1.get_default_graph()
-    name = operation.name
+    name = invocation.name
     if name is None:
-        kind = "".join(word.capitalize() for word in operation.function.split("_"))
+        kind = "".join(word.capitalize() for word in invocation.function.split("_"))
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else [tensors[0]]
         name = re.sub("[^a-zA-Z0-9_]", "_", "_".join([f"Horovod{kind}", *map(_name_of, ends)]))
-    if operation.ignore_name_scope:
+    if invocation.ignore_name_scope:
         with graph.name_scope(None):
             return str(graph.unique_name(name))
     return str(graph.unique_name(name))
@@ -155,7 +156,14 @@ def in_order(make: Callable[[], Any], first: bool = True, last: bool = True) -> 
     The order spans this graph and the graphs that call it. The node also runs after the graph's data has come, so that
     nothing begins at the end of the data. ``first`` and ``last`` are False within a series of nodes, to save the writes
     of the variable between them.
+
+    Raise NotImplementedError in graphs of TensorFlow 1.
     """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise NotImplementedError(
+            "hvd's operations need eager execution or tf.function, not graphs and sessions of TensorFlow 1.\n"
+            "HINT: remove tf.compat.v1.disable_v2_behavior() and disable_eager_execution()."
+        )
     graph = tf.compat.v1.get_default_graph()
     before, seen = _last_nodes.get(graph, (None, 0))
     data, seen = _data_of(graph, seen), len(graph.get_operations())
@@ -203,19 +211,3 @@ def _order() -> Any:
     """Return the variable that every ordered node writes."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="hvdkit_order")
-
-
-def _leave_order(node: Any) -> None:
-    """Let a waiting node run at any time. Otherwise TensorFlow would run it before the next node in order begins."""
-    manager = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
-    if manager is not None:
-        manager.run_independently(node)
-
-
-def check_functions() -> None:
-    """Raise NotImplementedError in graphs of TensorFlow 1."""
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise NotImplementedError(
-            "hvd's operations need eager execution or tf.function, not graphs and sessions of TensorFlow 1.\n"
-            "HINT: remove tf.compat.v1.disable_v2_behavior() and disable_eager_execution()."
-        )

@@ -23,14 +23,14 @@ from hvdkit.tensorflow.ops.reduction import allreduce_dense
 CHUNK_BYTES = 256 << 20
 
 
-def _broadcast(operation: Asked, tensors: Sequence[Any], root_rank: int) -> list[Any]:
+def _broadcast(invocation: Asked, tensors: Sequence[Any], root_rank: int) -> list[Any]:
     """Return the root's tensors, which travel together and have no gradients."""
-    tensor_checks.check_arguments(operation)
-    root = checks.check_root(operation.function, root_rank, operation.process_set, runtime.topology().size)
+    tensor_checks.check_arguments(invocation)
+    root = checks.check_root(invocation.function, root_rank, invocation.process_set, runtime.topology().size)
     return run(
-        operation,
+        invocation,
         tensors,
-        lambda operation, arrays: OPERATIONS.broadcast(operation, arrays, root),
+        lambda invocation, arrays: OPERATIONS.broadcast(invocation, arrays, root),
         [(tensor.dtype, tensor.shape) for tensor in tensors],
     )
 
@@ -59,15 +59,15 @@ def broadcast(
         >>> hvd.broadcast(tf.fill([2], hvd.rank()), root_rank=1).numpy().tolist()
         [1, 1]
     """
-    operation = Asked("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensor(operation.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    invocation = Asked("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.MOVABLE_DTYPES)
 
     def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        average_all = operation.of_gradient()._replace(function="allreduce")
+        average_all = invocation.of_gradient()._replace(function="allreduce")
         (average,) = allreduce_dense(average_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
         return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
 
-    return differentiable([dense], lambda tensors: _broadcast(operation, tensors, root_rank), at_root)[0]
+    return differentiable([dense], lambda tensors: _broadcast(invocation, tensors, root_rank), at_root)[0]
 
 
 def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:

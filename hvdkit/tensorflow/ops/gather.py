@@ -23,21 +23,21 @@ def any_rows(tensor: Any) -> Any:
     return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank is not None else tensor.shape
 
 
-def _gather(operation: Asked, tensors: Sequence[Any]) -> list[Any]:
+def _gather(invocation: Asked, tensors: Sequence[Any]) -> list[Any]:
     """Return all ranks' rows. The gradient is this rank's rows of the gradients' average, as in Horovod."""
-    tensor_checks.check_has_rows(operation.function, tensors)
-    tensor_checks.check_arguments(operation)
+    tensor_checks.check_has_rows(invocation.function, tensors)
+    tensor_checks.check_arguments(invocation)
 
     def gather(inputs: Sequence[Any]) -> list[Any]:
-        return run(operation, inputs, OPERATIONS.allgather, [(tensor.dtype, any_rows(tensor)) for tensor in inputs])
+        return run(invocation, inputs, OPERATIONS.allgather, [(tensor.dtype, any_rows(tensor)) for tensor in inputs])
 
     def own_rows(inputs: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        average_all = operation.of_gradient()._replace(function="grouped_allreduce")
+        average_all = invocation.of_gradient()._replace(function="grouped_allreduce")
         averages = allreduce_dense(average_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
         rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if has_gradient(tensor)])
-        rows_name = None if operation.name is None else f"{operation.name}.rows"
-        (all_rows,) = _gather(operation._replace(function="allgather", name=rows_name), [rows[tf.newaxis]])
-        begins = tf.reduce_sum(all_rows[: process_set_rank(operation.process_set)], axis=0)
+        rows_name = None if invocation.name is None else f"{invocation.name}.rows"
+        (all_rows,) = _gather(invocation._replace(function="allgather", name=rows_name), [rows[tf.newaxis]])
+        begins = tf.reduce_sum(all_rows[: process_set_rank(invocation.process_set)], axis=0)
         return [average[begins[i] : begins[i] + rows[i]] for i, average in enumerate(averages)]
 
     return differentiable(tensors, gather, own_rows)
@@ -66,9 +66,9 @@ def allgather(
         >>> hvd.allgather(tf.fill([1 + hvd.rank(), 2], hvd.rank())).numpy().tolist()
         [[0, 0], [1, 1], [1, 1]]
     """
-    operation = Asked("allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensor(operation.function, tensor, tensor_checks.MOVABLE_DTYPES)
-    return _gather(operation, [dense])[0]
+    invocation = Asked("allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    return _gather(invocation, [dense])[0]
 
 
 @as_written
@@ -90,38 +90,38 @@ def grouped_allgather(
         >>> [rows.numpy().tolist() for rows in hvd.grouped_allgather([tf.constant([hvd.rank()]), tf.ones(1)])]
         [[0, 1], [1.0, 1.0]]
     """
-    operation = Asked("grouped_allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensors(operation.function, tensors, tensor_checks.MOVABLE_DTYPES)
-    return _gather(operation, dense) if dense else []
+    invocation = Asked("grouped_allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    dense = tensor_checks.check_tensors(invocation.function, tensors, tensor_checks.MOVABLE_DTYPES)
+    return _gather(invocation, dense) if dense else []
 
 
-def _exchange(operation: Asked, tensor: Any, splits: Any, problem: Exception | None = None) -> tuple[Any, Any]:
+def _exchange(invocation: Asked, tensor: Any, splits: Any, problem: Exception | None = None) -> tuple[Any, Any]:
     """Return the received rows and their number by rank. The gradients of rows go back to the senders.
 
     ``problem``: the error of wrong ``splits``, which are None then. It is raised when the operation runs, not while a
     graph is traced, since the other ranks wait for this rank until they learn of the error.
     """
 
-    def start(operation: Asked, inputs: Sequence[Any]) -> int:
+    def start(invocation: Asked, inputs: Sequence[Any]) -> int:
         def own_splits() -> Any:
             if problem is not None:
                 raise problem
             return as_array(inputs[1]) if len(inputs) > 1 else None
 
-        return OPERATIONS.alltoall(operation, inputs[0], own_splits)
+        return OPERATIONS.alltoall(invocation, inputs[0], own_splits)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def exchange(rows: Any) -> tuple[Any, Callable[..., Any]]:
         inputs = [rows] if splits is None else [rows, splits]
         dtype = tf.int32 if splits is None else splits.dtype
-        outputs = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([operation.process_set.size()]))]
-        output, received = run(operation, inputs, start, outputs, named_after=[rows])
+        outputs = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([invocation.process_set.size()]))]
+        output, received = run(invocation, inputs, start, outputs, named_after=[rows])
 
         def backward(upstream: Any, _: Any) -> Any:
             if not has_gradient(output):
                 return None
             gradient = tf.zeros_like(output) if upstream is None else tf.convert_to_tensor(upstream)
-            returned, _ = _exchange(operation.of_gradient(), gradient, received)
+            returned, _ = _exchange(invocation.of_gradient(), gradient, received)
             unsent = tf.shape(rows)[0] - tf.shape(returned)[0]  # rows that no rank was sent
             zeros = tf.zeros(tf.concat([[unsent], tf.shape(returned)[1:]], 0), returned.dtype)
             return tf.concat([returned, zeros], 0)
@@ -162,14 +162,14 @@ def alltoall(
         >>> received.numpy().tolist()  # on rank 1: [2, 2]
         [1, 1]
     """
-    operation = Asked("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensor(operation.function, tensor, tensor_checks.MOVABLE_DTYPES)
-    tensor_checks.check_has_rows(operation.function, [dense])
-    tensor_checks.check_arguments(operation)
+    invocation = Asked("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    tensor_checks.check_has_rows(invocation.function, [dense])
+    tensor_checks.check_arguments(invocation)
     integers, problem = None, None
     try:
-        integers = None if splits is None else tensor_checks.check_integers(operation.function, "splits", splits)
+        integers = None if splits is None else tensor_checks.check_integers(invocation.function, "splits", splits)
     except (TypeError, ValueError) as error:
         problem = error
-    output, received = _exchange(operation, dense, integers, problem)
+    output, received = _exchange(invocation, dense, integers, problem)
     return output if splits is None else (output, received)

@@ -22,24 +22,24 @@ from hvdkit.tensorflow.ops.reduction import compressed
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
-def _scatter(operation: Asked, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
+def _scatter(invocation: Asked, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
     """Return this rank's rows. Gradients are gathered and scaled as the tensors are."""
-    tensor_checks.check_has_rows(operation.function, tensors)
-    tensor_checks.check_arguments(operation)
+    tensor_checks.check_has_rows(invocation.function, tensors)
+    tensor_checks.check_arguments(invocation)
 
     def scatter(inputs: Sequence[Any]) -> list[Any]:
         return run(
-            operation,
+            invocation,
             inputs,
-            lambda operation, arrays: OPERATIONS.reducescatter(operation, arrays, request),
+            lambda invocation, arrays: OPERATIONS.reducescatter(invocation, arrays, request),
             [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
         )
 
     def all_rows(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
         # As in Horovod, the gradient of an average is not divided; that of a sum is multiplied by the number of ranks.
-        times = checks.size_of(operation.process_set) if request.op == ReduceOp.SUM else 1
-        name = gradient_name(operation.name)
-        gathered = grouped_allgather(gradients, name, operation.ignore_name_scope, operation.process_set)
+        times = checks.size_of(invocation.process_set) if request.op == ReduceOp.SUM else 1
+        name = gradient_name(invocation.name)
+        gathered = grouped_allgather(gradients, name, invocation.ignore_name_scope, invocation.process_set)
         for factor in (times, request.prescale, request.postscale):
             if factor != 1:
                 gathered = [gradient * tf.cast(factor, gradient.dtype) for gradient in gathered]
@@ -76,11 +76,11 @@ def reducescatter(
         >>> hvd.reducescatter(tf.range(3.0), op=hvd.Sum).numpy().tolist()  # on rank 1: [4.0]
         [0.0, 2.0]
     """
-    operation = Asked("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    reduce_op = checks.check_op(operation.function, op, _OPS)
-    dense = tensor_checks.check_tensor(operation.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    invocation = Asked("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    reduce_op = checks.check_op(invocation.function, op, _OPS)
+    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
     factors = (prescale_factor, postscale_factor)
-    return compressed(operation, [dense], compression, reduce_op, factors, device_dense, _scatter)[0]
+    return compressed(invocation, [dense], compression, reduce_op, factors, device_dense, _scatter)[0]
 
 
 @as_written
@@ -105,10 +105,10 @@ def grouped_reducescatter(
         >>> [rows.numpy().tolist() for rows in hvd.grouped_reducescatter([tf.ones(4), tf.ones(2)], op=hvd.Sum)]
         [[2.0, 2.0], [2.0]]
     """
-    operation = Asked("grouped_reducescatter", None, process_set, waits=True)
-    reduce_op = checks.check_op(operation.function, op, _OPS)
+    invocation = Asked("grouped_reducescatter", None, process_set, waits=True)
+    reduce_op = checks.check_op(invocation.function, op, _OPS)
     if len(tensors) == 0:
         return []
-    dense = tensor_checks.check_tensors(operation.function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    dense = tensor_checks.check_tensors(invocation.function, tensors, tensor_checks.REDUCIBLE_DTYPES)
     factors = (prescale_factor, postscale_factor)
-    return compressed(operation, dense, compression, reduce_op, factors, device_dense, _scatter)
+    return compressed(invocation, dense, compression, reduce_op, factors, device_dense, _scatter)

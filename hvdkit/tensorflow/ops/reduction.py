@@ -17,24 +17,24 @@ from hvdkit.tensorflow.ops.bridge import differentiable, has_gradient, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS
 
 
-def allreduce_dense(operation: Asked, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
+def allreduce_dense(invocation: Asked, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
     """Return the reduced tensors, after all checks. Their gradients are reduced in the same way, as Horovod's."""
 
     def reduce(inputs: Sequence[Any]) -> list[Any]:
         return run(
-            operation,
+            invocation,
             inputs,
-            lambda operation, arrays: OPERATIONS.allreduce(operation, arrays, request),
+            lambda invocation, arrays: OPERATIONS.allreduce(invocation, arrays, request),
             [(tensor.dtype, tensor.shape) for tensor in inputs],
         )
 
     return differentiable(
-        tensors, reduce, lambda _, gradients: allreduce_dense(operation.of_gradient(), gradients, request)
+        tensors, reduce, lambda _, gradients: allreduce_dense(invocation.of_gradient(), gradients, request)
     )
 
 
 def compressed(
-    operation: Asked,
+    invocation: Asked,
     tensors: Sequence[Any],
     compression: Any,
     op: ReduceOp,
@@ -44,7 +44,7 @@ def compressed(
 ) -> list[Any]:
     """Return what ``reduce`` makes of compressed tensors, decompressed. Raise TypeError or ValueError for arguments."""
     floating = {tensor.dtype.name: has_gradient(tensor) for tensor in tensors}
-    codec, compressor = split(operation.function, compression, op, floating)
-    request = ReduceRequest(op, *checks.check_factors(operation.function, *factors), codec)
+    codec, compressor = split(invocation.function, compression, op, floating)
+    request = ReduceRequest(op, *checks.check_factors(invocation.function, *factors), codec)
     with tf.device(device) if device else nullcontext():
-        return around(compressor, tensors, lambda sent: reduce(operation, sent, request))
+        return around(compressor, tensors, lambda sent: reduce(invocation, sent, request))

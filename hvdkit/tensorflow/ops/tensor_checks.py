@@ -25,11 +25,11 @@ MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
 SCALAR_TO_ROW = "tf.reshape(tensor, [1])"
 
 
-def check_arguments(operation: Asked) -> None:
+def check_arguments(invocation: Asked) -> None:
     """Raise NotInitializedError before init, TypeError or ValueError for a wrong name or process set."""
     runtime.engine()
-    checks.check_name(operation.function, operation.name)
-    check_process_set(operation.function, operation.process_set)
+    checks.check_name(invocation.function, invocation.name)
+    check_process_set(invocation.function, invocation.process_set)
 
 
 def check_process_set(function: str, process_set: Any) -> None:
