@@ -133,14 +133,14 @@ class VariablePlan:
         pairing: Pairing,
         slots: Sequence[Slot],
         reduction: ReduceRequest,
+        process_set_id: int,
         codecs: Sequence[Codec],
         groups: Sequence[Sequence[int]],
-        process_set_id: int,
     ) -> None:
         self.slots = slots
         self.verification = VariableVerification()
-        self._pairing, self._reduction, self._codecs = pairing, reduction, codecs
-        self._groups, self._process_set_id = groups, process_set_id
+        self._pairing, self._reduction, self._process_set_id = pairing, reduction, process_set_id
+        self._codecs, self._groups = codecs, groups
         self._engine: Any = None
         self._lane: Any = None  # None within a step: a rank has joined, and gradients go by name
         self._epoch = 0  # see Groups.end_join
@@ -171,12 +171,13 @@ class VariablePlan:
             self.close()
             self._epoch = engine.groups.plan_epoch
             self._title = self._pairing.next_title(engine, self._process_set_id)
+            op, prescale, postscale, _ = self._reduction
             self._lane = engine.register_plan(
                 self._title,
                 self.slots,
-                op=self._reduction.op,
-                prescale=self._reduction.prescale,
-                postscale=self._reduction.postscale,
+                op=op,
+                prescale=prescale,
+                postscale=postscale,
                 codecs=self._codecs,
                 process_set_id=self._process_set_id,
                 groups=self._groups,
@@ -260,30 +261,22 @@ def _plan_of(
 
     The plan is closed when one of the variables is gone.
     """
-    codecs, numbers = settings.policy.choose(list(zip(names, sources, strict=True)))
+    codecs, codec_of = settings.policy.choose(list(zip(names, sources, strict=True)))
     slots = []
-    for name, gradient, number in zip(names, gradients, numbers, strict=True):
+    for name, gradient, codec in zip(names, gradients, codec_of, strict=True):
         kind, pair = (" (complex)", [2]) if gradient.dtype.is_complex else ("", [])
         dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
-        slots.append(Slot(f"{name}{kind}", (*gradient.shape, *pair), dtype, number))
+        slots.append(Slot(f"{name}{kind}", (*gradient.shape, *pair), dtype, codec))
     index_of = {id(source): index for index, source in enumerate(sources)}
-    groups = [[index_of[id(member)] for member in group] for group in form_groups(sources, settings.groups)]
+    groups = tuple(tuple(index_of[id(member)] for member in group) for group in form_groups(sources, settings.groups))
     process_set_id = checks.check_process_set(settings.title, settings.process_set)
-    key = (
-        settings.title,
-        tuple(map(id, sources)),
-        tuple(slots),
-        tuple(codec.summary for codec in codecs),
-        settings.op,
-        settings.scales,
-        tuple(map(tuple, groups)),
-        process_set_id,
-    )
+    reduction = ReduceRequest(settings.op, *settings.scales)
+    encodings = tuple(codec.summary for codec in codecs)
+    key = (settings.title, process_set_id, reduction, encodings, tuple(map(id, sources)), tuple(slots), groups)
     if key not in PLANS:
         warn(settings, settings.policy.complaint(names))
         assert settings.pairing is not None, "what is planned has variables"
-        reduction = ReduceRequest(settings.op, *settings.scales)
-        PLANS[key] = VariablePlan(settings.pairing, slots, reduction, codecs, groups, process_set_id)
+        PLANS[key] = VariablePlan(settings.pairing, slots, reduction, process_set_id, codecs, groups)
         for source in sources:
             weakref.finalize(source, _forget, key)
     return PLANS[key]

@@ -241,19 +241,11 @@ def _tape_class(base: Any) -> Any:
         def batch_jacobian(self, *args: Any, **options: Any) -> Any:
             """Return the Jacobians of tf.GradientTape.batch_jacobian(), of this rank alone: nothing is reduced.
 
-            Args:
-                args: those of TensorFlow, as are ``options``: ``target``, ``source`` and how it is computed.
+            Arguments and errors are those of DistributedGradientTape.jacobian(), with ``source`` for ``sources``, and
+            the example is that of DistributedGradientTape.jacobian(), too.
 
             Returns:
-                A tensor with a Jacobian for each row. Raises what TensorFlow raises.
-
-            Examples:
-                >>> inputs = tf.constant([[1.0], [2.0]])
-                >>> with tf.GradientTape() as tape:
-                ...     tape.watch(inputs)
-                ...     target = inputs * inputs
-                >>> hvd.DistributedGradientTape(tape).batch_jacobian(target, inputs).numpy().tolist()
-                [[[2.0]], [[4.0]]]
+                A tensor with a Jacobian for each row.
             """
             return self._hvdkit_undistributed().batch_jacobian(*args, **options)
 

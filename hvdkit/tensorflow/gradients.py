@@ -1,4 +1,8 @@
-"""The gradients of a step, reduced by a lane, by operations with names, or, if they are sparse, by gathering."""
+"""The gradients of a step, reduced by a lane, by operations with names, or by gathering.
+
+A lane reduces dense gradients of variables. Gradients of tensors, and all gradients with Adasum or with a compression
+class of the user's, are reduced by name. Sparse gradients are gathered.
+"""
 
 from __future__ import annotations
 
