@@ -31,8 +31,8 @@ from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.ops.bridge import as_written, differentiable, in_order
-from hvdkit.tensorflow.ops.exceptions import RUNNING, in_graph, raised_as_tensorflows
+from hvdkit.tensorflow.ops.bridge import as_written, differentiable, ordered_node
+from hvdkit.tensorflow.ops.exceptions import RUNNING, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
 from hvdkit.tensorflow.ops.reduction import allreduce_dense
 from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
@@ -102,7 +102,7 @@ def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Seq
             return np.int64(level)
 
         inputs = [gradients[index] for index in part]
-        begun.append(in_order(_node(begin, inputs, tf.int64, "hvdkit_begin"), first=number == 0, last=False))
+        begun.append(ordered_node(begin, inputs, tf.int64, "hvdkit_begin", first=number == 0, last=False))
     looked = look_in_graph(plan.verification, verified, begun[0])
 
     def end() -> list[Any]:
@@ -111,14 +111,10 @@ def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Seq
             return plan.finish()
 
     with tf.control_dependencies(looked):
-        results = in_order(_node(end, [], [gradient.dtype for gradient in gradients], "hvdkit_end"), first=False)
+        results = ordered_node(end, [], [gradient.dtype for gradient in gradients], "hvdkit_end", first=False)
     for result, slot in zip(results, plan.slots, strict=True):
         result.set_shape(slot.shape)
     return [tf.identity(result) for result in results]  # on the device that the caller wants
-
-
-def _node(function: Any, inputs: Sequence[Any], dtypes: Any, name: str) -> Any:
-    return lambda: tf.numpy_function(in_graph(function), inputs, dtypes, name=name)
 
 
 class VariablePlan:

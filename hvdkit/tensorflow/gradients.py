@@ -22,8 +22,7 @@ from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops import hints
 from hvdkit.tensorflow.gradient_planned import can_be_planned, reduce_planned, warn
 from hvdkit.tensorflow.ops.allreduce import grouped_allreduce, quotient
-from hvdkit.tensorflow.ops.bridge import as_written, in_order
-from hvdkit.tensorflow.ops.exceptions import in_graph
+from hvdkit.tensorflow.ops.bridge import as_written, ordered_node
 from hvdkit.tensorflow.verification import verified
 
 SPARSE = (
@@ -110,7 +109,7 @@ def _takes_part(settings: GradientSettings) -> bool:
                     "HINT: make the tf.function again after hvd.init(), or compile the model again."
                 )
 
-        in_order(lambda: tf.numpy_function(in_graph(check), [], tf.int64, name="hvdkit_check"))
+        ordered_node(check, [], tf.int64, "hvdkit_check")
     return len(traced[1]) > 1
 
 

@@ -63,9 +63,8 @@ def run(
 
 @as_written
 def _run_in_graph(invocation: Asked, tensors: Sequence[Any], start: Start, outputs: Sequence[Output]) -> list[Any]:
-    begin = in_graph(lambda *arrays: np.int64(start(invocation, arrays)))
+    handle = ordered_node(lambda *arrays: np.int64(start(invocation, arrays)), tensors, tf.int64, "hvdkit_begin")
     end = in_graph(lambda handle: _wait(int(handle), invocation))
-    handle = in_order(lambda: tf.numpy_function(begin, list(tensors), tf.int64, name="hvdkit_begin"))
     results = tf.numpy_function(end, [handle], [dtype for dtype, _ in outputs], name="hvdkit_end")
     manager = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if manager is not None:  # otherwise TensorFlow would run the waiting node before the next node in order begins
@@ -150,14 +149,23 @@ def _is_recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
-def in_order(make: Callable[[], Any], first: bool = True, last: bool = True) -> Any:
-    """Return the output or outputs of the node that ``make`` creates. It runs after all earlier nodes in order.
+def ordered_node(
+    function: Callable[..., Any], inputs: Sequence[Any], dtypes: Any, name: str, first: bool = True, last: bool = True
+) -> Any:
+    """Add a node to the graph that runs after all earlier ordered nodes, and return its output or outputs.
 
     The order spans this graph and the graphs that call it. The node also runs after the graph's data has come, so that
-    nothing begins at the end of the data. ``first`` and ``last`` are False within a series of nodes, to save the writes
-    of the variable between them.
+    nothing begins at the end of the data.
 
-    Raise NotImplementedError in graphs of TensorFlow 1.
+    Args:
+        function: takes an array for each input, and returns an array for each of ``dtypes``.
+        inputs: tensors of the graph.
+        dtypes: the dtype of the output, or a list for several outputs.
+        name: of the node.
+        first, last: False inside of a series of nodes, to save the writes of the ordering variable between them.
+
+    Raises:
+        NotImplementedError: in graphs of TensorFlow 1.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise NotImplementedError(
@@ -170,13 +178,13 @@ def in_order(make: Callable[[], Any], first: bool = True, last: bool = True) -> 
     with tf.control_dependencies(data if before is None else [before, *data]):
         turn = [_order().assign_add(1, read_value=False)] if first else []
         with tf.control_dependencies(turn):
-            made = make()
-    node = (made[0] if isinstance(made, list | tuple) else made).op
+            outputs = tf.numpy_function(in_graph(function), list(inputs), dtypes, name=name)
+    node = (outputs[0] if isinstance(outputs, list | tuple) else outputs).op
     if last:
         with tf.control_dependencies([node]):
             node = _order().assign_add(1, read_value=False)
     _last_nodes[graph] = (node, seen)
-    return made
+    return outputs
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit.api import checks, job
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
-from hvdkit.tensorflow.ops.bridge import as_written, in_order
+from hvdkit.tensorflow.ops.bridge import as_written, ordered_node
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
 
 # Results of process_set_included_op in place of 0 and 1.
@@ -156,10 +156,14 @@ def join() -> Any:
         [2.0]
     """
 
-    def wait() -> int:
-        return int(runtime.engine().join().wait())
+    def wait() -> Any:
+        return np.int32(runtime.engine().join().wait())
 
-    return _scalar(wait) if tf.executing_eagerly() else in_order(lambda: _scalar(wait, "hvdkit_join"))
+    if tf.executing_eagerly():
+        return _scalar(wait)
+    last = ordered_node(wait, [], tf.int32, "hvdkit_join")
+    last.set_shape([])
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
