@@ -81,9 +81,11 @@ def reduce_gradients(
         variables = verified(reduced_names, reduced_sources, [index in sparse for index in reduced])
         _put(results, planned, reduce_planned(settings, variables, *_items(planned, results, sources, names)))
     if named:
-        _put(results, named, _reduce_named(settings, *_items(named, results, names)))
+        _put(results, named, _reduce_by_name(settings, settings.scales, "", *_items(named, results, names)))
     if sparse:
-        _put(results, sparse, _reduce_sparse(settings, *_items(sparse, results, sources, names)))
+        _warn_of_sparse(settings, *_items(sparse, sources, names))
+        scales = (1.0, 1.0)  # slices are not summed, so nothing is divided before the sum
+        _put(results, sparse, _reduce_by_name(settings, scales, hints.SPARSE, *_items(sparse, results, names)))
     return results
 
 
@@ -154,29 +156,26 @@ def _scaled(gradient: Any, settings: GradientSettings) -> Any:
     return quotient(gradient, size)
 
 
-def _reduce_named(settings: GradientSettings, gradients: list[Any], names: list[str]) -> list[Any]:
-    prescale, postscale = settings.scales
+def _reduce_by_name(
+    settings: GradientSettings, scales: tuple[float, float], suffix: str, gradients: list[Any], names: list[str]
+) -> list[Any]:
+    """Reduce dense gradients, or gather sparse ones, by one operation that has the name of the first gradient."""
     return grouped_allreduce(
         gradients,
         device_dense=settings.device_dense,
+        device_sparse=settings.device_sparse,
         compression=settings.compressor,
         op=settings.op,
-        prescale_factor=prescale,
-        postscale_factor=postscale,
+        prescale_factor=scales[0],
+        postscale_factor=scales[1],
         process_set=settings.process_set,
         ignore_name_scope=True,
-        name=f"{settings.label(runtime.engine())}.{names[0]}",
+        name=f"{settings.label(runtime.engine())}.{names[0]}{suffix}",
     )
 
 
-def _reduce_sparse(settings: GradientSettings, gradients: list[Any], sources: list[Any], names: list[str]) -> list[Any]:
+def _warn_of_sparse(settings: GradientSettings, sources: list[Any], names: list[str]) -> None:
+    """Warn of sparse gradients for which the user has asked for compression."""
     encoded = [name for name, source in zip(names, sources, strict=True) if settings.policy.is_lossy_for(name, source)]
-    warn(settings, SPARSE.format(names=", ".join(map(plain_name, encoded))) if encoded else None)
-    return grouped_allreduce(
-        gradients,
-        device_sparse=settings.device_sparse,
-        op=settings.op,
-        process_set=settings.process_set,
-        ignore_name_scope=True,
-        name=f"{settings.label(runtime.engine())}.{names[0]}{hints.SPARSE}",
-    )
+    if encoded:
+        warn(settings, SPARSE.format(names=", ".join(map(plain_name, encoded))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -19,12 +18,6 @@ _REFUSED = {
     "virtual_batch_size": "statistics are those of all batches.\nHINT: leave it out, or use Keras' BatchNormalization.",
     "synchronized": "that is for tf.distribute, and here ranks are synchronised.\nHINT: leave synchronized out.",
 }
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for option, reason in _REFUSED.items():
-        if options.get(option):
-            raise ValueError(f"SyncBatchNormalization does not support {option}: {reason}")
 
 
 @tf.keras.utils.register_keras_serializable(package="hvdkit")
@@ -64,9 +57,12 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         fused: bool | None = False,
         **options: Any,
     ) -> None:
-        _check_options({"fused": fused is None or fused, **options})
+        given = {"fused": fused is None or fused, **options}
+        for option, reason in _REFUSED.items():
+            if given.get(option):
+                raise ValueError(f"SyncBatchNormalization does not support {option}: {reason}")
         options.pop("virtual_batch_size", None)  # which Keras 3 does not know
-        if _is_keras_2():  # which would choose the fused kernel
+        if hasattr(tf.keras.layers.BatchNormalization, "_fused_batch_norm"):  # Keras 2 would choose the fused kernel
             options["fused"] = False
         super().__init__(axis=axis, **options)
         self.process_set = process_set
@@ -93,15 +89,13 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
             process_set=self.process_set,
             ignore_name_scope=True,
         )
-        mean, variance = (tf.cast(moment, inputs.dtype) for moment in _combine(sums))
+        count, total, squares = tf.unstack(sums)
+        mean = tf.math.divide_no_nan(total, count)
+        variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+        mean, variance = tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
         if len(channels) == 1:
             return tf.squeeze(mean, over), tf.squeeze(variance, over)
         return mean, variance
-
-
-def _is_keras_2() -> bool:
-    """True if ``tf.keras`` is tf_keras, that is Keras 2."""
-    return hasattr(tf.keras.layers.BatchNormalization, "_fused_batch_norm")
 
 
 def _local_sums(inputs: Any, over: list[int], mask: Any) -> Any:
@@ -129,10 +123,3 @@ def _local_sums(inputs: Any, over: list[int], mask: Any) -> Any:
     squares = tf.cast(tf.reduce_sum(tf.square(shifted), over, keepdims=True), tf.float64)
     count, shift = tf.cast(count, tf.float64), tf.cast(shift, tf.float64)
     return tf.stack([count, count * shift + rest, squares + 2.0 * shift * rest + count * tf.square(shift)])
-
-
-def _combine(sums: Any) -> tuple[Any, Any]:
-    """Return the mean and the variance from the sums of all ranks; zeros where no rank has a value."""
-    count, total, squares = tf.unstack(sums)
-    mean = tf.math.divide_no_nan(total, count)
-    return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
