@@ -10,6 +10,7 @@ from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.job import Adasum, Max, Min, Product
 from hvdkit.tensorflow.basics import cuda_built, gloo_built, gpu_available, init, nccl_built, rocm_built
 from hvdkit.tensorflow.compression import Compression
+from hvdkit.tensorflow.for_keras import DistributedOptimizer
 from hvdkit.tensorflow.functions import (
     allgather_object,
     broadcast_global_variables,
@@ -32,7 +33,6 @@ from hvdkit.tensorflow.ops.ranks import (
     size_op,
 )
 from hvdkit.tensorflow.ops.reducescatter import grouped_reducescatter, reducescatter
-from hvdkit.tensorflow.optimizer import DistributedOptimizer
 
 _without_keras: ImportError | None = None
 try:
@@ -42,7 +42,6 @@ except ImportError as error:  # operations need no Keras
 
 
 def __getattr__(name: str) -> Any:
-    """Say what is missing, to those who want it."""
     if name == "SyncBatchNormalization":
         raise ImportError(
             f"SyncBatchNormalization: {_without_keras}\nHINT: TF_USE_LEGACY_KERAS=1 needs tf_keras installed."

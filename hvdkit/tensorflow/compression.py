@@ -1,29 +1,23 @@
-"""What ``compression=`` takes: codecs of hvdkit, and Horovod's classes, a pair of functions around an operation."""
+"""The values of ``compression=``: hvdkit's codecs, and Horovod's classes, which compress before an operation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api.gradients.compression import Compressions, Compressor, split
-from hvdkit.compression import Codec
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.api.gradients.compression import Compressions, Compressor
 
 
 class FP16Compressor(Compressor):
-    """Sends floating point tensors as float16: half of float32's bytes, for range and precision.
-
-    Of complex tensors both parts of each element.
-    """
+    """A compressor to float16: half of float32's bytes, for range and precision. Complex numbers are pairs of them."""
 
     dtype = tf.float16
     cast = "fp16"
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """The tensor in 16 bits if it is floating point or complex, and its own type."""
+        """Return a floating point or complex tensor in 16 bits, or another tensor as it is; and the tensor's dtype."""
         if tensor.dtype.is_complex:
             pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], axis=-1)
             return tf.cast(pairs, cls.dtype), tensor.dtype
@@ -31,7 +25,7 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor in the type that it had."""
+        """Return the tensor in its former dtype."""
         if ctx.is_complex:
             pairs = tf.cast(tensor, ctx.real_dtype)
             return tf.complex(pairs[..., 0], pairs[..., 1])
@@ -39,14 +33,14 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(FP16Compressor):
-    """Sends floating point tensors as bfloat16: half of float32's bytes, for precision alone."""
+    """A compressor to bfloat16: half of float32's bytes, for precision alone."""
 
     dtype = tf.bfloat16
     cast = "bf16"
 
 
 class Compression(Compressions):
-    """Codecs for ``compression=``: what gradients are encoded in while they travel.
+    """Codecs for ``compression=``, which encode gradients for their way between ranks.
 
     ``none``, ``fp16`` and ``bf16`` are taken as they are. ``int8``, ``int4``, ``onebit``, ``topk``, ``threshold``,
     ``randomk``, ``dgc`` and ``powersgd`` are taken as they are or called with parameters; all of these take
@@ -61,12 +55,3 @@ class Compression(Compressions):
 
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-def split_compression(
-    function: str, compression: Any, op: ReduceOp, tensors: Sequence[Any]
-) -> tuple[Codec, type[Compressor]]:
-    """See ``hvdkit.api.gradients.compression.split``."""
-    return split(
-        function, compression, op, {one.dtype.name: one.dtype.is_floating or one.dtype.is_complex for one in tensors}
-    )

@@ -1,22 +1,26 @@
-"""What Keras asks of TensorFlow's adapter."""
+"""Keras on TensorFlow: ``DistributedOptimizer`` of Horovod's TensorFlow API, and the backend of hvdkit.keras."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings
+from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.functions import broadcast_variables
 from hvdkit.tensorflow.gradients import reduce_gradients
-from hvdkit.tensorflow.ops.bridge import after
-from hvdkit.tensorflow.ops.unconverted import as_written
+from hvdkit.tensorflow.ops.bridge import after, as_written
+
+Optimizer = TypeVar("Optimizer")
 
 
 class TensorFlowGradients(backends.Gradients):
-    """Reduces gradients when they are applied: in a graph each part leaves as soon as it is computed."""
+    """Gradients that are reduced when they are applied. In a graph each part leaves as soon as it is computed."""
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
@@ -27,3 +31,60 @@ class TensorFlowGradients(backends.Gradients):
 
 
 BACKEND = backends.Backend(tf.convert_to_tensor, TensorFlowGradients, broadcast_variables, as_written, after)
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Optimizer:
+    """Return an optimizer of Keras that trains on all ranks.
+
+    The other arguments and errors are those of hvdkit.keras.DistributedOptimizer().
+
+    Args:
+        optimizer: an optimizer of Keras; those of TensorFlow 1 (tf.compat.v1.train) raise TypeError.
+        use_locking: of TensorFlow 1, and not used.
+
+    Returns:
+        The optimizer to use in the place of ``optimizer``.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_mean(model(x))
+        >>> optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        >>> print(model.get_weights()[0].round(2).ravel())
+        [0.85 0.85]
+    """
+    from hvdkit.tensorflow import keras as hvd_keras
+
+    wrapped: Optimizer = hvd_keras.DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    return wrapped

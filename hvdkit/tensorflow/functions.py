@@ -1,4 +1,4 @@
-"""Bringing ranks to the same state: variables and objects of one rank for all."""
+"""Variables and objects of one rank for all ranks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from hvdkit.api import checks, objects
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.tensorflow.ops.bridge import as_written
 from hvdkit.tensorflow.ops.broadcast import broadcast_
 from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows
-from hvdkit.tensorflow.ops.unconverted import as_written
 
 
 @as_written
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
-    """Write the values of ``root_rank`` into variables on all ranks, which have the same ones in the same order.
+    """Write the values of ``root_rank`` into variables on all ranks. All ranks list them in the same order.
 
     Args:
         variables: tf.Variable or Keras variables, each of the same shape and dtype on all ranks.
-        root_rank: whose values all get.
+        root_rank: the rank whose values all ranks get.
         process_set: the ranks that take part.
         inplace: changes nothing; variables are always assigned to.
 
@@ -39,7 +39,7 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Of TensorFlow 1, whose global variables TensorFlow 2 does not have.
+    """Raise an error: only TensorFlow 1 has a list of global variables.
 
     Args:
         root_rank: not used.
@@ -67,20 +67,13 @@ def broadcast_object(
 ) -> Any:
     """Give all ranks of ``process_set`` the object of ``root_rank``.
 
+    The other arguments and the errors are those of hvdkit.torch.broadcast_object().
+
     Args:
-        obj: on the root, what cloudpickle can pickle; what the others pass is ignored.
-        root_rank: counts among all ranks.
         session: of TensorFlow 1, and not used.
-        name: tells concurrent calls of several threads apart.
-        process_set: the ranks that take part.
 
     Returns:
         ``obj`` itself on the root, a copy elsewhere.
-
-    Raises:
-        Exception: on the root, what pickling raised.
-        HorovodInternalError: on the others where pickling failed, and on all if a rank is lost.
-        TypeError, ValueError: for arguments that make no sense.
 
     Examples:
         >>> hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
@@ -93,7 +86,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """A function that does what broadcast_object() does. Arguments and errors are those of broadcast_object().
+    """Return a function that does what broadcast_object() does. Arguments and errors are those of broadcast_object().
 
     Returns:
         A function of one argument, the object, which returns the root's.
@@ -109,17 +102,15 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Collect the objects of all ranks of ``process_set``. The other arguments are those of broadcast_object().
+    """Collect the objects of all ranks of ``process_set``.
+
+    The other arguments and the errors are those of hvdkit.torch.allgather_object().
 
     Args:
-        obj: what cloudpickle can pickle; of any kind and size on each rank.
+        session: of TensorFlow 1, and not used.
 
     Returns:
         A list with the objects, in rank order.
-
-    Raises:
-        Exception: what pickling raised, where it did.
-        HorovodInternalError: on the others where pickling failed, and on all if a rank is lost.
 
     Examples:
         >>> hvd.allgather_object({"rank": hvd.rank()})

@@ -1,97 +1,155 @@
-"""Gradients of variables that a lane reduces: in a graph each part is handed over as soon as it is computed.
+"""Dense gradients of variables, reduced together by a lane once a step.
 
-A tape's or an optimizer's gradients go by a lane (``gradient_planned``), kept by its variables and settings, and
-registered by the first step that runs, not while a graph is traced, where ranks need not be at the same line, and
-closed when one of the variables goes. Who takes part is decided when a graph is traced, and the graph looks each time
-whether that holds. In a graph they are handed over in parts of 4 MiB, the last variables first, each as soon as it is
-computed; what TensorFlow made is read and never written; one operation then waits for all and returns tensors of their
-own. That wait has its place in the order too: steps that share a lane cannot overtake each other, and while it waits
-the rank is known to be blocked (``Watch.standing_for``), so ranks with other numbers of batches get an error. A step
-that an exception ended half way is given up when the next one begins (``engine/steps/abandoned``): the rank tells the
-others before it fills up with zeros, and a rank that uses the step, or has used it, fails the lane on all. (Gradients
-that go by name, sparse ones for example, tell nobody.) Sparse gradients are gathered; what is no variable, Adasum, and
-a compression class of the user's go by name.
+The first step that runs registers the lane, since ranks need not be at the same line of the program while a graph is
+traced. In a graph the gradients are handed over in parts of 4 MiB, the last variables first, each part as soon as it is
+computed. One node then waits for all results. This node has its place in the order of nodes (``ops/bridge``), so that
+steps that share a lane cannot overtake each other. While it waits the engine knows that the rank is blocked
+(``Watch.standing_for``), and ranks with different numbers of batches get an error.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.api import checks
 from hvdkit.api.gradients.pairing import Pairing
+from hvdkit.api.gradients.planning import form_groups
+from hvdkit.api.gradients.settings import GradientSettings, is_variable
+from hvdkit.api.operations import Invocation
 from hvdkit.compression import Codec
 from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot
-from hvdkit.engine.steps.registration import HOST, lane_device
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.ops.arrays import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.ops.bridge import call, check_functions, in_order
-from hvdkit.tensorflow.ops.device import Device, device_for
-from hvdkit.tensorflow.ops.exceptions import RUNNING, in_graph
-from hvdkit.tensorflow.ops.unconverted import as_written
+from hvdkit.tensorflow.ops.bridge import as_written, differentiable, ordered_node
+from hvdkit.tensorflow.ops.exceptions import RUNNING, raised_as_tensorflows
+from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
+from hvdkit.tensorflow.ops.reduction import allreduce_dense
 from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
 
-# Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
-# beside its copy, enough that the first ones travel while the backward pass computes the last ones.
+# The least bytes of gradients that a graph hands over together. The cost of a part is then small beside its copy, and
+# the first parts travel while the backward pass computes the last.
 PART_BYTES = 4 << 20
-# On a device each part waits for what TensorFlow has computed so far, so there are fewer.
-DEVICE_PART_BYTES = 32 << 20
+
+_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 
 
-@dataclass(eq=False)
-class PlannedGradients:
-    """The slots of some variables' gradients, reduced together once a step.
+def can_be_planned(settings: GradientSettings, gradient: Any, source: Any) -> bool:
+    """True if a lane can reduce the dense gradient of a source."""
+    return (
+        is_variable(source)
+        and gradient.dtype in _DTYPES
+        and gradient.shape.is_fully_defined()
+        and settings.op is not ReduceOp.ADASUM
+        and not settings.policy.whole_tensors
+    )
 
-    The lane is registered by the first step that runs, not while a graph is traced: there ranks need not be at the
-    same line of the program. A step that an exception left unfinished is given up by the next one.
-    Where other ranks use it, all ranks fail.
+
+def reduce_planned(
+    settings: GradientSettings,
+    verified: Sequence[Verified],
+    gradients: Sequence[Any],
+    sources: Sequence[Any],
+    names: Sequence[str],
+) -> list[Any]:
+    """Return the reduced gradients of variables. Meanwhile the ranks compare the values of the ``verified`` variables.
+
+    A complex gradient travels as real numbers, with one more axis for the two parts of an element.
+    """
+    plan = _plan_of(settings, gradients, sources, names)
+
+    def reduce(inputs: Sequence[Any]) -> list[Any]:
+        parts = [
+            tf.bitcast(tensor, tensor.dtype.real_dtype) if tensor.dtype.is_complex else tensor for tensor in inputs
+        ]
+        results = (_reduce_now if tf.executing_eagerly() else _reduce_in_graph)(plan, parts, verified)
+        return [
+            tf.bitcast(result, tensor.dtype) if tensor.dtype.is_complex else result
+            for result, tensor in zip(results, inputs, strict=True)
+        ]
+
+    invocation = Invocation("grouped_allreduce", None, settings.process_set, waits=True)
+    request = ReduceRequest(settings.op, *settings.scales)
+    with raised_as_tensorflows(), tf.device(settings.device_dense):
+        return differentiable(gradients, reduce, lambda _, upstream: allreduce_dense(invocation, upstream, request))
+
+
+def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
+    look_now(plan.verification, verified, plan.begin())
+    for part in plan.parts():
+        plan.hand_over(part, [gradients[index] for index in part])
+    return [as_tensor(array) for array in plan.finish()]
+
+
+@as_written
+def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
+    begun = []
+    for number, part in enumerate(plan.parts()):
+
+        def begin(*arrays: Any, part: Sequence[int] = part, is_first: bool = number == 0) -> Any:
+            level = plan.begin() if is_first else 0
+            plan.hand_over(part, arrays)
+            return np.int64(level)
+
+        inputs = [gradients[index] for index in part]
+        begun.append(ordered_node(begin, inputs, tf.int64, "hvdkit_begin", first=number == 0, last=False))
+    looked = look_in_graph(plan.verification, verified, begun[0])
+
+    def end() -> list[Any]:
+        # This graph hands over nothing more before, so the thread that runs the graph is stuck if the lane is.
+        with runtime.engine().watch.standing_for(RUNNING):
+            return plan.finish()
+
+    with tf.control_dependencies(looked):
+        results = ordered_node(end, [], [gradient.dtype for gradient in gradients], "hvdkit_end", first=False)
+    for result, slot in zip(results, plan.slots, strict=True):
+        result.set_shape(slot.shape)
+    return [tf.identity(result) for result in results]  # on the device that the caller wants
+
+
+class VariablePlan:
+    """The slots of some variables' gradients, which a lane reduces together once a step.
+
+    The next step gives up a step that an exception left unfinished. If another rank uses that step, or has used it,
+    the lane fails on all ranks.
     """
 
-    pairing: Pairing
-    slots: Sequence[Slot]
-    op: ReduceOp
-    scales: tuple[float, float]
-    codecs: Sequence[Codec]
-    groups: Sequence[Sequence[int]]
-    process_set_id: int
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        pairing: Pairing,
+        slots: Sequence[Slot],
+        reduction: ReduceRequest,
+        process_set_id: int,
+        codecs: Sequence[Codec],
+        groups: Sequence[Sequence[int]],
+    ) -> None:
+        self.slots = slots
+        self.verification = VariableVerification()
+        self._pairing, self._reduction, self._process_set_id = pairing, reduction, process_set_id
+        self._codecs, self._groups = codecs, groups
         self._engine: Any = None
         self._lane: Any = None  # None within a step: a rank has joined, and gradients go by name
         self._epoch = 0  # see Groups.end_join
         self._title = ""
-        self._device: Device | None = None  # that of the lane, if it may live on one
-        self.verification = VariableVerification()
-        self._left: set[int] = set()  # slots of this step that were not handed over yet
-        self._results: dict[int, Any] = {}  # of this step, by slot: what is not copied into the lane's memory
-
-    def device(self) -> Device | None:
-        """The device on which these gradients can be reduced in the present job."""
-        device = device_for(self.slots)
-        if device is None:
-            return None
-        engine = runtime.engine()
-        name = lane_device(engine.groups, engine.topology, device.torch_name, self.codecs, self.process_set_id)
-        return None if name == HOST else device
+        self._missing: set[int] = set()  # slots of this step that were not handed over yet
+        self._results: dict[int, Any] = {}  # of this step, by slot: arrays that are not in the lane's memory
 
     def parts(self) -> list[list[int]]:
-        """The slots in parts of a few MB, the last ones first, as the backward pass computes them."""
+        """Return the slots in parts of PART_BYTES, the last slots first, as the backward pass computes them."""
         parts: list[list[int]] = []
-        most = PART_BYTES if self.device() is None else DEVICE_PART_BYTES
-        nbytes = most
+        nbytes = PART_BYTES
         for index in range(len(self.slots) - 1, -1, -1):
-            if nbytes >= most:
+            if nbytes >= PART_BYTES:
                 parts.append([])
                 nbytes = 0
             parts[-1].append(index)
@@ -99,63 +157,54 @@ class PlannedGradients:
         return parts
 
     def begin(self) -> int:
-        """Have a lane in which no step is under way. Collective where there is none yet.
+        """Begin a step on a lane without a step under way, and return the level of verification of this step.
 
-        Returns what shall be verified in this step.
-
-        Raises HorovodInternalError once for a lane that failed since the last step; the next step makes a new one.
+        Collective where there is no lane yet. Raise HorovodInternalError once for a lane that failed since the last
+        step; the next step makes a new lane.
         """
         engine = runtime.engine()
         if engine is not self._engine or self._lane is None or self._epoch != engine.groups.plan_epoch:
             self.close()
-            self._device = self.device()
-            prescale, postscale = self.scales
-            self._epoch, self._title = engine.groups.plan_epoch, self.pairing.next_title(engine, self.process_set_id)
+            self._epoch = engine.groups.plan_epoch
+            self._title = self._pairing.next_title(engine, self._process_set_id)
+            op, prescale, postscale, _ = self._reduction
             self._lane = engine.register_plan(
                 self._title,
                 self.slots,
-                op=self.op,
+                op=op,
                 prescale=prescale,
                 postscale=postscale,
-                codecs=self.codecs,
-                process_set_id=self.process_set_id,
-                device=HOST if self._device is None else self._device.torch_name,
-                groups=self.groups,
+                codecs=self._codecs,
+                process_set_id=self._process_set_id,
+                groups=self._groups,
             )
             if self._lane is not None:
                 self.verification.attach(self._lane, engine)
             self._engine = engine
         else:
-            with self._closing_what_failed():
+            with self._closing_failed_lane():
                 if self._lane.error is not None:
                     raise self._lane.error
                 self._lane.abandon()
-        self._left, self._results = set(range(len(self.slots))), {}
+                self._lane.settle()
+        self._missing, self._results = set(range(len(self.slots))), {}
         return self.verification.begin()
 
     def hand_over(self, indices: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Let gradients, eager tensors or arrays, be reduced: TensorFlow's own are read, and never written."""
-        if self._lane is None:
-            for index, gradient in zip(indices, gradients, strict=True):
-                self._results[index] = copy_of(np.reshape(as_array(gradient), -1))
-            self._left.difference_update(indices)
-            return
-        started = perf_counter()
-        if self._on_device is not None:
-            copies = self._on_device.copies(gradients)
-            offers = [Offer(0, partial(copy.view, -1)) for copy in copies]
-            self._results.update(zip(indices, copies, strict=True))
-        else:
-            offers = [
-                self._offer(index, as_array(gradient)) for index, gradient in zip(indices, gradients, strict=True)
-            ]
-        for index, offer in zip(indices, offers, strict=True):
+        """Let the lane reduce gradients, eager tensors or arrays, whose memory is read and never written."""
+        for index, gradient in zip(indices, gradients, strict=True):
+            started = perf_counter()
+            flat = np.reshape(as_array(gradient), -1)
+            self._missing.discard(index)
+            if self._lane is None:
+                self._results[index] = copy_of(flat)
+                continue
+            offer = self._offer(index, flat)
             self._lane.records.copied([index], started)
-            self._left.discard(index)
             self._lane.ready(index, offer)
 
-    def _offer(self, index: int, array: Any) -> Offer:
-        small, flat = self._lane.small(index), np.reshape(array, -1)
+    def _offer(self, index: int, flat: Any) -> Offer:
+        small = self._lane.small(index)
         if small is not None:
             small[...] = flat
             return FILLED
@@ -163,41 +212,29 @@ class PlannedGradients:
         return offer_of(result, source=flat)
 
     def finish(self) -> list[Any]:
-        """Wait until all are reduced: eager tensors of the lane's device, or arrays, which are the caller's.
+        """Wait for the lane and return the results as arrays of the caller.
 
-        Raises ParametersDifferError, on all ranks, where these held other variables than they do here.
+        Raise ParametersDifferError, on all ranks, where these held other variables than they do here.
         """
-        if self._left:
+        if self._missing:
             raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
         if self._lane is None:
-            return self._finish_by_name()
-        with self._closing_what_failed():
-            self._lane.finish()
-        self.verification.finished()
-        results, self._results = self._results, {}
-        if self._on_device is not None:
-            return self._on_device.give([results[index] for index in range(len(self.slots))])
-        return [
-            results[index].reshape(slot.shape)
-            if index in results
-            else copy_of(self._lane.small(index).reshape(slot.shape))
-            for index, slot in enumerate(self.slots)
-        ]
-
-    def _finish_by_name(self) -> list[Any]:
-        arrays = [self._results.pop(index) for index in range(len(self.slots))]
-        self._engine.allreduce(
-            arrays, ReduceRequest(self.op, *self.scales), Call(self._title, self.process_set_id)
-        ).wait()
+            arrays = [self._results[index] for index in range(len(self.slots))]
+            self._engine.allreduce(arrays, self._reduction, Call(self._title, self._process_set_id)).wait()
+        else:
+            with self._closing_failed_lane():
+                self._lane.finish()
+            self.verification.finished()
+            arrays = [
+                self._results[index] if index in self._results else copy_of(self._lane.small(index))
+                for index in range(len(self.slots))
+            ]
+        self._results = {}
         return [array.reshape(slot.shape) for array, slot in zip(arrays, self.slots, strict=True)]
 
-    @property
-    def _on_device(self) -> Device | None:
-        return self._device if self._lane is not None and self._lane.on_device else None
-
     @contextmanager
-    def _closing_what_failed(self) -> Iterator[None]:
-        """Have all ranks agree anew after an error, which each raises once."""
+    def _closing_failed_lane(self) -> Iterator[None]:
+        """Close the lane after an error, which each rank raises once, so that all ranks agree anew."""
         try:
             yield
         except HorovodInternalError:
@@ -211,63 +248,44 @@ class PlannedGradients:
         self._engine = self._lane = None
 
 
-PLANS: dict[Any, PlannedGradients] = {}  # of this process, by what they reduce
+PLANS: dict[Any, VariablePlan] = {}  # of this process, by variables and settings
 
 
-@as_written
-def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: Sequence[Verified] = ()) -> list[Any]:
-    """The reduced gradients, one for each slot of the plan, in eager execution or in a graph.
+def _plan_of(
+    settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
+) -> VariablePlan:
+    """Return the plan of these gradients, which is the same each time for the same variables and settings.
 
-    ``variables`` are looked at meanwhile: whether all ranks hold the same.
+    The plan is closed when one of the variables is gone.
     """
-    if tf.executing_eagerly():
-        look_now(plan.verification, variables, plan.begin())
-        for part in plan.parts():
-            plan.hand_over(part, [gradients[index] for index in part])
-        return [as_tensor(one) if isinstance(one, np.ndarray) else tf.identity(one) for one in plan.finish()]
-    check_functions()
-    handed_over = []
-    for number, part in enumerate(plan.parts()):
-        hand_over = partial(_hand_over, plan, part, number == 0, gradients)
-        handed_over.append(in_order(hand_over, first=number == 0, last=False))
-    looked = look_in_graph(plan.verification, variables, handed_over[0])
-
-    @in_graph
-    def end() -> list[Any]:
-        # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
-        with runtime.engine().watch.standing_for(RUNNING):
-            return plan.finish()
-
-    # The wait has its place in the order too: then steps that share a lane cannot overtake each other.
-    dtypes = [gradient.dtype for gradient in gradients]
-    with tf.control_dependencies(looked):
-        results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"), first=False)
-    for result, slot in zip(results, plan.slots, strict=True):
-        result.set_shape(slot.shape)
-    return [tf.identity(result) for result in results]  # where the caller wants them
-
-
-def _hand_over(plan: PlannedGradients, part: Sequence[int], is_first: bool, gradients: Sequence[Any]) -> Any:
-    @in_graph
-    def begin(*arrays: Any) -> Any:
-        wanted = plan.begin() if is_first else 0
-        plan.hand_over(part, arrays)
-        return np.int64(wanted)
-
-    return call(plan.device(), begin, [gradients[index] for index in part], tf.int64, "hvdkit_begin")
-
-
-def plan_of(key: Any, variables: Sequence[Any], make: Callable[[], PlannedGradients]) -> PlannedGradients:
-    """The plan of ``key``, which has ids of ``variables``, made if there is none. It goes when one of them does."""
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS[key] = make()
-        for variable in variables:
-            weakref.finalize(variable, _forget, key)
-    return plan
+    codecs, codec_of = settings.policy.choose(list(zip(names, sources, strict=True)))
+    slots = []
+    for name, gradient, codec in zip(names, gradients, codec_of, strict=True):
+        kind, pair = (" (complex)", [2]) if gradient.dtype.is_complex else ("", [])
+        dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
+        slots.append(Slot(f"{name}{kind}", (*gradient.shape, *pair), dtype, codec))
+    index_of = {id(source): index for index, source in enumerate(sources)}
+    groups = tuple(tuple(index_of[id(member)] for member in group) for group in form_groups(sources, settings.groups))
+    process_set_id = checks.check_process_set(settings.title, settings.process_set)
+    reduction = ReduceRequest(settings.op, *settings.scales)
+    encodings = tuple(codec.summary for codec in codecs)
+    key = (settings.title, process_set_id, reduction, encodings, tuple(map(id, sources)), tuple(slots), groups)
+    if key not in PLANS:
+        warn(settings, settings.policy.complaint(names))
+        assert settings.pairing is not None, "what is planned has variables"
+        PLANS[key] = VariablePlan(settings.pairing, slots, reduction, process_set_id, codecs, groups)
+        for source in sources:
+            weakref.finalize(source, _forget, key)
+    return PLANS[key]
 
 
 def _forget(key: Any) -> None:
     plan = PLANS.pop(key, None)
     if plan is not None:
         plan.close()
+
+
+def warn(settings: GradientSettings, text: str | None) -> None:
+    """Warn the user on rank 0, unless ``text`` is None."""
+    if text is not None and runtime.topology().rank == 0:
+        warnings.warn(f"{settings.title}: {text}", stacklevel=2)

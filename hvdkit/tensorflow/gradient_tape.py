@@ -14,7 +14,7 @@ from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.gradients import reduce_gradients
-from hvdkit.tensorflow.ops.unconverted import as_written
+from hvdkit.tensorflow.ops.bridge import as_written
 
 _FUNCTION = "DistributedGradientTape"
 
@@ -34,31 +34,23 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
     name: str | None = None,
 ) -> Any:
-    """A tape with what ``gradtape`` has recorded, whose ``gradient()`` reduces over all ranks of ``process_set``.
+    """Return a tape with the record of ``gradtape``, whose ``gradient()`` reduces over all ranks of ``process_set``.
 
     ``gradient()`` is collective: all ranks ask for gradients with respect to the same variables in the same order.
     ``jacobian()`` and ``batch_jacobian()`` are this rank's own, and not reduced.
-    ``register_local_source(variable)`` of the result leaves the gradient of a variable to each rank.
+    ``register_local_source(variable)`` of the result leaves the gradient of a variable to each rank. The other
+    arguments are those of hvdkit.keras.DistributedOptimizer().
 
     Args:
         gradtape: the tf.GradientTape; it may be recording still.
-        device_dense: where dense results are put, as in ``tf.device``.
-        device_sparse: where results that are tf.IndexedSlices are put.
-        compression: one of hvd.Compression, for each variable by patterns or a function, or a class of one's own with
-            ``compress`` and ``decompress``: as for a DistributedOptimizer.
-        sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else values and indices are gathered.
         op: hvd.Average, Sum, Min, Max, Product or Adasum.
-        gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
-        num_groups: deprecated, use ``groups``.
-        groups: how many groups of gradients are reduced together, or the groups as lists of variables.
         process_set: the ranks that take part; on other ranks the tape is an ordinary one.
-        scale_local_gradients: divide the gradients of local sources by the number of ranks.
-        name: what its gradients are called in errors and in the timeline. Tapes of the ranks belong together by their
+        name: the name of its gradients in errors and in the timeline. Tapes of the ranks belong together by their
             names and, where several have one name, by the order in which their variables are first asked for. So
             models that are trained in several threads need tapes with names of their own, the same on all ranks.
 
     Returns:
-        The tape to ask for gradients, which have the shapes and dtypes of what they are of.
+        The tape to ask for gradients, which have the shapes and dtypes of the sources.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -96,7 +88,7 @@ def DistributedGradientTape(
     )
     base: Any = type(gradtape)
     distributed = object.__new__(_tape_class(base))
-    distributed.__dict__ = gradtape.__dict__  # one tape under two names, as far as recording goes
+    distributed.__dict__ = gradtape.__dict__  # both record as one tape
     distributed._hvdkit_settings = settings
     distributed._hvdkit_local = {}
     return distributed
@@ -117,7 +109,7 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A DistributedGradientTape that leaves the gradients of some layers to each rank.
+    """Return a DistributedGradientTape that leaves the gradients of some layers to each rank.
 
     The other arguments and errors are those of DistributedGradientTape().
 
@@ -157,10 +149,10 @@ def PartialDistributedGradientTape(
 
 @functools.cache
 def _tape_class(base: Any) -> Any:
-    """A subclass of ``base`` with its name."""
+    """Return a subclass of ``base`` with the name of ``base``."""
 
-    class Distributed(base):  # type: ignore[misc]  # the base is known at run time only
-        # Not in the dictionary, which all tapes around one have in common.
+    class DistributedTape(base):  # type: ignore[misc]  # the base is known at run time only
+        # Slots, since the dictionary is shared by all tapes around one.
         __slots__ = ("_hvdkit_local", "_hvdkit_settings")
 
         _hvdkit_settings: GradientSettings
@@ -170,8 +162,8 @@ def _tape_class(base: Any) -> Any:
             """Leave the gradient of a variable to each rank.
 
             Args:
-                source: a variable, of any shape; it may differ between ranks. Raises nothing for one that is not asked
-                    for.
+                source: a variable, of any shape, which may differ between ranks. Raises nothing for a variable that is
+                    not asked for.
 
             Examples:
                 >>> with tf.GradientTape() as tape:
@@ -190,10 +182,12 @@ def _tape_class(base: Any) -> Any:
             use_generic_names: Any = False,
             **options: Any,
         ) -> Any:
-            """As tf.GradientTape.gradient(), reduced over all ranks. Errors are those of DistributedGradientTape().
+            """Return the gradients of tf.GradientTape.gradient(), reduced over all ranks.
+
+            Errors are those of DistributedGradientTape().
 
             Args:
-                target: what is differentiated, tensors of any shape.
+                target: the tensors to differentiate, of any shape.
                 sources: variables, or a structure of them.
                 output_gradients: of the targets, in their shapes; ones, if None.
                 use_generic_names: whether operations are named by place, not after the variables.
@@ -209,19 +203,23 @@ def _tape_class(base: Any) -> Any:
                 >>> hvd.DistributedGradientTape(tape).gradient(loss, weight).numpy().item()
                 1.5
             """
-            if isinstance(use_generic_names, tf.UnconnectedGradients):  # what stands there in tf.GradientTape
+            if isinstance(use_generic_names, tf.UnconnectedGradients):  # this position in tf.GradientTape
                 options["unconnected_gradients"], use_generic_names = use_generic_names, False
             gradients = super().gradient(target, sources, output_gradients, **options)
-            guard.WATCH.seen(tf.nest.flatten(sources))
-            flat = tf.nest.flatten(gradients, expand_composites=False)
+            flat = tf.nest.flatten(sources)
+            guard.WATCH.seen(flat)
             reduced = reduce_gradients(
-                self._hvdkit_settings, flat, tf.nest.flatten(sources), self._hvdkit_local, use_generic_names
+                self._hvdkit_settings,
+                tf.nest.flatten(gradients, expand_composites=False),
+                flat,
+                self._hvdkit_local,
+                use_generic_names,
             )
             return tf.nest.pack_sequence_as(gradients, reduced)
 
         @as_written
         def jacobian(self, *args: Any, **options: Any) -> Any:
-            """As tf.GradientTape.jacobian(), of this rank alone: nothing is reduced.
+            """Return the Jacobians of tf.GradientTape.jacobian(), of this rank alone: nothing is reduced.
 
             Args:
                 args: those of TensorFlow, as are ``options``: ``target``, ``sources`` and how it is computed.
@@ -241,21 +239,13 @@ def _tape_class(base: Any) -> Any:
 
         @as_written
         def batch_jacobian(self, *args: Any, **options: Any) -> Any:
-            """As tf.GradientTape.batch_jacobian(), of this rank alone: nothing is reduced.
+            """Return the Jacobians of tf.GradientTape.batch_jacobian(), of this rank alone: nothing is reduced.
 
-            Args:
-                args: those of TensorFlow, as are ``options``: ``target``, ``source`` and how it is computed.
+            Arguments and errors are those of DistributedGradientTape.jacobian(), with ``source`` for ``sources``, and
+            the example is that of DistributedGradientTape.jacobian(), too.
 
             Returns:
-                A tensor with a Jacobian for each row. Raises what TensorFlow raises.
-
-            Examples:
-                >>> inputs = tf.constant([[1.0], [2.0]])
-                >>> with tf.GradientTape() as tape:
-                ...     tape.watch(inputs)
-                ...     target = inputs * inputs
-                >>> hvd.DistributedGradientTape(tape).batch_jacobian(target, inputs).numpy().tolist()
-                [[[2.0]], [[4.0]]]
+                A tensor with a Jacobian for each row.
             """
             return self._hvdkit_undistributed().batch_jacobian(*args, **options)
 
@@ -269,7 +259,7 @@ def _tape_class(base: Any) -> Any:
         def get_local_and_global_gradients(
             self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
         ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-            """Gradients, those of local sources apart.
+            """Return the gradients, those of local sources apart.
 
             Arguments and errors are those of DistributedGradientTape.gradient().
 
@@ -290,7 +280,7 @@ def _tape_class(base: Any) -> Any:
             local = [pair for pair in pairs if id(pair[0]) in self._hvdkit_local]
             return local, [pair for pair in pairs if id(pair[0]) not in self._hvdkit_local]
 
-    Distributed.__name__ = base.__name__
-    Distributed.__qualname__ = base.__qualname__
-    Distributed.__doc__ = base.__doc__
-    return Distributed
+    DistributedTape.__name__ = base.__name__
+    DistributedTape.__qualname__ = base.__qualname__
+    DistributedTape.__doc__ = base.__doc__
+    return DistributedTape

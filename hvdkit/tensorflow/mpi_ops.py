@@ -1,4 +1,4 @@
-"""What scripts import from Horovod's module of this name: all of ``hvdkit.tensorflow``."""
+"""All of ``hvdkit.tensorflow``, under the name of Horovod's module."""
 
 from __future__ import annotations
 

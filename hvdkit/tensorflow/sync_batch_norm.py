@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +10,7 @@ from hvdkit.api import checks
 from hvdkit.api.job import Sum
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.allreduce import allreduce
-from hvdkit.tensorflow.ops.unconverted import as_written
+from hvdkit.tensorflow.ops.bridge import as_written
 
 _REFUSED = {
     "fused": "TensorFlow's fused kernel cannot be told the statistics of all ranks.\nHINT: leave fused out.",
@@ -21,24 +20,18 @@ _REFUSED = {
 }
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    for option, reason in _REFUSED.items():
-        if options.get(option):
-            raise ValueError(f"SyncBatchNormalization does not support {option}: {reason}")
-
-
 @tf.keras.utils.register_keras_serializable(package="hvdkit")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
-    """Batch normalisation with the statistics of the batches of all ranks of ``process_set`` while training.
+    """A batch normalisation that uses the statistics of the batches of all ranks of ``process_set`` while training.
 
-    Batches and masks may differ between ranks, and be empty on some; each value counts once. Every rank of the set
+    Batches and masks may differ between ranks, and be empty on some. Each value counts once. Every rank of the set
     calls the layer equally often while training, and the layer has the same name on all of them. On a rank that is not
-    in the set, and on one that is alone in it, this is the layer of Keras. Gradients of gamma and beta are those of
-    this rank's batch, and are reduced like all others. A process set is not saved: a layer made from a configuration
-    has the one of all ranks. Inputs have any shape and a floating dtype.
+    in the set, or alone in it, this is the layer of Keras. The gradients of gamma and beta are those of this rank's
+    batch, and are reduced like all others. A process set is not saved: a layer made from a configuration has that of
+    all ranks. Inputs have any shape and a floating dtype.
 
     Args:
-        axis: which dimension has the channels, or several.
+        axis: the dimension of the channels, or several dimensions.
         process_set: the ranks that take part.
         fused: False; taken for compatibility.
         options: those of ``keras.layers.BatchNormalization``, of Keras 3 or of tf_keras, whichever ``tf.keras`` is.
@@ -64,9 +57,12 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         fused: bool | None = False,
         **options: Any,
     ) -> None:
-        _check_options({"fused": fused is None or fused, **options})
+        given = {"fused": fused is None or fused, **options}
+        for option, reason in _REFUSED.items():
+            if given.get(option):
+                raise ValueError(f"SyncBatchNormalization does not support {option}: {reason}")
         options.pop("virtual_batch_size", None)  # which Keras 3 does not know
-        if _is_keras_2():  # which would choose the fused kernel
+        if hasattr(tf.keras.layers.BatchNormalization, "_fused_batch_norm"):  # Keras 2 would choose the fused kernel
             options["fused"] = False
         super().__init__(axis=axis, **options)
         self.process_set = process_set
@@ -74,7 +70,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     @as_written
     def _moments(self, inputs: Any, *positional: Any, **options: Any) -> tuple[Any, Any]:
-        """Mean and variance of each channel, in the type of ``inputs``.
+        """Return the mean and the variance of each channel, in the dtype of ``inputs``.
 
         Keras 3 calls this with the mask; tf_keras with the axes, then ``keep_dims`` and ``mask`` by name.
         """
@@ -93,46 +89,37 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
             process_set=self.process_set,
             ignore_name_scope=True,
         )
-        mean, variance = (tf.cast(moment, inputs.dtype) for moment in _combine(sums))
+        count, total, squares = tf.unstack(sums)
+        mean = tf.math.divide_no_nan(total, count)
+        variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+        mean, variance = tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
         if len(channels) == 1:
             return tf.squeeze(mean, over), tf.squeeze(variance, over)
         return mean, variance
 
 
-def _is_keras_2() -> bool:
-    """Whether ``tf.keras`` is tf_keras, that is Keras 2."""
-    return hasattr(tf.keras.layers.BatchNormalization, "_fused_batch_norm")
-
-
 def _local_sums(inputs: Any, over: list[int], mask: Any) -> Any:
-    """Counts, sums and sums of squares of this rank's values, stacked, in float64; the dimensions ``over`` are 1.
+    """Return the counts, sums and sums of squares of this rank's values, stacked; the dimensions ``over`` are 1.
 
-    In float64, so that their difference is the variance even where the mean is large against the deviation. The large
-    tensors stay in their type: they are shifted by about this rank's mean, and the sums are those of what was shifted.
+    They are float64, so that their difference is the variance even where the mean is large against the deviation. The
+    large tensors stay in their dtype: values are shifted by about this rank's mean before they are summed.
     """
     shape = tf.shape(inputs, tf.int64)
     if mask is not None:
         mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], shape)
 
-    def chosen(values: Any) -> Any:
+    def unmasked(values: Any) -> Any:
         return values if mask is None else tf.where(mask, values, tf.zeros([], values.dtype))
 
-    total = tf.reduce_sum(chosen(inputs), over, keepdims=True)
+    total = tf.reduce_sum(unmasked(inputs), over, keepdims=True)
     if mask is None:
         count = tf.reduce_prod(tf.gather(shape, over)) * tf.ones_like(total, tf.int64)
     else:
         count = tf.math.count_nonzero(mask, over, keepdims=True)
     # The sums do not depend on the shift, which therefore has no gradient of any order.
     shift = tf.stop_gradient(tf.math.divide_no_nan(total, tf.cast(count, inputs.dtype)))
-    shifted = chosen(inputs - shift)
+    shifted = unmasked(inputs - shift)
     rest = tf.cast(tf.reduce_sum(shifted, over, keepdims=True), tf.float64)
     squares = tf.cast(tf.reduce_sum(tf.square(shifted), over, keepdims=True), tf.float64)
     count, shift = tf.cast(count, tf.float64), tf.cast(shift, tf.float64)
     return tf.stack([count, count * shift + rest, squares + 2.0 * shift * rest + count * tf.square(shift)])
-
-
-def _combine(sums: Any) -> tuple[Any, Any]:
-    """Mean and variance from the sums of all ranks; zeros where no rank has a value."""
-    count, total, squares = tf.unstack(sums)
-    mean = tf.math.divide_no_nan(total, count)
-    return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)

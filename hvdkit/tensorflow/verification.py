@@ -16,9 +16,9 @@ from hvdkit.api.gradients.verification import Verification, rounding_limit
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import Statement, sketch
-from hvdkit.tensorflow.ops.arrays import as_array
+from hvdkit.tensorflow.ops.bridge import as_written
 from hvdkit.tensorflow.ops.exceptions import in_graph
-from hvdkit.tensorflow.ops.unconverted import as_written
+from hvdkit.tensorflow.ops.framework import as_array
 
 BROADCAST = "hvd.broadcast_variables(model.variables, root_rank=0), or BroadcastGlobalVariablesCallback(0) in fit()"
 

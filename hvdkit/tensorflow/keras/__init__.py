@@ -3,9 +3,12 @@
 ``tf.keras`` is Keras 3, or tf_keras (Keras 2) with TF_USE_LEGACY_KERAS=1.
 """
 
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
@@ -16,12 +19,28 @@ if keras.backend.backend() != "tensorflow":
 import hvdkit.keras
 import hvdkit.tensorflow.keras.callbacks as callbacks_of_tf_keras
 from hvdkit.api import missing_attribute
+from hvdkit.api.gradients.compression import Compressions
 from hvdkit.keras import *  # noqa: F403
 from hvdkit.keras import unwrapped
-from hvdkit.tensorflow.keras.saving import load_model as load_model
+from hvdkit.keras.saving import load_by
 
 callbacks = callbacks_of_tf_keras  # type: ignore[misc]  # not those of hvdkit.keras
 unwrapped.install()
+
+
+def load_model(  # type: ignore[no-redef]  # that of hvdkit.keras loads models of Keras 3 only
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Sequence[Any] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compressions.none,
+    legacy_opts: bool = False,
+    safe_mode: bool = True,
+    **options: Any,
+) -> Any:
+    """Load a model of ``tf.keras``, be it Keras 3 or tf_keras. See hvdkit.keras.load_model."""
+    options.update(custom_optimizers=custom_optimizers, custom_objects=custom_objects, safe_mode=safe_mode)
+    return load_by(tf.keras, filepath, compression=compression, **options)
+
 
 __all__ = hvdkit.keras.__all__
 

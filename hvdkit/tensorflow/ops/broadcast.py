@@ -14,25 +14,24 @@ from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import tensor_checks
-from hvdkit.tensorflow.ops.bridge import differentiable, run
+from hvdkit.tensorflow.ops.bridge import as_written, differentiable, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS
-from hvdkit.tensorflow.ops.reduction import reduce
-from hvdkit.tensorflow.ops.unconverted import as_written
+from hvdkit.tensorflow.ops.reduction import allreduce_dense
 
-# Of variables that are broadcast together.
+# The most bytes of variables that are broadcast together. A model with its optimizer's state can be far larger, and
+# all that travels together is in memory twice.
 CHUNK_BYTES = 256 << 20
 
 
-def _broadcast(asked: Invocation, tensors: Sequence[Any], root_rank: int) -> list[Any]:
-    """Not differentiable. Several tensors travel together."""
-    tensor_checks.check_asked(asked)
-    root = checks.check_root(asked.function, root_rank, asked.process_set, runtime.topology().size)
+def _broadcast(invocation: Invocation, tensors: Sequence[Any], root_rank: int) -> list[Any]:
+    """Return the root's tensors, which travel together and have no gradients."""
+    tensor_checks.check_arguments(invocation)
+    root = checks.check_root(invocation.function, root_rank, invocation.process_set, runtime.topology().size)
     return run(
-        asked,
+        invocation,
         tensors,
-        lambda asked, some: OPERATIONS.broadcast(asked, some, root),
+        lambda invocation, arrays: OPERATIONS.broadcast(invocation, arrays, root),
         [(tensor.dtype, tensor.shape) for tensor in tensors],
-        stays_on_device=lambda: True,
     )
 
 
@@ -46,38 +45,33 @@ def broadcast(
 ) -> Any:
     """Give all ranks of ``process_set`` the tensor of ``root_rank``.
 
-    ``name`` and ``ignore_name_scope`` are those of allreduce(). Differentiable: the root's gradient is the average of
-    all ranks' gradients, that of the others zero.
+    The other arguments and the errors are those of allreduce(). Differentiable: the root's gradient is the average of
+    all ranks' gradients, the gradient of another rank is zero.
 
     Args:
         tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks.
         root_rank: counts among all ranks, not in the set.
-        process_set: the ranks that take part.
 
     Returns:
         A tensor of the same shape and dtype.
-
-    Raises:
-        TypeError, ValueError: for arguments that make no sense.
-        HorovodInternalError: on every rank where ranks disagree.
 
     Examples:
         >>> hvd.broadcast(tf.fill([2], hvd.rank()), root_rank=1).numpy().tolist()
         [1, 1]
     """
-    asked = Invocation("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    invocation = Invocation("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.MOVABLE_DTYPES)
 
     def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        of_all = asked.of_gradient()._replace(function="allreduce")
-        (average,) = reduce(of_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
+        average_all = invocation.of_gradient()._replace(function="allreduce")
+        (average,) = allreduce_dense(average_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
         return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
 
-    return differentiable([found], lambda tensors: _broadcast(asked, tensors, root_rank), at_root)[0]
+    return differentiable([dense], lambda tensors: _broadcast(invocation, tensors, root_rank), at_root)[0]
 
 
 def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
-    """Tensors that travel together: not a whole model with its optimizer's state, of which there are copies then."""
+    """Return the tensors in lists of at most CHUNK_BYTES."""
     chunks: list[list[Any]] = [[]]
     nbytes = 0
     for tensor in tensors:
@@ -117,11 +111,11 @@ def broadcast_(
             raise TypeError(f"{function}: variables[{index}] must be a tf.Variable, got {type(variable).__name__}")
     if not variables:
         return []
-    values = tensor_checks.check_tensors(function, variables, tensor_checks.MOVABLE_DTYPES)
     outputs: list[Any] = []
-    for number, some in enumerate(_chunks(values)):
-        some_name = name if number == 0 or name is None else f"{name}.{number}"
-        outputs += _broadcast(Invocation(function, some_name, process_set, waits=True), some, root_rank)
+    values = tensor_checks.check_tensors(function, variables, tensor_checks.MOVABLE_DTYPES)
+    for number, chunk in enumerate(_chunks(values)):
+        chunk_name = name if number == 0 or name is None else f"{name}.{number}"
+        outputs += _broadcast(Invocation(function, chunk_name, process_set, waits=True), chunk, root_rank)
     for variable, output in zip(variables, outputs, strict=True):
         variable.assign(output)
     return outputs

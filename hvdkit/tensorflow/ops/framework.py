@@ -1,4 +1,8 @@
-"""What operations ask of TensorFlow's tensors, in host memory and on the job's device; in a graph, of arrays."""
+"""TensorFlow's tensors as the engine takes them: contiguous numpy arrays in host memory.
+
+In eager execution an array shares the memory of its tensor on the CPU; a tensor of a GPU is copied. In a graph
+TensorFlow itself passes arrays to the operations and makes tensors of their results.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,61 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.api.framework import Framework
 from hvdkit.api.operations import Operations
-from hvdkit.tensorflow.ops.arrays import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.ops.device import Device, device_for
+from hvdkit.kernels.dtypes import BFLOAT16
 from hvdkit.tensorflow.ops.tensor_checks import SCALAR_TO_ROW
+from hvdkit.transports.base import aligned_empty
 
-_ARRAYS = (np.ndarray, np.generic)
+Array = npt.NDArray[Any]
+
+# In bytes. TensorFlow takes memory of a lower alignment by DLPack, and then its kernels abort the process.
+ALIGNMENT = 64
+
+
+def as_array(tensor: Any) -> Array:
+    """Return the values of an eager tensor, or of an array, as a contiguous array that nobody may write.
+
+    The array shares the memory of a tensor on the CPU, which lives as long as the array.
+    """
+    if isinstance(tensor, np.ndarray | np.generic):
+        return np.ascontiguousarray(tensor).reshape(tensor.shape)
+    array: Array = np.asarray(tensor) if tensor.shape.rank else np.array(tensor.numpy())
+    return array
+
+
+def as_tensor(array: Array) -> Any:
+    """Return an eager tensor of an array that nobody writes any more. The tensor takes over memory that is aligned."""
+    if array.dtype == np.bool_ or not array.size:  # DLPack has no booleans
+        return tf.convert_to_tensor(array)
+    if array.dtype == BFLOAT16:  # numpy cannot describe bfloat16 to other libraries
+        with tf.device("CPU:0"):
+            return tf.bitcast(as_tensor(array.view(np.int16)), tf.bfloat16)
+    if array.__array_interface__["data"][0] % ALIGNMENT:
+        array = copy_of(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
+def empty_like(array: Array) -> Array:
+    """Return uninitialised memory of an array's shape and dtype, aligned as the memory of tensors is."""
+    return aligned_empty(array.nbytes, ALIGNMENT).view(array.dtype).reshape(array.shape)
+
+
+def copy_of(array: Array) -> Array:
+    """Return a copy of an array, aligned as the memory of tensors is."""
+    copy = empty_like(array)
+    copy[...] = array
+    return copy
 
 
 class TensorFlow(Framework[Any]):
-    """Through host memory. Buffers are arrays."""
+    """Tensors of TensorFlow, and arrays of a graph. Buffers are arrays."""
 
-    immutable = True  # in a graph they are kept by whoever reads them
+    immutable = True  # in a graph the operation that reads an array keeps it
     scalar_to_row = SCALAR_TO_ROW
-
-    def on_device(self, engine: Any, tensors: Sequence[Any]) -> Framework[Any] | None:
-        device = device_for(tensors)
-        return None if device is None else TensorFlowOnDevice(device)
 
     def device(self, tensor: Any) -> str:
         return "cpu"
@@ -46,46 +85,24 @@ class TensorFlow(Framework[Any]):
         return buffers
 
     def device_of(self, tensor: Any) -> str | None:
-        """The device. In a graph there are arrays, of which TensorFlow makes tensors itself: None."""
-        return None if isinstance(tensor, _ARRAYS) else str(tensor.device)
+        """Return the device of an eager tensor, None for an array of a graph."""
+        return None if isinstance(tensor, np.ndarray | np.generic) else str(tensor.device)
 
     def results(self, devices: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
-        """All on the first of ``devices``."""
-        if devices[0] is None:
-            return list(made)
-        return [_at(devices[0], as_tensor(one) if isinstance(one, np.ndarray) else one) for one in made]
+        """Return arrays for a graph as they are, and eager tensors on the first of ``devices``."""
+        device = devices[0]
+        return list(made) if device is None else [_at(device, as_tensor(array)) for array in made]
 
     def integers(self, numbers: Sequence[int], splits: Any, device: str | None) -> Any:
-        """Of the type of the array of splits, else 32 bits wide."""
+        """Return integers of the dtype of ``splits``, or of 32 bits."""
         return self.results([device], [np.array(numbers, dtype=np.int32 if splits is None else splits.dtype)])[0]
 
 
-class TensorFlowOnDevice(TensorFlow):
-    """Buffers are DeviceArrays, always copies."""
-
-    is_device = True
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def device(self, tensor: Any) -> str:
-        return self._device.torch_name.partition(":")[0]
-
-    def views(self, tensors: Sequence[Any]) -> list[Any]:
-        return self._device.take(tensors)
-
-    copies = views
-
-    def results(self, devices: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
-        return super().results(devices, self._device.give(made))
+def _at(device: str, tensor: Any) -> Any:
+    if tensor.device == device:
+        return tensor
+    with tf.device(device):
+        return tf.identity(tensor)
 
 
 OPERATIONS = Operations(TensorFlow())
-
-
-def _at(device: str, result: Any) -> Any:
-    """A result on the device of the tensor that it was made from."""
-    if device == result.device:
-        return result
-    with tf.device(device):
-        return tf.identity(result)

@@ -1,4 +1,4 @@
-"""Who am I, asked when a graph runs and not when it is built; and what waits for all ranks."""
+"""The ranks of a job, counted when a graph runs and not when it is built; join and barrier."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import tensorflow as tf
 from hvdkit.api import checks, job
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
-from hvdkit.tensorflow.ops.bridge import in_order
-from hvdkit.tensorflow.ops.device import device_of_job
+from hvdkit.tensorflow.ops.bridge import as_written, ordered_node
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
-from hvdkit.tensorflow.ops.unconverted import as_written
 
-# What process_set_included_op returns for what is no set.
+# Results of process_set_included_op in place of 0 and 1.
 NOT_INITIALIZED, UNKNOWN_SET = -1, -2
 
 
-def _asked(question: Callable[[], int], name: str | None) -> Any:
+def _scalar(number: Callable[[], int], name: str | None = None) -> Any:
+    """Return ``number()`` as an int32 scalar: of now, or of each run of the graph that is traced."""
     if tf.executing_eagerly():
         with raised_as_tensorflows():
-            return tf.constant(question(), tf.int32)
-    found = tf.numpy_function(in_graph(lambda: np.int32(question())), [], tf.int32, name=name)
-    found.set_shape([])
-    return found
+            return tf.constant(number(), tf.int32)
+    scalar = tf.numpy_function(in_graph(lambda: np.int32(number())), [], tf.int32, name=name)
+    scalar.set_shape([])
+    return scalar
 
 
 @as_written
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """How many ranks a process set has when the graph runs.
+    """Return the number of ranks that a process set has when the graph runs.
 
     Args:
         process_set_id: of the set; 0 is that of all ranks.
@@ -50,18 +49,18 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """
 
     def count() -> int:
-        ranks = runtime.process_sets().get(process_set_id)
-        if ranks is None:
-            known = ", ".join(map(str, sorted(runtime.process_sets())))
-            raise ValueError(f"size_op: process_set_id must be that of a process set ({known}), got {process_set_id}")
-        return len(ranks)
+        sets = runtime.process_sets()
+        if process_set_id not in sets:
+            ids = ", ".join(map(str, sorted(sets)))
+            raise ValueError(f"size_op: process_set_id must be that of a process set ({ids}), got {process_set_id}")
+        return len(sets[process_set_id])
 
-    return _asked(count, name)
+    return _scalar(count, name)
 
 
 @as_written
 def local_size_op(name: str | None = None) -> Any:
-    """How many ranks run on this node when the graph runs. Arguments and errors are those of rank_op().
+    """Return the number of ranks on this node when the graph runs. Arguments and errors are those of rank_op().
 
     Returns:
         An int32 scalar, of shape ().
@@ -70,12 +69,12 @@ def local_size_op(name: str | None = None) -> Any:
         >>> hvd.local_size_op().numpy().item()
         2
     """
-    return _asked(job.local_size, name)
+    return _scalar(job.local_size, name)
 
 
 @as_written
 def rank_op(name: str | None = None) -> Any:
-    """This process's number among all ranks when the graph runs.
+    """Return this process's number among all ranks when the graph runs.
 
     Args:
         name: of the operation in the graph.
@@ -90,14 +89,12 @@ def rank_op(name: str | None = None) -> Any:
         >>> hvd.rank_op().numpy().item() == hvd.rank()
         True
     """
-    return _asked(job.rank, name)
+    return _scalar(job.rank, name)
 
 
 @as_written
 def local_rank_op(name: str | None = None) -> Any:
-    """This process's number among the ranks of this node when the graph runs.
-
-    Arguments and errors are those of rank_op().
+    """Return this process's number among the ranks of its node. Arguments and errors are those of rank_op().
 
     Returns:
         An int32 scalar, of shape ().
@@ -106,25 +103,21 @@ def local_rank_op(name: str | None = None) -> Any:
         >>> hvd.local_rank_op().numpy().item() == hvd.local_rank()
         True
     """
-    return _asked(job.local_rank, name)
+    return _scalar(job.local_rank, name)
 
 
 def process_set_rank(process_set: ProcessSet) -> Any:
-    """An int32 scalar: this rank's place in a process set when the graph runs."""
-    return _asked(lambda: int(process_set.rank() or 0), None)
+    """Return this rank's place in a process set when the graph runs, as an int32 scalar."""
+    return _scalar(lambda: int(process_set.rank() or 0))
 
 
 @as_written
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Whether this rank is in a process set when the graph runs.
-
-    Args:
-        process_set_id: of the set; 0 is that of all ranks.
-        name: of the operation in the graph.
+    """Return 1 if this rank is in a process set when the graph runs. Arguments are those of size_op().
 
     Returns:
-        An int32 scalar, of shape (), which is 1 if this rank is in the set, 0 if not, -1 before init(), and -2 where
-        there is no such set. So it raises nothing.
+        An int32 scalar, of shape (): 1 if this rank is in the set, 0 if not, -1 before init(), and -2 where there is no
+        such set. It raises nothing.
 
     Examples:
         >>> hvd.process_set_included_op().numpy().item()
@@ -137,7 +130,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
         ranks = runtime.process_sets().get(process_set_id)
         return UNKNOWN_SET if ranks is None else int(runtime.topology().rank in ranks)
 
-    return _asked(included, name)
+    return _scalar(included, name)
 
 
 @as_written
@@ -163,13 +156,14 @@ def join() -> Any:
         [2.0]
     """
 
-    def wait() -> int:
-        device = device_of_job()
-        return int(runtime.engine().join(None if device is None else device.torch_name).wait())
+    def wait() -> Any:
+        return np.int32(runtime.engine().join().wait())
 
     if tf.executing_eagerly():
-        return _asked(wait, None)
-    return in_order(lambda: _asked(wait, "hvdkit_join"))
+        return _scalar(wait)
+    last = ordered_node(wait, [], tf.int32, "hvdkit_join")
+    last.set_shape([])
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -1,4 +1,4 @@
-"""Reduce-scatter: the reduction of all ranks' tensors, of which each rank gets some rows."""
+"""Reduce-scatter: each rank gets some rows of the reduction of all ranks' tensors."""
 
 from __future__ import annotations
 
@@ -8,54 +8,44 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api import checks
-from hvdkit.api.gradients.compression import around
 from hvdkit.api.operations import Invocation, gradient_name
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.compression import Compression, split_compression
+from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.ops import tensor_checks
-from hvdkit.tensorflow.ops.bridge import differentiable, run
+from hvdkit.tensorflow.ops.bridge import as_written, differentiable, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS
 from hvdkit.tensorflow.ops.gather import any_rows, grouped_allgather
-from hvdkit.tensorflow.ops.unconverted import as_written
+from hvdkit.tensorflow.ops.reduction import compressed
 
 _OPS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
-def _scatter(asked: Invocation, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
-    """Differentiable: the gradients are gathered and scaled as the tensors are."""
-    tensor_checks.check_has_rows(asked.function, tensors)
-    tensor_checks.check_asked(asked)
+def _scatter(invocation: Invocation, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
+    """Return this rank's rows. Gradients are gathered and scaled as the tensors are."""
+    tensor_checks.check_has_rows(invocation.function, tensors)
+    tensor_checks.check_arguments(invocation)
 
     def scatter(inputs: Sequence[Any]) -> list[Any]:
         return run(
-            asked,
+            invocation,
             inputs,
-            lambda asked, some: OPERATIONS.reducescatter(asked, some, request),
+            lambda invocation, arrays: OPERATIONS.reducescatter(invocation, arrays, request),
             [(tensor.dtype, any_rows(tensor)) for tensor in inputs],
         )
 
     def all_rows(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        # As Horovod's: an average's gradient is not divided, a sum's is multiplied by the number of ranks.
-        times = checks.size_of(asked.process_set) if request.op == ReduceOp.SUM else 1
-        gathered = grouped_allgather(gradients, gradient_name(asked.name), asked.ignore_name_scope, asked.process_set)
+        # As in Horovod, the gradient of an average is not divided; that of a sum is multiplied by the number of ranks.
+        times = checks.size_of(invocation.process_set) if request.op == ReduceOp.SUM else 1
+        name = gradient_name(invocation.name)
+        gathered = grouped_allgather(gradients, name, invocation.ignore_name_scope, invocation.process_set)
         for factor in (times, request.prescale, request.postscale):
             if factor != 1:
                 gathered = [gradient * tf.cast(factor, gradient.dtype) for gradient in gathered]
         return gathered
 
     return differentiable(tensors, scatter, all_rows)
-
-
-def _reduced(
-    asked: Invocation, tensors: Sequence[Any], device: str, compression: Any, op: ReduceOp, factors: tuple[Any, Any]
-) -> list[Any]:
-    """This rank's rows of the reductions of tensors, of dtypes that can be reduced."""
-    codec, compressor = split_compression(asked.function, compression, op, tensors)
-    request = ReduceRequest(op, *checks.check_factors(asked.function, *factors), codec)
-    with tf.device(device):
-        return around(compressor, tensors, lambda sent: _scatter(asked, sent, request))
 
 
 @as_written
@@ -86,10 +76,11 @@ def reducescatter(
         >>> hvd.reducescatter(tf.range(3.0), op=hvd.Sum).numpy().tolist()  # on rank 1: [4.0]
         [0.0, 2.0]
     """
-    asked = Invocation("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    reduce_op = checks.check_op(asked.function, op, _OPS)
-    found = tensor_checks.check_tensor(asked.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
-    return _reduced(asked, [found], device_dense, compression, reduce_op, (prescale_factor, postscale_factor))[0]
+    invocation = Invocation("reducescatter", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
+    reduce_op = checks.check_op(invocation.function, op, _OPS)
+    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.REDUCIBLE_DTYPES)
+    factors = (prescale_factor, postscale_factor)
+    return compressed(invocation, [dense], compression, reduce_op, factors, device_dense, _scatter)[0]
 
 
 @as_written
@@ -108,15 +99,16 @@ def grouped_reducescatter(
         tensors: a list of tensors, each as in reducescatter().
 
     Returns:
-        A list of tensors with this rank's rows; an empty one for an empty list.
+        A list of tensors with this rank's rows; an empty list for an empty list.
 
     Examples:
-        >>> [one.numpy().tolist() for one in hvd.grouped_reducescatter([tf.ones(4), tf.ones(2)], op=hvd.Sum)]
+        >>> [rows.numpy().tolist() for rows in hvd.grouped_reducescatter([tf.ones(4), tf.ones(2)], op=hvd.Sum)]
         [[2.0, 2.0], [2.0]]
     """
-    asked = Invocation("grouped_reducescatter", None, process_set, waits=True)
-    reduce_op = checks.check_op(asked.function, op, _OPS)
+    invocation = Invocation("grouped_reducescatter", None, process_set, waits=True)
+    reduce_op = checks.check_op(invocation.function, op, _OPS)
     if len(tensors) == 0:
         return []
-    found = tensor_checks.check_tensors(asked.function, tensors, tensor_checks.REDUCIBLE_DTYPES)
-    return _reduced(asked, found, device_dense, compression, reduce_op, (prescale_factor, postscale_factor))
+    dense = tensor_checks.check_tensors(invocation.function, tensors, tensor_checks.REDUCIBLE_DTYPES)
+    factors = (prescale_factor, postscale_factor)
+    return compressed(invocation, dense, compression, reduce_op, factors, device_dense, _scatter)

@@ -1,4 +1,4 @@
-"""What the caller may have got wrong with tensors: each check names the function and the argument."""
+"""Checks of tensor arguments. Each error names the function and the argument."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdkit.api import checks
 from hvdkit.api.operations import Invocation
 from hvdkit.engine.life import runtime
 
-# Dictionaries, since dtypes compare slowly and these are looked up by hash.
+# Dictionaries, since the comparison of dtypes is slow and these are looked up by hash.
 REDUCIBLE_DTYPES = dict.fromkeys(
     (
         *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
@@ -25,15 +25,15 @@ MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
 SCALAR_TO_ROW = "tf.reshape(tensor, [1])"
 
 
-def check_asked(asked: Invocation) -> None:
-    """Raises NotInitializedError before init, TypeError or ValueError for a name or a process set there cannot be."""
+def check_arguments(invocation: Invocation) -> None:
+    """Raise NotInitializedError before init, TypeError or ValueError for a wrong name or process set."""
     runtime.engine()
-    checks.check_name(asked.function, asked.name)
-    check_process_set(asked.function, asked.process_set)
+    checks.check_name(invocation.function, invocation.name)
+    check_process_set(invocation.function, invocation.process_set)
 
 
 def check_process_set(function: str, process_set: Any) -> None:
-    """Raises TypeError or ValueError unless it is registered and, where the operation runs now, has this rank.
+    """Raise TypeError or ValueError unless the process set is registered and, in eager execution, has this rank.
 
     A graph may hold operations of sets that it runs only if this rank is a member, as ``tf.cond`` does.
     """
@@ -44,14 +44,14 @@ def check_process_set(function: str, process_set: Any) -> None:
 
 
 def check_tensor(function: str, tensor: Any, dtypes: Collection[Any], argument: str = "tensor") -> Any:
-    """The dense tensor of a tensor, a variable, or what TensorFlow makes one of.
+    """Return a tensor, a variable, or what TensorFlow makes a tensor of, as a tensor.
 
-    Raises TypeError for what is none, ValueError unless it is dense and of one of ``dtypes``.
+    Raise TypeError for anything else, ValueError unless the tensor is dense and of one of ``dtypes``.
     """
-    found = tensor if isinstance(tensor, tf.Tensor) else _made_tensor(function, tensor, argument)
-    if found.dtype not in dtypes:
-        raise checks.wrong_dtype(function, argument, [dtype.name for dtype in dtypes], found.dtype.name)
-    return found
+    dense = tensor if isinstance(tensor, tf.Tensor) else _made_tensor(function, tensor, argument)
+    if dense.dtype not in dtypes:
+        raise checks.wrong_dtype(function, argument, [dtype.name for dtype in dtypes], dense.dtype.name)
+    return dense
 
 
 def _made_tensor(function: str, tensor: Any, argument: str) -> Any:
@@ -67,24 +67,24 @@ def _made_tensor(function: str, tensor: Any, argument: str) -> Any:
 
 
 def check_tensors(function: str, tensors: Any, dtypes: Collection[Any]) -> list[Any]:
-    """The tensors of a grouped operation as a list. Raises TypeError or ValueError."""
+    """Return the tensors of a grouped operation as a list. Raise TypeError or ValueError."""
     checks.check_listed(function, tensors, (tf.Tensor, tf.Variable))
     return [check_tensor(function, tensor, dtypes, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
 
 
 def check_has_rows(function: str, tensors: Sequence[Any]) -> None:
-    """Raises ValueError for a scalar: the operation works along the first dimension."""
+    """Raise ValueError for a scalar, since the operation works along the first dimension."""
     checks.check_has_rows(function, [() for tensor in tensors if tensor.shape.rank == 0], SCALAR_TO_ROW)
 
 
 def check_integers(function: str, argument: str, numbers: Any) -> Any:
-    """A vector of integers as a tensor. Raises TypeError for what TensorFlow makes no tensor of, ValueError else."""
+    """Return integers as a tensor. Raise TypeError for no numbers, ValueError for other dtypes and dimensions."""
     try:
-        found = tf.convert_to_tensor(numbers)
+        vector = tf.convert_to_tensor(numbers)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{function}: {argument} must be a list or 1-d tensor of integers: {error}") from None
-    if not found.dtype.is_integer:
-        raise checks.no_integers(function, argument, found.dtype.name)
-    if found.shape.rank not in (1, None):
-        raise ValueError(f"{function}: {argument} must have one dimension, got the shape {found.shape}")
-    return found
+    if not vector.dtype.is_integer:
+        raise checks.no_integers(function, argument, vector.dtype.name)
+    if vector.shape.rank not in (1, None):
+        raise ValueError(f"{function}: {argument} must have one dimension, got the shape {vector.shape}")
+    return vector
