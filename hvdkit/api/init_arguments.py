@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hvdkit.engine.life.process_sets import ProcessSet
+from hvdkit.engine.session.process_sets import ProcessSet
 
 
 def is_communicator(comm: Any) -> bool:

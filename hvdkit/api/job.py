@@ -11,7 +11,7 @@ from typing import Any
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.imports import after_import
 from hvdkit.api.init_arguments import check_comm, check_process_sets
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp

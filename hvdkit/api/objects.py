@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.api import checks
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.errors import HorovodInternalError
 
 # Sent instead of a length by a rank whose object cannot be pickled, so that the others do not wait for it.

@@ -9,11 +9,11 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
 from hvdkit.api.handles import HANDLES
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops.device_operations import reduces_directly
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.errors import HorovodInternalError, cut_off
 from hvdkit.kernels.reduce_op import ReduceOp
 

@@ -10,8 +10,8 @@ import numpy as np
 from hvdkit.api import checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import Compressions
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import runtime
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp

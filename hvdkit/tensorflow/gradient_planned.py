@@ -28,8 +28,8 @@ import tensorflow as tf
 
 from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.compression import Codec
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import runtime
 from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.engine.steps.registration import HOST, lane_device

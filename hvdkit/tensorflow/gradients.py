@@ -17,10 +17,10 @@ from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.api.gradients.planning import form_groups, plain_name
 from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_of
 from hvdkit.api.operations import Asked
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops import hints
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.gradient_planned import PlannedGradients, plan_of, reduce_planned

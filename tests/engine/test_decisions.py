@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hvdkit.api.gradients.compression import Compressions as Compression
 from hvdkit.compression import CASTS
 from hvdkit.config import Settings
-from hvdkit.engine.life.watch import Watch
 from hvdkit.engine.loop.messages import Ask, decode, encode
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ranks.topology import topology_of
+from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.steps.registration import idle_codecs
 from hvdkit.engine.telemetry.liveness import Liveness, Loss

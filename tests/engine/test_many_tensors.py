@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hvdkit.compression import CASTS, Int8
-from hvdkit.engine.life.session import Session
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.offers import FILLED
 from hvdkit.engine.steps.plan import Bucket, Slot
 from hvdkit.engine.steps.residuals import Residuals

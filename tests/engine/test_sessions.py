@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.engine.life import goodbye
-from hvdkit.engine.life.session import Session
 from hvdkit.engine.loop import mailbox
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import goodbye
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError

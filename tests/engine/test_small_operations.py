@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import hvdkit
-from hvdkit.engine.life.session import Session
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session.session import Session
 from hvdkit.kernels import ReduceOp
 from tests.threads import on_threads
 

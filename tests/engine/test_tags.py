@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import RandomK
-from hvdkit.engine.life.session import Session
 from hvdkit.engine.loop import batches, tags
 from hvdkit.engine.loop.tags import LaneNumbers, lane_tag, named_tag
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.ranks import repetitions
 from hvdkit.engine.ranks.segments import lane_segment, staging_segment
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps import node_pass
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from hvdkit.compression import PayloadCodec
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session import runtime
 from tests.extending import numpy_framework as framework
 from tests.extending import shift  # noqa: F401 (it registers itself)
 from tests.extending.running_sign import MAGNITUDE, RunningSign

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session import runtime
 from hvdkit.tensorflow.ops import device
 from tests.tensorflow.data import check_equal, doubles, values, ways
 from tests.transports import pretend_device

@@ -9,8 +9,8 @@ import time
 import torch
 
 from hvdkit import kernels
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ranks.repetitions import REGIONS
+from hvdkit.engine.session import runtime
 from tests.ranks import Skip
 from tests.scale_factors import PRODUCTS
 from tests.told import told

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError, ParametersDifferError
 from tests.ranks import Skip
 from tests.told import warned

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from hvdkit.engine.life.introduction import Exchanges
+from hvdkit.engine.session.introduction import Exchanges
 from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError
 from hvdkit.transports import torch_distributed

@@ -15,7 +15,7 @@ from hvdkit.transports.base import Transport
 
 Action = Callable[[], None]
 
-# Who says goodbye waits longer than this for the others' (see life/goodbye), and passes on meanwhile.
+# Who says goodbye waits longer than this for the others' (see session/goodbye), and passes on meanwhile.
 PASSING_ON_SECONDS, SETTLING_SECONDS = 1.0, 0.5
 FAILED_SETTLING_SECONDS = 0.05
 

@@ -12,9 +12,9 @@ from hvdkit.api import checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import around
 from hvdkit.api.operations import Asked
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.ops import tensor_checks

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.environments.tensorflow import forced_memory_growth
 from hvdkit.tensorflow.ops.arrays import as_array, as_tensor
 

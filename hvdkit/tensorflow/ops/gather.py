@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api.operations import Asked
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import tensor_checks
 from hvdkit.tensorflow.ops.arrays import as_array

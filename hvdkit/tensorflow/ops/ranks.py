@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.api import checks, job
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import in_order
 from hvdkit.tensorflow.ops.device import device_of_job
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows

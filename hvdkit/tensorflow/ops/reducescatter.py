@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.api.gradients.compression import around
 from hvdkit.api.operations import Asked, gradient_name
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression, split_compression
 from hvdkit.tensorflow.ops import tensor_checks

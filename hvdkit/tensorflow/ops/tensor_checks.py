@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.operations import Asked
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 
 # Dictionaries, since dtypes compare slowly and these are looked up by hash.
 REDUCIBLE_DTYPES = dict.fromkeys(

@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from hvdkit.config import Settings
-from hvdkit.engine.life.goodbye import GOODBYE_SECONDS
-from hvdkit.engine.life.session import Session
+from hvdkit.engine.session.goodbye import GOODBYE_SECONDS
+from hvdkit.engine.session.session import Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport

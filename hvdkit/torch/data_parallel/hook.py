@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.gradients.compression import check_told_apart, codec_of
 from hvdkit.compression import Codec
-from hvdkit.engine.life.core import Engine
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session.core import Engine
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.data_parallel.gradients import Bucket, Gradients, checked, share_of

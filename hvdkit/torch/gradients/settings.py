@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdkit.api.gradients.settings import GradientSettings
-from hvdkit.engine.life.process_sets import global_process_set
+from hvdkit.engine.session.process_sets import global_process_set
 
 
 @dataclass(frozen=True)

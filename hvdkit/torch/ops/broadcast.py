@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hvdkit.api.handles import HANDLES
 from hvdkit.api.operations import Asked
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.torch.ops import tensor_checks
 from hvdkit.torch.ops.allreduce import allreduce
 from hvdkit.torch.ops.framework import OPERATIONS, apply

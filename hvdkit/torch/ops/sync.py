@@ -8,8 +8,8 @@ import torch
 
 from hvdkit.api.checks import check_handle, check_process_set
 from hvdkit.api.handles import HANDLES
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 
 
 def poll(handle: int) -> bool:

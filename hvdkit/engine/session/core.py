@@ -14,8 +14,6 @@ from hvdkit.collectives.choice import Choice
 from hvdkit.collectives.group import Array
 from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
-from hvdkit.engine.life.joining import Joining
-from hvdkit.engine.life.watch import Watch
 from hvdkit.engine.loop.batches import Batches
 from hvdkit.engine.loop.driver import Driver, spin_seconds
 from hvdkit.engine.loop.mailbox import Mailbox
@@ -31,6 +29,8 @@ from hvdkit.engine.ops.requests import Call, ReduceRequest, Signature
 from hvdkit.engine.ops.submissions import Submissions, duplicate_name
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.session.joining import Joining
+from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.plan import Plan, Reduction, Slot

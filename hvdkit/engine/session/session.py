@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
-from hvdkit.engine.life.core import Engine
-from hvdkit.engine.life.ending import exit_status
-from hvdkit.engine.life.goodbye import Farewell
-from hvdkit.engine.life.introduction import Exchanges, introduce
-from hvdkit.engine.life.measuring import measure_network
-from hvdkit.engine.life.sharing import share_memory
 from hvdkit.engine.loop.relay import Routes
+from hvdkit.engine.session.core import Engine
+from hvdkit.engine.session.ending import exit_status
+from hvdkit.engine.session.goodbye import Farewell
+from hvdkit.engine.session.introduction import Exchanges, introduce
+from hvdkit.engine.session.measuring import measure_network
+from hvdkit.engine.session.sharing import share_memory
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from time import monotonic
 
-from hvdkit.engine.life.watch import Watch
 from hvdkit.engine.loop.mailbox import SETTLING_SECONDS, Mailbox
 from hvdkit.engine.loop.messages import Bye, Ping
+from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.telemetry.liveness import Loss
 
 # How long shutdown waits for the others to shut down too. A rank that failed only makes sure that they have heard.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.errors import NotInitializedError
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdkit import config, environments
-from hvdkit.engine.life.core import Engine
-from hvdkit.engine.life.ending import ENDING, abort_mpi
-from hvdkit.engine.life.forked import watch_forks
-from hvdkit.engine.life.session import LEAVING, Session
 from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.session.core import Engine
+from hvdkit.engine.session.ending import ENDING, abort_mpi
+from hvdkit.engine.session.forked import watch_forks
+from hvdkit.engine.session.session import LEAVING, Session
 from hvdkit.environments import limits
 from hvdkit.environments.base import World
 from hvdkit.environments.failure_record import tell_init
@@ -209,7 +209,7 @@ def _connect(
 
 
 def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> list[list[int]]:
-    from hvdkit.engine.life.process_sets import ProcessSet, resolve_ranks
+    from hvdkit.engine.session.process_sets import ProcessSet, resolve_ranks
 
     static: list[list[int]] = []
     for number, process_set in enumerate(process_sets):

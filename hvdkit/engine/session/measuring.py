@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.engine.life.introduction import run_alone
+from hvdkit.engine.session.introduction import run_alone
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.transports.base import Exchange, Transport
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from hvdkit.engine.life.ending import ENDING
+from hvdkit.engine.session.ending import ENDING
 
 _last_of_all: LastOfAll | None = None
 

@@ -11,13 +11,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
-from hvdkit.engine.life.joining import Joining
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.handle import Handle
 from hvdkit.engine.ops.hints import LEFT_EARLY, STALLED
 from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.session.joining import Joining
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError
