@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.batch import Handle
 
 
 class HandleTable:

@@ -33,11 +33,11 @@ def _length(payload: Array, error: Exception | None) -> Array:
 
 
 def _broadcast(array: Array, root: int, name: str, process_set_id: int) -> None:
-    runtime.engine().broadcast([array], root, Call(name, process_set_id, wake=False)).wait()
+    runtime.engine().named.broadcast([array], root, Call(name, process_set_id, wake=False)).wait()
 
 
 def _allgather(array: Array, name: str, process_set_id: int) -> Array:
-    gathered: Array = runtime.engine().allgather([array], Call(name, process_set_id, wake=False)).wait()[0]
+    gathered: Array = runtime.engine().named.allgather([array], Call(name, process_set_id, wake=False)).wait()[0]
     return gathered
 
 

@@ -9,8 +9,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
 from hvdkit.api.handles import HANDLES
-from hvdkit.engine.ops.device_operations import reduces_directly
-from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.batch import Handle, reduces_directly
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet
@@ -84,7 +83,7 @@ class Operations(Generic[T]):
         arrays = framework.arrays(buffers)
         for array in arrays:
             self.reduced_elements += math.prod(array.shape)
-        handle = engine.allreduce(arrays, request, call, sources)
+        handle = engine.named.allreduce(arrays, request, call, sources)
         return _add(handle, framework, asked, tensors, buffers, in_place, writes=in_place)
 
     def broadcast(self, asked: Asked, tensors: Sequence[T], root_rank: Any, in_place: bool = False) -> int:
@@ -101,7 +100,7 @@ class Operations(Generic[T]):
             buffers = framework.copies(tensors)
         else:
             buffers = framework.likes(tensors)
-        handle = engine.broadcast(framework.arrays(buffers), root, call)
+        handle = engine.named.broadcast(framework.arrays(buffers), root, call)
         return _add(handle, framework, asked, tensors, buffers, in_place, writes=in_place and not is_root)
 
     def allgather(self, asked: Asked, tensors: Sequence[T]) -> int:
@@ -111,7 +110,7 @@ class Operations(Generic[T]):
         call = asked.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.views(tensors))
         checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
-        return _add(engine.allgather(arrays, call), framework, asked, tensors)
+        return _add(engine.named.allgather(arrays, call), framework, asked, tensors)
 
     def reducescatter(self, asked: Asked, tensors: Sequence[T], request: ReduceRequest) -> int:
         """Tensors that adapters have checked."""
@@ -121,7 +120,7 @@ class Operations(Generic[T]):
         checks.check_has_rows(asked.function, [array.shape for array in arrays], framework.scalar_to_row)
         for array in arrays:
             self.reduced_elements += math.prod(array.shape)
-        return _add(engine.reducescatter(arrays, request, call), framework, asked, tensors)
+        return _add(engine.named.reducescatter(arrays, request, call), framework, asked, tensors)
 
     def alltoall(self, asked: Asked, tensor: T, splits: Callable[[], Any]) -> int:
         """A tensor that the adapter has checked and that does not change until the operation is done.
@@ -137,8 +136,8 @@ class Operations(Generic[T]):
             wanted = splits()
             shares = checks.check_splits(asked.function, wanted, rows.shape[0], checks.size_of(asked.process_set))
         except (TypeError, ValueError) as problem:
-            _refuse(problem, lambda words: engine.alltoall(rows, words, call))
-        handle = engine.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
+            _refuse(problem, lambda words: engine.named.alltoall(rows, words, call))
+        handle = engine.named.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
         device = framework.device_of(tensor)
 
         def finish(result: tuple[Any, Sequence[int]]) -> tuple[T, T]:

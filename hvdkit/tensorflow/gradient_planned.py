@@ -6,7 +6,7 @@ closed when one of the variables goes. Who takes part is decided when a graph is
 whether that holds. In a graph they are handed over in parts of 4 MiB, the last variables first, each as soon as it is
 computed; what TensorFlow made is read and never written; one operation then waits for all and returns tensors of their
 own. That wait has its place in the order too: steps that share a lane cannot overtake each other, and while it waits
-the rank is known to be blocked (``Watch.standing_for``), so ranks with other numbers of batches get an error. A step
+the rank is known to be blocked (``standing_for``), so ranks with other numbers of batches get an error. A step
 that an exception ended half way is given up when the next one begins (``engine/steps/abandoned``): the rank tells the
 others before it fills up with zeros, and a rank that uses the step, or has used it, fails the lane on all. (Gradients
 that go by name, sparse ones for example, tell nobody.) Sparse gradients are gathered; what is no variable, Adasum, and
@@ -186,7 +186,7 @@ class PlannedGradients:
 
     def _finish_by_name(self) -> list[Any]:
         arrays = [self._results.pop(index) for index in range(len(self.slots))]
-        self._engine.allreduce(
+        self._engine.named.allreduce(
             arrays, ReduceRequest(self.op, *self.scales), Call(self._title, self.process_set_id)
         ).wait()
         return [array.reshape(slot.shape) for array, slot in zip(arrays, self.slots, strict=True)]
@@ -235,7 +235,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
     @in_graph
     def end() -> list[Any]:
         # Nothing more is handed over in this graph before, so whoever runs it is stuck if this is.
-        with runtime.engine().watch.standing_for(RUNNING):
+        with runtime.engine().waiting.standing_for(RUNNING):
             return plan.finish()
 
     # The wait has its place in the order too: then steps that share a lane cannot overtake each other.

@@ -114,7 +114,7 @@ def test_operations_by_name_call_functions_for_each_and_none_for_each_pair() -> 
         def reduce_all(count: int) -> None:
             engine = session.engine
             handles = [
-                engine.allreduce([np.ones(4, np.float32)], ReduceRequest(ReduceOp.SUM), Call(f"{count}.{number}"))
+                engine.named.allreduce([np.ones(4, np.float32)], ReduceRequest(ReduceOp.SUM), Call(f"{count}.{number}"))
                 for number in range(count)
             ]
             for handle in handles:

@@ -25,7 +25,7 @@ def case_errors_that_scripts_catch_and_the_base_of_codecs_are_there(hvd: Any) ->
 
 def start_shift(array: np.ndarray, name: str) -> Any:
     fields = {"dtype": [array.dtype.name], "shape": [list(array.shape)]}
-    return runtime.engine().submit("shift", [array], fields, Call(name))
+    return runtime.engine().named.submit("shift", [array], fields, Call(name))
 
 
 def case_an_operation_gives_its_result(hvd: Any) -> None:

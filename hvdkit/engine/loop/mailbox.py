@@ -1,4 +1,4 @@
-"""Control messages of this rank: to whom it tells what, who does what when one comes in, and who has left."""
+"""Control messages of this rank: sending them, and acting on those that come in; and the ranks that have left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from time import monotonic
 from typing import Any
 
+from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.messages import Bye, Message, Pong, decode, encode
 from hvdkit.engine.loop.relay import Relay
 from hvdkit.engine.ranks.topology import Topology
@@ -13,18 +14,16 @@ from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transport
 
-Action = Callable[[], None]
-
-# Who says goodbye waits longer than this for the others' (see session/goodbye), and passes on meanwhile.
+# A rank that has said goodbye waits longer than this for the others' goodbyes, and passes messages on meanwhile.
 PASSING_ON_SECONDS, SETTLING_SECONDS = 1.0, 0.5
 FAILED_SETTLING_SECONDS = 0.05
 
 
 class Mailbox:
-    """``handlers`` are by the class of a message: whoever acts on it is called with its sender and the message.
+    """Sends control messages and hands each one that comes in to its handler.
 
-    ``defer`` has the driver do something in its next round: no other thread sends. ``early`` are messages that came
-    from engines that started sooner.
+    ``handlers``: by the class of a message, called with the sender and the message. ``leftover``: messages that came in
+    during init.
     """
 
     def __init__(
@@ -32,26 +31,26 @@ class Mailbox:
         transport: Transport,
         topology: Topology,
         liveness: Liveness,
-        defer: Callable[[Action], None],
-        early: list[tuple[int, bytes]],
+        driver: Driver,
+        leftover: list[tuple[int, bytes]],
     ) -> None:
         self.topology = topology
         self.liveness = liveness
-        self.defer = defer
+        self._driver = driver
         self.handlers: dict[type[Message], Callable[[int, Any], None]] = {}
         self.departed: dict[int, str] = {}  # the ranks that said goodbye, and why they left
         self.departed_at: dict[int, float] = {}
-        self.failed = False  # this rank goes on no more: its engine has an error
-        self.failed_with = 0  # the exit code of the rank that failed first, as far as any told
-        self.relay = Relay(transport, topology.nodes, early)
-        # Where nobody passes anything on, nobody need look for that.
-        self._poll = self.relay.poll if early or len(topology.nodes) > 1 else transport.poll_control
+        self.error: HorovodInternalError | None = None  # the reason why this rank cannot communicate any more
+        self.failed_with = 0  # the exit code of the rank that failed first, as far as any rank has sent one
+        self.relay = Relay(transport, topology.nodes, leftover)
+        # Without a relay the transport is asked directly.
+        self.poll = self.relay.poll if leftover or len(topology.nodes) > 1 else transport.poll_control
         self._rank = topology.rank
 
     def tell(self, ranks: Iterable[int], message: Message) -> None:
-        """Tell those of ``ranks`` that are others and have not left; who says goodbye waits for that of all others.
+        """Send to those of ``ranks`` that are others. A rank that has left gets no message but goodbyes and answers.
 
-        One that cannot be reached is noticed by whoever looks for lost ones.
+        An unreachable rank raises no error here: the watch looks for lost ranks.
         """
         departed = () if isinstance(message, (Bye, Pong)) else self.departed
         receivers = []
@@ -66,8 +65,8 @@ class Mailbox:
         self.tell(range(self.topology.size), message)
 
     def tell_later(self, ranks: Iterable[int], message: Message) -> None:
-        """Have the driver tell those of ``ranks`` that are others something."""
-        self.defer(lambda: self.tell(ranks, message))
+        """Have the driver send a message: no other thread sends."""
+        self._driver.defer(lambda: self.tell(ranks, message))
 
     def take(self, sender: int, message: Message) -> None:
         """Act on a message. Raises ValueError for one that is not for this rank."""
@@ -76,26 +75,21 @@ class Mailbox:
             raise ValueError(f"{type(message).__name__} is for the coordinator")
         handler(sender, message)
 
-    def receive(self) -> bool:
-        """Act on all that has come in. True if there was anything."""
-        try:
-            arrived = self._poll()
-        except ValueError as error:
-            raise HorovodInternalError(f"{self.me()} does not understand a control message: {error}") from error
+    def take_all(self, arrived: Iterable[tuple[int, bytes]]) -> None:
+        """Act on the messages that came in, as (sender, bytes)."""
         for rank, payload in arrived:
             self.liveness.heard(rank, monotonic())
             try:
                 self.take(rank, decode(payload))
             except (ValueError, TypeError, KeyError, IndexError) as error:
-                # To ignore it would leave somebody waiting for the answer.
+                # To ignore it would leave a rank waiting for the answer.
                 raise HorovodInternalError(
                     f"{self.topology.describe(rank)} sent a control message that {self.me()} does not understand: "
                     f"{error!r} in {payload[:200]!r}"
                 ) from error
-        return bool(arrived)
 
     def departs(self, rank: int, reason: str, code: int) -> None:
-        """A rank has said goodbye, or another one told that it did."""
+        """Note that a rank has said goodbye."""
         self.departed[rank] = str(reason)
         self.failed_with = self.failed_with or code
         self.departed_at.setdefault(rank, monotonic())
@@ -103,7 +97,7 @@ class Mailbox:
             self.relay.avoid([rank], FAILED_SETTLING_SECONDS)
 
     def look_for_detours(self, lost: Collection[int], now: float) -> None:
-        """Pass messages on over no rank that is lost or has ended; one that said goodbye does so for a while."""
+        """Route messages around ranks that are lost, and around ranks that said goodbye a while ago."""
         if lost:
             self.relay.avoid(lost, 0.0)
         if self.departed_at:
@@ -111,13 +105,13 @@ class Mailbox:
             self.relay.avoid(ended, SETTLING_SECONDS)
 
     def is_neighbour(self, rank: int) -> bool:
-        """Whether this one speaks with ``rank`` itself, so that a goodbye comes before the connection's end."""
+        """True if ``rank`` sends to this rank directly, so that its goodbye comes before the end of the connection."""
         return rank in self.relay.neighbours()
 
     def on_the_way_to(self, ranks: Iterable[int]) -> set[int]:
-        """The ranks that pass on what is for these."""
-        return {one for rank in ranks for one in self.relay.routes.on_the_way_to(rank)}
+        """Return the ranks that pass on messages for ``ranks``."""
+        return {relay for rank in ranks for relay in self.relay.routes.on_the_way_to(rank)}
 
     def me(self) -> str:
-        """This rank, for messages."""
+        """Return this rank with its host, for messages."""
         return self.topology.describe(self._rank)

@@ -1,4 +1,4 @@
-"""Control messages: what they say, and as bytes, which are JSON arrays. Nothing is ever unpickled."""
+"""Control messages, and their bytes, which are JSON arrays. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Message:
-    """What ranks tell each other."""
+    """A control message of one rank to others."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class Message:
 
 @dataclass(slots=True)
 class NewSignature(Message):
-    """From here on the sender tells a signature by its number."""
+    """From here on the sender refers to a signature by its number."""
 
     number: int
     signature: dict[str, Any]
@@ -35,7 +35,7 @@ class NewSignature(Message):
 
 @dataclass(slots=True)
 class Ask(Message):
-    """The sender takes part in an operation. ``signature`` is one, or the number of one."""
+    """The sender takes part in an operation. ``signature``: the signature itself, or its number."""
 
     signature: int | dict[str, Any]
     name: str
@@ -44,7 +44,7 @@ class Ask(Message):
 
 @dataclass(slots=True)
 class LaneClosed(Message):
-    """The sender has closed a lane, and none of the ``sequence`` operations that it has begun there is open."""
+    """The sender has closed a lane, and all ``sequence`` operations that it has begun there have ended."""
 
     lane: int
     sequence: int
@@ -57,14 +57,14 @@ class Join(Message):
 
 @dataclass(slots=True)
 class Waits(Message):
-    """The sender's only thread waits: for a key, or the number of a lane; for None it goes on.
+    """The sender's only thread waits in an operation, by its key, or in a lane, by its number. With None it goes on.
 
-    ``waits_for`` are ranks, ``what`` tells it in words, ``label`` is the name that the user gave.
+    ``waits_for``: ranks; ``subject``: the operation for people; ``label``: the name that the user gave.
     """
 
     at: list[Any] | int | None
     waits_for: list[int]
-    what: str
+    subject: str
     label: str | None
 
 
@@ -73,7 +73,7 @@ class Waits(Message):
 
 @dataclass(slots=True)
 class Run(Message):
-    """These operations run now. ``names``: [name, what was decided]; ``signatures``: for a rank that has not asked."""
+    """These operations run now. ``names``: [name, decision]; ``signatures``: for a rank that has not asked."""
 
     sequence: int
     process_set: int
@@ -84,7 +84,7 @@ class Run(Message):
 
 @dataclass(slots=True)
 class Reject(Message):
-    """An operation fails; ``cause`` is one of the three above, ``left`` the rank that left where that is it."""
+    """An operation fails. ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left."""
 
     process_set: int
     kind: str
@@ -103,14 +103,14 @@ class Joined(Message):
 
 @dataclass(slots=True)
 class JoinDone(Message):
-    """All have joined, ``rank`` as the last one."""
+    """All ranks have joined, ``rank`` last."""
 
     rank: int
 
 
 @dataclass(slots=True)
 class JoinFailed(Message):
-    """A join can never end."""
+    """The join can never end."""
 
     text: str
 
@@ -120,7 +120,7 @@ class JoinFailed(Message):
 
 @dataclass(slots=True)
 class LaneStarted(Message):
-    """A lane's operations were started up to ``sequence``: so far a rank that has joined takes part."""
+    """The sender has started a lane's operations up to ``sequence``: a rank that has joined starts them too."""
 
     lane: int
     sequence: int
@@ -152,7 +152,7 @@ class Ended(Message):
 
 @dataclass(slots=True)
 class Ping(Message):
-    """Asks for a sign of life."""
+    """A request for a sign of life."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Pong(Message):
 
 @dataclass(slots=True)
 class Bye(Message):
-    """The sender leaves. ``code`` is the exit code that the job shall have; 0 if nothing failed."""
+    """The sender leaves the job. ``code``: the exit code that the job shall have, 0 if nothing failed."""
 
     reason: str
     code: int
@@ -170,7 +170,7 @@ class Bye(Message):
 
 @dataclass(slots=True)
 class Left(Message):
-    """What another rank said as it left."""
+    """The goodbye of another rank, passed on."""
 
     rank: int
     reason: str
@@ -179,34 +179,20 @@ class Left(Message):
 
 @dataclass(slots=True)
 class Lost(Message):
-    """``rank`` cannot go on: it is lost, or it ``lives`` and its engine has failed. None where nobody knows which."""
+    """``rank`` (None: unknown) is lost, or it ``lives`` and its engine has failed."""
 
     rank: int | None
     lives: bool
     text: str
 
 
-# By the first element of their arrays, whose others are the fields.
-KINDS: dict[str, type[Message]] = {
-    "signature": NewSignature,
-    "request": Ask,
-    "lane_closed": LaneClosed,
-    "join": Join,
-    "blocked": Waits,
-    "run": Run,
-    "error": Reject,
-    "joined": Joined,
-    "join_done": JoinDone,
-    "join_error": JoinFailed,
-    "lane": LaneStarted,
-    "lane_error": LaneFailed,
-    "given_up": Abandoned,
-    "ended": Ended,
-    "ping": Ping,
-    "pong": Pong,
-    "bye": Bye,
-    "left": Left,
-    "lost": Lost,
+_CLASSES: dict[str, type[Message]] = {
+    cls.__name__: cls
+    for cls in (
+        *(NewSignature, Ask, LaneClosed, Join, Waits),
+        *(Run, Reject, Joined, JoinDone, JoinFailed),
+        *(LaneStarted, LaneFailed, Abandoned, Ended, Ping, Pong, Bye, Left, Lost),
+    )
 }
 
 
@@ -217,36 +203,36 @@ def _fields_of(cls: type[Message]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda message: tuple(getattr(message, name) for name in names)
 
 
-_WRITTEN = {cls: (kind, _fields_of(cls)) for kind, cls in KINDS.items()}
-_LENGTHS = {kind: 1 + len(cls.__match_args__) for kind, cls in KINDS.items()}  # type: ignore[attr-defined]
+_FIELDS = {cls: _fields_of(cls) for cls in _CLASSES.values()}
 
 
 def encode(message: Message) -> bytes:
-    kind, fields = _WRITTEN[type(message)]
-    return _ENCODER.encode((kind, *fields(message))).encode()
+    cls = type(message)
+    return _ENCODER.encode((cls.__name__, *_FIELDS[cls](message))).encode()
 
 
-# What many ranks say in the same words is read once: requests, and signatures. Nobody changes a message.
-_READ: dict[bytes, Message] = {}
-MOST_READ, LONGEST_READ = 1024, 512
+# Requests and signatures, which many ranks send in the same bytes, are parsed once. Nobody changes a message.
+_PARSED: dict[bytes, Message] = {}
+MOST_PARSED, LONGEST_PARSED = 1024, 512
 
 
 def decode(payload: bytes) -> Message:
-    """The message. Raises ValueError for bytes that no engine of this version sends."""
-    known = _READ.get(payload)
-    if known is not None:
-        return known
+    """Return the message. Raises ValueError for bytes that no engine of this version sends."""
+    message = _PARSED.get(payload)
+    if message is not None:
+        return message
     try:
         text = payload.decode()
         array, end = _DECODER.raw_decode(text)
     except RecursionError:
         raise ValueError("a control message nested too deeply") from None
-    kind = array[0] if isinstance(array, list) and array and end == len(text) else None
-    if not isinstance(kind, str) or _LENGTHS.get(kind) != len(array):
+    name = array[0] if isinstance(array, list) and array and end == len(text) else None
+    cls = _CLASSES.get(name) if isinstance(name, str) else None
+    if cls is None or len(cls.__match_args__) != len(array) - 1:  # type: ignore[attr-defined]
         raise ValueError(f"not a control message: {payload[:80]!r}")
-    message = KINDS[kind](*array[1:])
-    if isinstance(message, (Ask, NewSignature)) and len(payload) <= LONGEST_READ:
-        if len(_READ) >= MOST_READ:
-            _READ.clear()
-        _READ[payload] = message
+    message = cls(*array[1:])
+    if isinstance(message, (Ask, NewSignature)) and len(payload) <= LONGEST_PARSED:
+        if len(_PARSED) >= MOST_PARSED:
+            _PARSED.clear()
+        _PARSED[payload] = message
     return message

@@ -1,6 +1,6 @@
-"""This rank's side of the negotiation: announces requests with few bytes, and takes part in what is decided.
+"""This rank's side of the negotiation: announces requests in few bytes, and delivers the coordinator's decisions.
 
-On rank 0 it also holds the coordinator, whom its own messages reach without a detour.
+On rank 0 it also holds the coordinator, which gets the messages of its own rank directly.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 
 from hvdkit.engine.loop.coordinator import Coordinator
+from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import Ask, Bye, Join, LaneClosed, Left, Message, NewSignature, Ping, Pong, Waits
-from hvdkit.engine.ops import KINDS, Submission
+from hvdkit.engine.ops import KINDS
+from hvdkit.engine.ops.batch import Submission
 from hvdkit.engine.telemetry.telemetry import Telemetry
-from hvdkit.errors import PeerLostError
+from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
 
 GOODBYE_ON_ITS_WAY_SECONDS = 0.5
 
 
 class Negotiation:
-    """Tells the coordinator what this rank wants, and the members what the coordinator decided.
+    """The exchange of requests and decisions with the coordinator on rank 0.
 
-    ``cache_capacity``: how many signatures the coordinator may be asked to remember for this rank.
+    ``cache_capacity``: how many signatures the coordinator remembers for this rank.
     """
 
     def __init__(
         self,
+        driver: Driver,
         mailbox: Mailbox,
         transport: Transport,
         fusion_threshold: int,
@@ -35,7 +38,7 @@ class Negotiation:
         static_process_sets: Sequence[list[int]],
         telemetry: Telemetry,
     ) -> None:
-        self.mailbox = mailbox
+        self._driver, self.mailbox = driver, mailbox
         self._transport = transport
         self._rank = transport.rank
         self._cache_capacity = cache_capacity
@@ -46,19 +49,18 @@ class Negotiation:
             {Bye: self._bye, Left: self._left, Ping: self._ping, Pong: lambda sender, message: None}
         )
         if self._rank == 0:
-            self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry)
-            self.coordinator.add_static_process_sets(static_process_sets)
+            self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry, static_process_sets)
             mailbox.handlers.update(dict.fromkeys((Ask, NewSignature, LaneClosed, Join, Waits), self._coordinate))
 
     def announce(self, submission: Submission) -> None:
-        """Ask the coordinator to run what was submitted."""
+        """Ask the coordinator to run a submission."""
         signature = submission.signature
         name, detail = submission.key.name, submission.detail
-        # What is asked for once would only push out signatures that come again.
+        # A signature that is used once would only push out those that come again.
         if not KINDS[signature["kind"]].comes_again or self._rank == 0:
             self.send_to_coordinator(Ask(signature, name, detail))
             return
-        # As a key only: it stays in this process. Version 2 gives equal bytes for equal values.
+        # A key that stays in this process. Version 2 of marshal gives equal bytes for equal values.
         content = marshal.dumps(signature, 2)
         number = self._cached.get(content)
         if number is None:
@@ -75,32 +77,38 @@ class Negotiation:
         else:
             self.mailbox.tell([0], message)
 
-    def later(self, message: Message) -> None:
-        """Have the driver tell the coordinator something."""
-        self.mailbox.defer(lambda: self.send_to_coordinator(message))
+    def send_later(self, message: Message) -> None:
+        """Have the driver send a message to the coordinator."""
+        self._driver.defer(lambda: self.send_to_coordinator(message))
 
     def exchange(self) -> bool:
-        """Take what has come in, deliver what the coordinator decided. True if there was anything."""
-        moved = self.mailbox.receive()
-        if self.coordinator is not None:
-            own: list[Message] = []
-            for ranks, message in self.coordinator.take_outgoing():
-                moved = True
-                if self._rank in ranks:
-                    own.append(message)  # first what others wait for; then this rank's own part of it
-                self.mailbox.tell(ranks, message)
-            for message in own:
-                self.mailbox.take(self._rank, message)
-        return moved
+        """Take the messages that came in, and deliver the coordinator's decisions. True if there were any."""
+        mailbox, coordinator = self.mailbox, self.coordinator
+        try:
+            arrived = mailbox.poll()
+        except ValueError as error:
+            raise HorovodInternalError(f"{mailbox.me()} does not understand a control message: {error}") from error
+        if arrived:
+            mailbox.take_all(arrived)
+        if coordinator is None or not (coordinator.ready or coordinator.outgoing):
+            return bool(arrived)
+        own: list[Message] = []
+        for ranks, message in coordinator.take_outgoing():
+            if self._rank in ranks:
+                own.append(message)  # acted on once the others have theirs
+            mailbox.tell(ranks, message)
+        for message in own:
+            mailbox.take(self._rank, message)
+        return True
 
     def look_for_broken(self, lost: Mapping[int, str]) -> None:
-        """Raise PeerLostError where one of ``lost``, whose connections broke, did not say goodbye."""
+        """Raise PeerLostError if a rank of ``lost``, whose connections broke, did not say goodbye."""
         mailbox = self.mailbox
         if lost.keys() - mailbox.departed.keys():
             self._transport.advance()
-            self.exchange()  # a goodbye comes before the connection ends, but maybe after we last looked
+            self.exchange()  # a goodbye comes before the connection ends, but maybe after the last exchange
         for rank, how in lost.items():
-            if rank not in mailbox.departed and not mailbox.failed and not self.may_have_left(rank):
+            if rank not in mailbox.departed and mailbox.error is None and not self.may_have_left(rank):
                 raise PeerLostError(
                     f"{mailbox.topology.describe(rank)} is lost: its connection to {mailbox.me()} broke, {how}\n"
                     "HINT: see what that rank printed last, and whether it was killed.",
@@ -108,7 +116,7 @@ class Negotiation:
                 )
 
     def may_have_left(self, rank: int) -> bool:
-        """Whether the goodbye of a rank whose connection broke may still be on its way, over others."""
+        """True if the goodbye of a rank whose connection broke may still be on its way over other ranks."""
         if rank in self.mailbox.departed or self.mailbox.is_neighbour(rank):
             return False
         return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
@@ -121,7 +129,7 @@ class Negotiation:
         failed_first = not self.mailbox.failed_with
         self.mailbox.departs(sender, message.reason, message.code)
         if self.coordinator is not None:
-            if failed_first and self.mailbox.failed_with:  # before what ranks are answered because of it
+            if failed_first and self.mailbox.failed_with:  # before the errors that follow from it
                 self.mailbox.tell_everyone(Left(sender, message.reason, message.code))
             self.coordinator.depart(sender, message.reason)
 
@@ -129,4 +137,4 @@ class Negotiation:
         self.mailbox.departs(message.rank, message.reason, message.code)
 
     def _ping(self, sender: int, message: Ping) -> None:
-        self.mailbox.tell([sender], Pong())  # who has left meanwhile needs none
+        self.mailbox.tell([sender], Pong())

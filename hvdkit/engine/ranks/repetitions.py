@@ -19,7 +19,7 @@ from hvdkit.collectives.group import Array, Group, two_phase_bytes
 from hvdkit.kernels import ReduceOp, Scale
 
 if TYPE_CHECKING:
-    from hvdkit.engine.ops.device_operations import DeviceArray
+    from hvdkit.engine.ops.batch import DeviceArray
     from hvdkit.engine.ops.requests import Call, ReduceRequest
 
 # Operations that come again and have memory at the same time. What nobody uses of it costs nothing.

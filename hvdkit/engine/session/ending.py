@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -154,6 +155,7 @@ class Ending:
 
 
 ENDING = Ending()
+_last_of_all: LastOfAll | None = None
 
 
 def abort_mpi(code: int) -> None:
@@ -163,3 +165,35 @@ def abort_mpi(code: int) -> None:
 
         if MPI.Is_initialized() and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(code)
+
+
+class LastOfAll:
+    """Ends a forked child when Python frees its modules, after everything that ``atexit`` calls.
+
+    mpi4py finalises MPI at the very end of Python. In a forked child, which has only a copy of MPI, this waits without
+    end for threads that only the parent has, or for the parent's peers.
+    """
+
+    def __del__(
+        self,
+        is_finalizing: Callable[[], bool] = sys.is_finalizing,
+        leave: Callable[[int], None] = os._exit,
+        ending: object = ENDING,
+    ) -> None:
+        # Modules are half freed here, so the defaults hold all that is needed. The code is the argument of sys.exit(),
+        # or 1 after an exception: the code of `raise SystemExit(code)` is lost by now.
+        if is_finalizing():
+            leave(ending.code)  # type: ignore[attr-defined]
+
+
+def _begin_child() -> None:
+    global _last_of_all
+    if "mpi4py.MPI" in sys.modules and ENDING.is_watching:
+        ENDING.forget()
+        _last_of_all = LastOfAll()
+
+
+@functools.cache
+def watch_forks() -> None:
+    """Have forks of this process, and of its forks, end without MPI. Only the first call has an effect."""
+    os.register_at_fork(after_in_child=_begin_child)

@@ -175,7 +175,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             "Dynamically adding process sets defined by an MPI communicator is not implemented. "
             "Please build the process set via a list of ranks."
         )
-    number = engine.add_process_set(resolve_ranks(process_set, engine.topology.size))
+    number = engine.named.add_process_set(resolve_ranks(process_set, engine.topology.size))
     if number is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id = number
@@ -208,7 +208,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _check_dynamic("removing")
     number, process_set.process_set_id = process_set.process_set_id, None
     assert number is not None
-    return engine.remove_process_set(number)
+    return engine.named.remove_process_set(number)
 
 
 def _check_dynamic(doing: str) -> None:

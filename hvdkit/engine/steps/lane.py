@@ -11,7 +11,7 @@ from hvdkit.collectives.group import Group, Steps
 from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.engine.loop.messages import Abandoned, Ended, LaneFailed
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.tags import SPAN, lane_tag
+from hvdkit.engine.ranks.assignments import SPAN, lane_tag
 from hvdkit.engine.steps.abandoned import ABANDONED, ENDED, AbandonedSteps
 from hvdkit.engine.steps.arrangement import Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
@@ -160,7 +160,7 @@ class Lane:
 
     def _drive(self, finished: Callable[[], bool]) -> None:
         started = perf_counter()
-        self.lanes.drive(self, finished)
+        self.lanes.waiting.wait(self, finished)
         self.records.awaited(started)
 
     def abandon(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.messages import Abandoned, Ended, LaneClosed, LaneFailed
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.steps.schedule import Network, Sizes
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError
@@ -33,7 +34,7 @@ class Unended(Protocol):
 
 
 class Lanes(dict[int, "Lane"]):
-    """Those that are open, by number. ``drive`` blocks until what a lane waits for is so."""
+    """The lanes that are open, by number."""
 
     def __init__(
         self,
@@ -43,10 +44,10 @@ class Lanes(dict[int, "Lane"]):
         operations: list[Operation],
         network: Network,
         sizes: Sizes,
-        drive: Callable[[Lane, Callable[[], bool]], None],
+        waiting: WaitingThreads,
     ) -> None:
         super().__init__()
-        self.driver, self.mailbox, self.telemetry, self.drive = driver, negotiation.mailbox, telemetry, drive
+        self.driver, self.mailbox, self.telemetry, self.waiting = driver, negotiation.mailbox, telemetry, waiting
         self._negotiation = negotiation
         self.network, self.sizes = network, sizes
         self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here

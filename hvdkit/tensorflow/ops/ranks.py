@@ -192,4 +192,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     engine = runtime.engine()
     process_set_id = checks.check_process_set("barrier", process_set)
     with raised_as_tensorflows():
-        engine.barrier(process_set_id).wait()
+        engine.named.barrier(process_set_id).wait()

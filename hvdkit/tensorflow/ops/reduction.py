@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.api.operations import Asked
-from hvdkit.engine.ops.device_operations import reduces_directly
+from hvdkit.engine.ops.batch import reduces_directly
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.tensorflow.ops.bridge import differentiable, run
 from hvdkit.tensorflow.ops.framework import OPERATIONS

@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from hvdkit.config import Settings
-from hvdkit.engine.session.goodbye import GOODBYE_SECONDS
-from hvdkit.engine.session.session import Session
+from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
@@ -172,7 +171,7 @@ class Worker:
         if self._thread.is_alive():
             # A thread that comes back from C++ when Python is gone can take the process down with it.
             engine = self.session.engine
-            engine.driver.defer(lambda: engine.fail(HorovodInternalError(LEAVING)))
+            engine.driver.defer(lambda: engine.rounds.fail(HorovodInternalError(LEAVING)))
             self._thread.join(GOODBYE_SECONDS + FAIL_SECONDS)
 
     def _serve(self) -> None:

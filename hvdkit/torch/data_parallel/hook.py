@@ -220,7 +220,7 @@ class DDPHook:
     @staticmethod
     def _agree(engine: Engine, facts: dict[str, Any]) -> None:
         """Raises MismatchError on all ranks if they differ in these."""
-        engine.submit("barrier", [], facts, Call(FUNCTION)).wait()
+        engine.named.submit("barrier", [], facts, Call(FUNCTION)).wait()
 
     # -- on the worker's thread ---------------------------------------------------------------------------------------
 

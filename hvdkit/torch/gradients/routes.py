@@ -46,7 +46,7 @@ def agree_on_kinds(
     dtypes = dict(zip(map(id, parameters), gradient_dtypes(parameters), strict=True))
     sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
     open_dtypes: dict[int, torch.dtype] = {}
-    is_complete, everyones = engine.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
+    is_complete, everyones = engine.named.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
     for told in everyones:
         for i, sparse_dim, name in told:
             if i >= len(parameters):

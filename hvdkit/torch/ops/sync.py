@@ -106,4 +106,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         >>> state = torch.load("model.pt")  # which is there now, on all ranks
     """
     engine = runtime.engine()
-    engine.barrier(check_process_set("barrier", process_set)).wait()
+    engine.named.barrier(check_process_set("barrier", process_set)).wait()

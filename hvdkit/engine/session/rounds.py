@@ -1,0 +1,176 @@
+"""Rounds of the engine: each advances all that is in flight, and ends every wait where a rank is lost or has failed."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+
+from hvdkit.engine.loop.driver import Driver
+from hvdkit.engine.loop.messages import Lost
+from hvdkit.engine.loop.named import Submissions
+from hvdkit.engine.loop.negotiation import Negotiation
+from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.session.joining import Joining
+from hvdkit.engine.session.watch import Watch
+from hvdkit.engine.steps.lanes import Lanes
+from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.errors import HorovodInternalError, PayloadError, PeerFailedError, PeerLostError, in_words
+from hvdkit.transports.base import Transport
+
+logger = logging.getLogger("hvdkit")
+
+# How long an error that names no rank, as those of a device's library, waits for a goodbye or a broken connection.
+NAMELESS_SECONDS = 5.0
+
+
+class Rounds:
+    """Advances operations, lanes, joins and messages. The driver calls ``run`` from one thread at a time."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        driver: Driver,
+        negotiation: Negotiation,
+        lanes: Lanes,
+        joining: Joining,
+        submissions: Submissions,
+        operations: list[Operation],
+        watch: Watch,
+        telemetry: Telemetry,
+    ) -> None:
+        self._transport, self._driver = transport, driver
+        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
+        self._lanes, self._joining, self._submissions, self._operations = lanes, joining, submissions, operations
+        self._watch, self._telemetry = watch, telemetry
+        self._mailbox.handlers[Lost] = self._lost
+
+    def busy(self) -> bool:
+        """True if anything waits to be driven, or a timeline is on, which records when messages come in."""
+        return bool(
+            self._driver.inbox
+            or self._operations
+            or self._submissions
+            or self._joining.waiting
+            or self._mailbox.relay.held
+            or self._telemetry.timeline is not None
+        )
+
+    def run(self) -> bool:
+        """Advance everything once. True if anything moved. An error is not raised: it ends every wait."""
+        mailbox, joining, operations, inbox = self._mailbox, self._joining, self._operations, self._driver.inbox
+        was_broken = mailbox.error is not None
+        try:
+            moved = bool(inbox)
+            while inbox:
+                inbox.popleft()()
+            moved |= self._transport.advance()
+            moved |= self._negotiation.exchange()
+            if mailbox.error is not None:
+                self.fail(mailbox.error)  # also submissions that came in while the engine failed
+                return moved
+            now = monotonic()
+            looks = now >= self._watch.next_look
+            if looks or not moved:  # a round that moved is followed by another
+                self._look_for_broken(now)
+            for lane in list(self._lanes.values()):
+                while lane.startable():
+                    operations.append(lane.start())
+                    if joining.ranks:
+                        joining.tell_started(lane)
+                    moved = True
+            if joining.followed:
+                moved |= joining.start_zeros()
+            for operation in list(operations):
+                try:
+                    progress = operation.advance()
+                except Exception as error:
+                    self._fail_operation(operation, error)
+                    continue
+                if progress is not None:
+                    moved = True
+                    if progress and operation in operations:
+                        operations.remove(operation)
+                if mailbox.error is not None:
+                    return True
+            if joining.last is not None:
+                joining.end_if_over()
+            timeline = self._telemetry.timeline
+            if moved and timeline is not None:
+                timeline.mark_cycle()
+            if looks:
+                self._watch.look(now)
+            return moved
+        except BaseException as error:
+            return self._break(error, was_broken)
+
+    def _look_for_broken(self, now: float) -> None:
+        """Look for broken connections. Raises PeerLostError for a rank that did not say goodbye before."""
+        lost = self._transport.lost_peers()
+        if lost:
+            self._negotiation.look_for_broken(lost)
+        if lost or self._mailbox.departed_at:
+            self._mailbox.look_for_detours(lost, now)
+
+    def _fail_operation(self, operation: Operation, error: Exception) -> None:
+        """Raise the error of an operation, naming the lost rank. Return if a goodbye may still explain the error."""
+        me = self._mailbox.me()
+        if isinstance(error, PeerLostError):
+            self._look_for_broken(monotonic())
+            rank = self._first_gone(operation) if error.rank is None else error.rank
+            is_unclear = rank is None and monotonic() - operation.broken_at < NAMELESS_SECONDS
+            if is_unclear or (rank is not None and self._negotiation.may_have_left(rank)):
+                return  # the operation raises it again
+            reason = self._mailbox.departed.get(-1 if rank is None else rank)
+            peer = "" if rank is None else self._mailbox.topology.describe(rank)
+            text = f"{peer} has left the job: {reason}" if reason else str(error)
+            if peer not in text:
+                text = f"{peer} is lost: {text}"
+            raise PeerLostError(f"{operation.what} failed on {me}: {text}", rank) from error
+        if isinstance(error, PayloadError):
+            raise PayloadError(error.rank, error.problem, f"{operation.what} failed on {me}: ") from error
+        raise HorovodInternalError(f"{operation.what} failed on {me}: {in_words(error)}") from error
+
+    def _first_gone(self, operation: Operation) -> int | None:
+        """Return the first rank of an operation that has left or is lost, for a library that does not name it."""
+        gone = {*self._mailbox.departed, *self._transport.lost_peers()}.intersection(operation.members)
+        left_at = self._mailbox.departed_at
+        return min(gone, key=lambda rank: left_at.get(rank, 0.0), default=None)
+
+    def _break(self, error: BaseException, was_broken: bool) -> bool:
+        """End every wait with ``error``, and tell the other ranks, which would wait for this one."""
+        me = self._mailbox.me()
+        if isinstance(error, HorovodInternalError):
+            failure = error
+        elif isinstance(error, Exception):  # a defect of hvdkit, which ends waits on other threads too
+            if not was_broken:
+                logger.error("the engine failed on %s", me, exc_info=error)
+            failure = HorovodInternalError(f"the engine failed on {me}: {in_words(error)}")
+            failure.__cause__ = error
+        else:  # Ctrl-C in the middle of a sum, of which nobody can know how far it is
+            failure = HorovodInternalError(f"{me} was interrupted by {type(error).__name__}")
+        if not was_broken:
+            lost = set(self._transport.lost_peers())
+            message = Lost(self._mailbox.topology.rank, True, str(failure))
+            if isinstance(failure, PeerLostError):
+                message = Lost(failure.rank, False, str(failure))
+                lost.update([] if failure.rank is None else [failure.rank])
+            self._mailbox.look_for_detours(lost, monotonic())
+            self._mailbox.tell_everyone(message)
+        self.fail(failure)
+        if not isinstance(error, Exception):
+            raise error
+        return not was_broken
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """End every wait with ``error``: a rank is lost, or this rank cannot go on."""
+        if self._mailbox.error is None:
+            self._mailbox.error, self._driver.looks_at_once = error, False
+        for operation in self._operations:
+            operation.fail(error)
+        self._operations.clear()
+        self._lanes.fail(error)
+        self._submissions.fail(error)
+        self._joining.fail(error)
+
+    def _lost(self, sender: int, message: Lost) -> None:
+        self.fail((PeerFailedError if message.lives else PeerLostError)(message.text, message.rank))
