@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from time import monotonic
 
 from hvdkit.engine.loop.driver import Driver
@@ -70,8 +71,8 @@ class Rounds:
                 return moved
             now = monotonic()
             looks = now >= self._watch.next_look
-            if looks or not moved:  # a round that moved is followed by another
-                self._look_for_broken(now)
+            if (looks or not moved) and (lost := self._transport.lost_peers()):  # a round that moved is not the last
+                self._look_for_broken(lost, now)
             for lane in list(self._lanes.values()):
                 while lane.startable():
                     operations.append(lane.start())
@@ -98,24 +99,22 @@ class Rounds:
             if moved and timeline is not None:
                 timeline.mark_cycle()
             if looks:
+                mailbox.look_for_detours((), now)
                 self._watch.look(now)
             return moved
         except BaseException as error:
             return self._break(error, was_broken)
 
-    def _look_for_broken(self, now: float) -> None:
-        """Look for broken connections. Raises PeerLostError for a rank that did not say goodbye before."""
-        lost = self._transport.lost_peers()
-        if lost:
-            self._negotiation.look_for_broken(lost)
-        if lost or self._mailbox.departed_at:
-            self._mailbox.look_for_detours(lost, now)
+    def _look_for_broken(self, lost: Mapping[int, str], now: float) -> None:
+        """Look at broken connections. Raises PeerLostError for a rank that did not say goodbye before."""
+        self._negotiation.look_for_broken(lost)
+        self._mailbox.look_for_detours(lost, now)
 
     def _fail_operation(self, operation: Operation, error: Exception) -> None:
         """Raise the error of an operation, naming the lost rank. Return if a goodbye may still explain the error."""
         me = self._mailbox.me()
         if isinstance(error, PeerLostError):
-            self._look_for_broken(monotonic())
+            self._look_for_broken(self._transport.lost_peers(), monotonic())
             rank = self._first_gone(operation) if error.rank is None else error.rank
             is_unclear = rank is None and monotonic() - operation.broken_at < NAMELESS_SECONDS
             if is_unclear or (rank is not None and self._negotiation.may_have_left(rank)):
