@@ -369,10 +369,10 @@ def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
 def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():
     coordinator = Coordinator(3, 0)
     coordinator.receive(1, request(allreduce()), 10.0)
-    assert coordinator.new_stalls(60.0, 60.0) == []
-    (stall,) = coordinator.new_stalls(71.0, 60.0)
+    assert coordinator.stalled(60.0, 60.0, once=True) == []
+    (stall,) = coordinator.stalled(71.0, 60.0, once=True)
     assert (stall.key, stall.submitted, stall.missing) == (Key(0, "allreduce", "x"), [1], [0, 2])
-    assert coordinator.new_stalls(72.0, 60.0) == []
+    assert coordinator.stalled(72.0, 60.0, once=True) == []
     coordinator.give_up(stall.key, "too late")
     assert taken(coordinator) == [(1, Reject(0, "allreduce", "x", "too late", STALLED))]
 

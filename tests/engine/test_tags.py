@@ -15,7 +15,7 @@ from hvdkit.engine.loop import batches
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.ranks import assignments, repetitions
 from hvdkit.engine.ranks.assignments import LaneNumbers, lane_tag, named_tag
-from hvdkit.engine.ranks.segments import lane_segment, staging_segment
+from hvdkit.engine.ranks.groups import lane_segment, staging_segment
 from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps import node_pass
 from hvdkit.engine.steps.offers import FILLED, offer_of

@@ -61,8 +61,6 @@ class Coordinator:
         self._telemetry = telemetry or Telemetry(0)
         self._last_request: tuple[Ask, Signature, tuple[Key, Request]] | None = None
 
-    # -- what comes in ------------------------------------------------------------------------------------------------
-
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
         match message:
@@ -100,51 +98,39 @@ class Coordinator:
         self._fail_join()
         for key, entry in list(self._pending.items()):
             if rank in self._missing(key, entry):
-                self._fail([key], self._departed_text(key, rank), LEFT, rank)
+                self._fail_departed(key, rank)
 
     def give_up(self, key: Key, message: str) -> None:
         """Fail an operation that has stalled for too long, if it is still pending."""
         if key in self._pending:
             self._fail([key], message, STALLED)
 
-    # -- what goes out ------------------------------------------------------------------------------------------------
-
     def take_outgoing(self) -> list[tuple[Sequence[int], Message]]:
         """Return the messages to deliver now. Ready operations that may be fused share batches up to the threshold."""
-        if self.ready:
-            self._run_ready()
+        self._run_ready()
         outgoing, self.outgoing = self.outgoing, []
         return outgoing
 
     def _run_ready(self) -> None:
-        while len(self.ready) > 1:
+        while self.ready:
             # Read only as far as the batch goes: thousands of tensors may be ready of which no two can be batched.
-            count = batch_size(((key.process_set, entry.signature) for key, entry in self.ready), self._threshold)
+            signatures = ((key.process_set, entry.signature) for key, entry in self.ready)
+            count = 1 if len(self.ready) == 1 else batch_size(signatures, self._threshold)
             self._run([self.ready.popleft() for _ in range(count)])
-        if self.ready:
-            self._run([self.ready.popleft()])
 
-    def stalled(self, now: float, seconds: float) -> list[Stall]:
-        """Return the operations that have been pending for longer than ``seconds``."""
-        return [
-            Stall(key, sorted(entry.requests), self._missing(key, entry), now - entry.since)
-            for key, entry in self._pending.items()
-            if now - entry.since > seconds
-        ]
-
-    def new_stalls(self, now: float, seconds: float) -> list[Stall]:
-        """Return the same as ``stalled``, each operation only once."""
-        stalls = [stall for stall in self.stalled(now, seconds) if not self._pending[stall.key].warned]
-        for stall in stalls:
-            self._pending[stall.key].warned = True
+    def stalled(self, now: float, seconds: float, once: bool = False) -> list[Stall]:
+        """Return the operations that have been pending for longer than ``seconds``; ``once``: each in one call only."""
+        stalls = []
+        for key, entry in self._pending.items():
+            if now - entry.since > seconds and not (once and entry.warned):
+                entry.warned |= once
+                stalls.append(Stall(key, sorted(entry.requests), self._missing(key, entry), now - entry.since))
         return stalls
 
     def awaited_ranks(self) -> set[int]:
         """Return the ranks that some pending operation waits for."""
         awaited = {rank for key, entry in self._pending.items() for rank in self._missing(key, entry)}
         return awaited.union(set(self.members[0]).difference(self._joined) if self._joined else ())
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
         entry = self._pending.get(key)
@@ -162,7 +148,7 @@ class Coordinator:
         if self._departed:
             gone = [member for member in self._missing(key, entry) if member in self._departed]
             if gone:
-                self._fail([key], self._departed_text(key, gone[0]), LEFT, gone[0])
+                self._fail_departed(key, gone[0])
                 return
         if is_new and len(self._pending) > 1:
             for rival in [Key(process_set, other, key.name) for other in tensor_kinds() if other != kind]:
@@ -186,8 +172,8 @@ class Coordinator:
 
     def _missing(self, key: Key, entry: PendingOperation) -> list[int]:
         """Return the members that have neither asked nor joined."""
-        members = self.members.get(key.process_set, [])
-        return [rank for rank in members if rank not in entry.requests and not self._is_joined(key, rank)]
+        members, joined = self.members.get(key.process_set, []), self._joined if key.process_set == 0 else ()
+        return [rank for rank in members if rank not in entry.requests and rank not in joined]
 
     def _missing_from(self, key: Key) -> list[int]:
         entry = self._pending.get(key)
@@ -199,9 +185,6 @@ class Coordinator:
             self._fail([key for key in dead_lock.keys if key in self._pending], dead_lock.text)
             for lane, stuck in dead_lock.lanes:
                 self.outgoing.append((list(stuck), LaneFailed(lane, dead_lock.text)))
-
-    def _is_joined(self, key: Key, rank: int) -> bool:
-        return key.process_set == 0 and rank in self._joined
 
     def _check_complete(self, key: Key) -> None:
         entry, members = self._pending[key], self.members[key.process_set]
@@ -252,11 +235,9 @@ class Coordinator:
                     self._rejections[key] = others
         return True
 
-    def _departed_text(self, key: Key, rank: int) -> str:
-        return (
-            f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}.\n"
-            f"{LEFT_EARLY.format(rank=rank)}"
-        )
+    def _fail_departed(self, key: Key, rank: int) -> None:
+        fact = f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}."
+        self._fail([key], f"{fact}\n{LEFT_EARLY.format(rank=rank)}", LEFT, rank)
 
     def _join(self, rank: int) -> None:
         self._joined[rank] = None

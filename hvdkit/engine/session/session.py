@@ -1,4 +1,4 @@
-"""One rank's part in one job, from meeting the other ranks to leaving them.
+"""A rank's part in a job, from meeting the other ranks to leaving them.
 
 A process may have several sessions, of different jobs or of different ranks of a job. ``runtime`` has the session of
 ``hvd.init()``.

@@ -118,7 +118,7 @@ class Watch:
         coordinator = self._negotiation.coordinator
         warns = warn_after > 0 and not settings.stall_check_disable
         if coordinator is not None and warns:
-            for stall in coordinator.new_stalls(now, warn_after):
+            for stall in coordinator.stalled(now, warn_after, once=True):
                 logger.warning(
                     "%s was submitted by ranks %s, but not by ranks %s for %.0f seconds.\n%s",
                     stall.key, stall.submitted, stall.missing, stall.seconds, STALLED,
