@@ -53,8 +53,8 @@ def is_initialized() -> bool:
 
 def check_not_forked() -> None:
     """Raise ForkedChildError in a process that was forked from the one that called init."""
-    if _session is not None:
-        engine()
+    if _session is not None and _session.process != os.getpid():
+        raise ForkedChildError(_session.engine.mailbox.me(), _session.process)
 
 
 def is_forked() -> bool:
