@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.engine.loop import mailbox
+from hvdkit.engine.loop import negotiation
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import session as sessions
 from hvdkit.engine.session.session import Session
@@ -323,7 +323,7 @@ def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garba
 def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was the one that passed on what they say."""
     monkeypatch.setattr(sessions, "GOODBYE_SECONDS", 1.0)
-    monkeypatch.setattr(mailbox, "PASSING_ON_SECONDS", 0.3)
+    monkeypatch.setattr(negotiation, "PASSING_ON_SECONDS", 0.3)
     stay = [rank for rank in range(2, 6) if rank != leaver]
     over = threading.Barrier(5)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from hvdkit.collectives.group import Steps
 from hvdkit.compression import Tally, codec_with_summary
-from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.messages import LEFT, MISMATCH, STALLED, Reject, Run
 from hvdkit.engine.loop.named import Submissions
+from hvdkit.engine.loop.negotiation import Mailbox
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.batch import Batch, Handle, Submission, zeros_on_device
@@ -42,9 +42,8 @@ class Batches:
         self._waiting: deque[Run] = deque()
         self._open: set[int] = set()  # the first tags of batches that are open
         self._turns: dict[int, dict[Key, int]] = {}  # by process set, so that its ranks remember the same names
-        mailbox.handlers.update({Run: self._run, Reject: self._reject})
 
-    def _reject(self, sender: int, message: Reject) -> None:
+    def reject(self, message: Reject) -> None:
         """End this rank's request with the error that the coordinator sent."""
         key, cls = Key(message.process_set, message.kind, message.name), ERRORS[message.cause]
         submission = self._submissions.pop(key, None)
@@ -55,7 +54,7 @@ class Batches:
             error = PeerLostError(message.text, message.left) if message.cause == LEFT else cls(message.text)
             submission.handle.fail(error)
 
-    def _run(self, sender: int, message: Run) -> None:
+    def run(self, message: Run) -> None:
         """Start a batch, once its tags are free."""
         if self._mailbox.error is not None:
             return  # all ranks are learning of it
@@ -127,7 +126,7 @@ class Batches:
 
     def _start_waiting(self) -> None:
         while self._waiting and named_tag(self._waiting[0].sequence) not in self._open:
-            self._run(0, self._waiting[0])
+            self.run(self._waiting[0])
             self._waiting.popleft()
 
     def _zeros(self, key: Key, signatures: list[Signature] | None, index: int) -> Submission:

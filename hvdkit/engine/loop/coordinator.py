@@ -8,24 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from hvdkit.engine.loop import messages
 from hvdkit.engine.loop.decisions import DeadLocks, PendingOperation, Rejection, Stall, batch_size
-from hvdkit.engine.loop.messages import (
-    LEFT,
-    MISMATCH,
-    STALLED,
-    Ask,
-    Join,
-    JoinDone,
-    Joined,
-    JoinFailed,
-    LaneClosed,
-    LaneFailed,
-    Message,
-    NewSignature,
-    Reject,
-    Run,
-    Waits,
-)
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.hints import LEFT_EARLY, SAME_CALLS, for_joined
 from hvdkit.engine.ops.requests import Key, Request, Signature
@@ -53,33 +37,33 @@ class Coordinator:
         self._pending: dict[Key, PendingOperation] = {}
         self._rejections: dict[Key, list[Rejection]] = {}  # the oldest first: each rank gets them in that order
         self.ready: deque[tuple[Key, PendingOperation]] = deque()
-        self.outgoing: list[tuple[Sequence[int], Message]] = []
+        self.outgoing: list[tuple[Sequence[int], messages.Message]] = []
         self._signatures: dict[tuple[int, int], Signature] = {}
         self._departed: dict[int, str] = {}
         self._dead_locks = DeadLocks(self._missing_from)
         self._sequence = 0
         self._telemetry = telemetry or Telemetry(0)
-        self._last_request: tuple[Ask, Signature, tuple[Key, Request]] | None = None
+        self._last_request: tuple[messages.Ask, Signature, tuple[Key, Request]] | None = None
 
-    def receive(self, rank: int, message: Message, now: float) -> None:
+    def receive(self, rank: int, message: messages.Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
         match message:
-            case Ask():
+            case messages.Ask():
                 key, request = self._request_of(rank, message)
                 if not self._rejections or not self._repeat_rejection(rank, key):
                     self._request(rank, key, request, now)
-            case NewSignature(number, signature):
+            case messages.NewSignature(number, signature):
                 self._signatures[rank, number] = signature
-            case LaneClosed(lane, sequence):
+            case messages.LaneClosed(lane, sequence):
                 self._assignments.lane_numbers.closed(rank, lane, sequence)
-            case Join():
+            case messages.Join():
                 self._join(rank)
-            case Waits():
+            case messages.Waits():
                 self._break_dead_lock(rank, message)
             case _:
                 raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
 
-    def _request_of(self, rank: int, message: Ask) -> tuple[Key, Request]:
+    def _request_of(self, rank: int, message: messages.Ask) -> tuple[Key, Request]:
         """Return the request in a message. Many ranks send the same one after another; it is parsed once."""
         reference = message.signature
         signature = reference if isinstance(reference, dict) else self._signatures.get((rank, reference))
@@ -103,9 +87,9 @@ class Coordinator:
     def give_up(self, key: Key, message: str) -> None:
         """Fail an operation that has stalled for too long, if it is still pending."""
         if key in self._pending:
-            self._fail([key], message, STALLED)
+            self._fail([key], message, messages.STALLED)
 
-    def take_outgoing(self) -> list[tuple[Sequence[int], Message]]:
+    def take_outgoing(self) -> list[tuple[Sequence[int], messages.Message]]:
         """Return the messages to deliver now. Ready operations that may be fused share batches up to the threshold."""
         self._run_ready()
         outgoing, self.outgoing = self.outgoing, []
@@ -179,12 +163,12 @@ class Coordinator:
         entry = self._pending.get(key)
         return [] if entry is None else self._missing(key, entry)
 
-    def _break_dead_lock(self, rank: int, message: Waits) -> None:
+    def _break_dead_lock(self, rank: int, message: messages.Waits) -> None:
         dead_lock = self._dead_locks.report(rank, message)
         if dead_lock is not None:
             self._fail([key for key in dead_lock.keys if key in self._pending], dead_lock.text)
             for lane, stuck in dead_lock.lanes:
-                self.outgoing.append((list(stuck), LaneFailed(lane, dead_lock.text)))
+                self.outgoing.append((list(stuck), messages.LaneFailed(lane, dead_lock.text)))
 
     def _check_complete(self, key: Key) -> None:
         entry, members = self._pending[key], self.members[key.process_set]
@@ -205,7 +189,7 @@ class Coordinator:
         del self._pending[key]
         self.ready.append((key, entry))
 
-    def _fail(self, keys: list[Key], text: str, cause: str = MISMATCH, left: int | None = None) -> None:
+    def _fail(self, keys: list[Key], text: str, cause: str = messages.MISMATCH, left: int | None = None) -> None:
         """Send the error to each rank that asked for one of these, and once to each member that still asks."""
         self._assignments.forget_recurring()  # as ranks do that get the error
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
@@ -220,7 +204,7 @@ class Coordinator:
                 self._rejections.setdefault(key, []).append(rejection)
 
     def _reject(self, rank: int, key: Key, rejection: Rejection) -> None:
-        self.outgoing.append(([rank], Reject(*key, rejection.text, rejection.cause, rejection.left)))
+        self.outgoing.append(([rank], messages.Reject(*key, rejection.text, rejection.cause, rejection.left)))
 
     def _repeat_rejection(self, rank: int, key: Key) -> bool:
         """Send a rank the error of an operation that failed before the rank asked for it. True if there is one."""
@@ -237,7 +221,7 @@ class Coordinator:
 
     def _fail_departed(self, key: Key, rank: int) -> None:
         fact = f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}."
-        self._fail([key], f"{fact}\n{LEFT_EARLY.format(rank=rank)}", LEFT, rank)
+        self._fail([key], f"{fact}\n{LEFT_EARLY.format(rank=rank)}", messages.LEFT, rank)
 
     def _join(self, rank: int) -> None:
         self._joined[rank] = None
@@ -251,9 +235,9 @@ class Coordinator:
         if len(self._joined) == len(everyone):
             self._joined.clear()
             self._forget_rejections(0)
-            self.outgoing.append((everyone, JoinDone(rank)))
+            self.outgoing.append((everyone, messages.JoinDone(rank)))
         elif rank in self._joined:
-            self.outgoing.append((everyone, Joined(rank)))
+            self.outgoing.append((everyone, messages.Joined(rank)))
 
     def _fail_join(self) -> None:
         """Fail the join if a rank has left: it can never end."""
@@ -263,7 +247,7 @@ class Coordinator:
                 f"hvd.join() waits for rank {gone}, which has left the job: {reason}.\n"
                 f"HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {gone} printed."
             )
-            self.outgoing.append((list(self._joined), JoinFailed(text)))
+            self.outgoing.append((list(self._joined), messages.JoinFailed(text)))
             for rank in [rank for rank in self._joined if rank not in self._departed]:
                 del self._joined[rank]
 
@@ -282,8 +266,8 @@ class Coordinator:
             joined = [rank for rank in members if any(rank not in entry.requests for _, entry in batch)]
             members = [rank for rank in members if rank not in joined]
             # Ranks that have joined need the signatures to contribute zeros.
-            self.outgoing.append((joined, Run(*run, [entry.signature for _, entry in batch])))
-        self.outgoing.append((members, Run(*run, None)))
+            self.outgoing.append((joined, messages.Run(*run, [entry.signature for _, entry in batch])))
+        self.outgoing.append((members, messages.Run(*run, None)))
 
     def _remove(self, process_set: int) -> None:
         """Forget a process set. Operations that its members still asked for fail."""

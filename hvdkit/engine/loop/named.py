@@ -61,7 +61,7 @@ class Submissions(dict[Key, Submission]):
             self.clear()
 
     def restart_counting(self) -> None:
-        """Number operations without a name from 0 again: before a join ended, ranks had made different numbers."""
+        """Number the global set's operations without a name from 0 again, of which ranks made different numbers."""
         self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
 
 

@@ -10,9 +10,8 @@ from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
 from hvdkit.engine.loop.batches import Batches
 from hvdkit.engine.loop.driver import Driver, spin_seconds
-from hvdkit.engine.loop.mailbox import Mailbox
 from hvdkit.engine.loop.named import NamedOperations, Submissions
-from hvdkit.engine.loop.negotiation import Negotiation
+from hvdkit.engine.loop.negotiation import Mailbox, Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.loop.wakeup import new_wakeup
@@ -92,7 +91,7 @@ class Engine:
         )
         self.lanes = Lanes(self.driver, self.negotiation, self.telemetry, self.operations, network, sizes, self.waiting)
         self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations, self.groups)
-        Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
+        batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
         self.watch = Watch(
             settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations, self.waiting
         )
@@ -102,6 +101,7 @@ class Engine:
             self.negotiation,
             self.lanes,
             self.joining,
+            batches,
             self.submissions,
             self.operations,
             self.watch,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdkit.engine.loop.messages import Join, JoinDone, Joined, JoinFailed, LaneStarted
+from hvdkit.engine.loop.messages import Join, LaneStarted
 from hvdkit.engine.loop.named import Submissions
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.batch import Handle
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.steps.lanes import Lanes
-from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
+from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
 if TYPE_CHECKING:
     from hvdkit.engine.steps.lane import Lane
@@ -41,9 +41,6 @@ class Joining:
         self._handle: Handle | None = None
         self.over = 0  # joins that have ended, the same number on all ranks
         self.last: int | None = None  # set between the end of a join and the end of its last zeros
-        self._mailbox.handlers.update(
-            {Joined: self._joined, JoinDone: self._done, JoinFailed: self._join_failed, LaneStarted: self._follow}
-        )
 
     @property
     def waiting(self) -> bool:
@@ -90,9 +87,8 @@ class Joining:
             self._handle.fail(error)
             self._handle = None
 
-    def _joined(self, sender: int, message: Joined) -> None:
+    def joined(self, rank: int) -> None:
         """Note that a rank takes part with zeros, and tell it how far the lanes are that wait for it."""
-        rank = message.rank
         self.ranks.add(rank)
         self._groups.forget_repetitions()
         if rank != self._rank:
@@ -100,19 +96,16 @@ class Joining:
                 if rank in lane.group.members and not lane.idle() and lane.sequence:
                     self._mailbox.tell([rank], LaneStarted(lane.lane_id, lane.sequence))
 
-    def _follow(self, sender: int, message: LaneStarted) -> None:
+    def follow(self, message: LaneStarted) -> None:
         """Contribute zeros to the operations of a lane that other ranks have started."""
         lane = self._open_lanes.find(message.lane)
         if lane is not None and self._handle is not None:
             lane.joined_until = max(lane.joined_until, message.sequence)
             self.followed[message.lane] = lane
 
-    def _done(self, sender: int, message: JoinDone) -> None:
+    def end(self, last: int) -> None:
         """Note that all ranks have joined. The join ends here when the last operation with zeros is over."""
         self.ranks.clear()
         self.over += 1
         self._submissions.restart_counting()
-        self.last = message.rank
-
-    def _join_failed(self, sender: int, message: JoinFailed) -> None:
-        self.fail(PeerLostError(message.text))
+        self.last = last

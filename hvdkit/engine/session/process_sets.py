@@ -115,33 +115,6 @@ def _ranks_of(process_set: ProcessSet) -> list[int]:
     return ranks
 
 
-def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
-    """Return the global ranks of a set, also if it was made from a communicator. Raises ValueError outside 0..size-1.
-
-    ``world_comm``: the communicator that was passed to ``hvd.init()``, by default MPI.COMM_WORLD.
-    """
-    if process_set.ranks is None:
-        process_set.ranks = _ranks_in(process_set.mpi_comm, world_comm)
-    ranks = process_set.ranks
-    if not ranks or ranks[0] < 0 or ranks[-1] >= size:
-        raise ValueError(f"ProcessSet: expected ranks from 0 to {size - 1}, got {ranks}")
-    return ranks
-
-
-def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
-    """Return the ranks of the members of ``comm`` in ``world_comm``."""
-    from mpi4py import MPI
-
-    group, world = comm.Get_group(), (world_comm or MPI.COMM_WORLD).Get_group()
-    ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
-    if MPI.UNDEFINED in ranks:
-        raise ValueError(
-            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
-            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
-        )
-    return sorted(ranks)
-
-
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Add a set after ``hvd.init()``; every rank of the job calls this with the same ranks.
 
@@ -175,7 +148,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             "Dynamically adding process sets defined by an MPI communicator is not implemented. "
             "Please build the process set via a list of ranks."
         )
-    number = engine.named.add_process_set(resolve_ranks(process_set, engine.topology.size))
+    number = engine.named.add_process_set(runtime.resolve_ranks(process_set, engine.topology.size))
     if number is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id = number

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdkit import config, environments
 from hvdkit.engine.ranks.topology import Topology
@@ -20,6 +20,9 @@ from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError, 
 from hvdkit.transports import Job, open_transport
 from hvdkit.transports.base import Transport
 from hvdkit.transports.mpi import MpiTransport
+
+if TYPE_CHECKING:
+    from hvdkit.engine.session.process_sets import ProcessSet
 
 logger = logging.getLogger("hvdkit")
 
@@ -208,15 +211,9 @@ def _connect(
     return world, transport
 
 
-def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> list[list[int]]:
-    from hvdkit.engine.session.process_sets import ProcessSet, resolve_ranks
-
+def _static_ranks(process_sets: Sequence[ProcessSet], size: int, communicator: Any) -> list[list[int]]:
     static: list[list[int]] = []
     for number, process_set in enumerate(process_sets):
-        if not isinstance(process_set, ProcessSet):
-            raise TypeError(
-                f"init(): argument process_sets: expected ProcessSet objects, got {type(process_set).__name__}"
-            )
         ranks = resolve_ranks(process_set, size, communicator)
         if ranks in static or ranks == list(range(size)):
             raise ValueError(
@@ -225,3 +222,30 @@ def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> 
             )
         static.append(ranks)
     return static
+
+
+def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
+    """Return the global ranks of a set, also if it was made from a communicator. Raises ValueError outside 0..size-1.
+
+    ``world_comm``: the communicator that was passed to ``hvd.init()``, by default MPI.COMM_WORLD.
+    """
+    if process_set.ranks is None:
+        process_set.ranks = _ranks_in(process_set.mpi_comm, world_comm)
+    ranks = process_set.ranks
+    if not ranks or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(f"ProcessSet: expected ranks from 0 to {size - 1}, got {ranks}")
+    return ranks
+
+
+def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
+    """Return the ranks of the members of ``comm`` in ``world_comm``."""
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), (world_comm or MPI.COMM_WORLD).Get_group()
+    ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
+    if MPI.UNDEFINED in ranks:
+        raise ValueError(
+            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
+            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
+        )
+    return sorted(ranks)

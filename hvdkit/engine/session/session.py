@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
 from hvdkit.engine.loop.driver import Driver
-from hvdkit.engine.loop.mailbox import SETTLING_SECONDS, Mailbox
 from hvdkit.engine.loop.messages import Bye, Ping
+from hvdkit.engine.loop.negotiation import SETTLING_SECONDS, Mailbox
 from hvdkit.engine.loop.relay import Routes
 from hvdkit.engine.session.core import Engine
 from hvdkit.engine.session.ending import exit_status

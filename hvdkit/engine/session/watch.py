@@ -76,9 +76,9 @@ class Watch:
 
     def look(self, now: float) -> None:
         """Report, warn and fail as time demands. Raises PeerLostError if a rank that this rank waits for is lost."""
+        self.next_look = now + LOOK_SECONDS
         if self._topology.size == 1 or self._mailbox.error is not None:
             return
-        self.next_look = now + LOOK_SECONDS
         self._liveness.looks(now)
         self._report_blocked(now)
         self._look_for_stalls(now)

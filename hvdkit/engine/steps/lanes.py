@@ -55,7 +55,6 @@ class Lanes(dict[int, "Lane"]):
         # What users of lanes have still to do with the results of a step whose end they did not wait for.
         self.unended: dict[Lane, Unended] = {}
         self._operations = operations
-        self.mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned, Ended: self._ended})
 
     def find(self, lane_id: int) -> Lane | None:
         """The lane, also if it is closed."""
@@ -112,17 +111,17 @@ class Lanes(dict[int, "Lane"]):
         for lane in self.everyone():
             lane.fail(error)
 
-    def _lane_failed(self, sender: int, message: LaneFailed) -> None:
+    def lane_failed(self, message: LaneFailed) -> None:
         lane = self.find(message.lane)
         if lane is not None:
             lane.fail(MismatchError(message.text))
 
-    def _abandoned(self, sender: int, message: Abandoned) -> None:
+    def abandoned(self, sender: int, message: Abandoned) -> None:
         lane = self.get(message.lane)
         if lane is not None:
             lane.abandoned_by(sender, message.step)
 
-    def _ended(self, sender: int, message: Ended) -> None:
+    def ended(self, sender: int, message: Ended) -> None:
         lane = self.find(message.lane)
         if lane is not None:
             lane.ended_by(sender, message.step)
