@@ -99,12 +99,8 @@ class InitExchanges:
         if transport.rank == 0:
             return self._collect(transport, blob)
         transport.send_control(0, _STARTUP.pack(_MARK, self._turn, _BLOB) + blob)
-        answers: dict[int, tuple[int, bytes]] = {}
         # Rank 0, which may come last, names the missing rank.
-        missing = self._receive(transport, answers, [0], 2 * self._timeout_seconds + VERDICT_SECONDS)
-        if missing is not None:
-            raise missing
-        kind, body = answers[0]
+        kind, body = self._receive(transport, [0], 2 * self._timeout_seconds + VERDICT_SECONDS)[0]
         if kind == _FAILURE:
             rank, text = json.loads(body)
             raise PeerLostError(text, rank)
@@ -112,23 +108,22 @@ class InitExchanges:
 
     def _collect(self, transport: Transport, blob: bytes) -> list[bytes]:
         others = range(1, transport.size)
-        came: dict[int, tuple[int, bytes]] = {}
-        missing = self._receive(transport, came, others, self._timeout_seconds)
-        if missing is not None:
-            kind, body = _FAILURE, json.dumps([missing.rank, str(missing)]).encode()
-        else:
-            blobs = [blob, *(came[rank][1] for rank in others)]
-            kind, body = _BLOB, _packed(blobs)
-        for rank in others:
-            transport.send_control(rank, _STARTUP.pack(_MARK, self._turn, kind) + body)
-        if missing is not None:
-            raise missing
+        try:
+            came = self._receive(transport, others, self._timeout_seconds)
+        except PeerLostError as error:
+            self._answer(transport, _FAILURE, json.dumps([error.rank, str(error)]).encode())
+            raise
+        blobs = [blob, *(came[rank][1] for rank in others)]
+        self._answer(transport, _BLOB, _packed(blobs))
         return blobs
 
-    def _receive(
-        self, transport: Transport, came: dict[int, tuple[int, bytes]], ranks: Sequence[int], seconds: float
-    ) -> PeerLostError | None:
-        """Fill ``came`` with the messages of ``ranks``; return the error of a missing rank."""
+    def _answer(self, transport: Transport, kind: int, body: bytes) -> None:
+        for rank in range(1, transport.size):
+            transport.send_control(rank, _STARTUP.pack(_MARK, self._turn, kind) + body)
+
+    def _receive(self, transport: Transport, ranks: Sequence[int], seconds: float) -> dict[int, tuple[int, bytes]]:
+        """Return the kind and bytes of the message of each of ``ranks``. Raises PeerLostError for a missing rank."""
+        came: dict[int, tuple[int, bytes]] = {}
         me = f"hvd.init() on rank {transport.rank}"
 
         def over() -> bool:
@@ -144,14 +139,8 @@ class InitExchanges:
                 came[rank] = kind, payload[_STARTUP.size :]
             return len(came) == len(ranks)
 
-        def awaited() -> set[int]:
-            return set(ranks) - came.keys()
-
-        try:
-            _wait(transport, over, awaited, seconds)
-        except PeerLostError as error:
-            return error
-        return None
+        _wait(transport, over, lambda: set(ranks) - came.keys(), seconds)
+        return came
 
 
 def _packed(blobs: Sequence[bytes]) -> bytes:

@@ -89,7 +89,7 @@ class Rounds:
                     progress = operation.advance()
                 except Exception as error:
                     self._fail_operation(operation, error)
-                    continue
+                    progress = None
                 if progress is not None:
                     moved = True
                     if progress and operation in operations:
@@ -203,10 +203,12 @@ class Rounds:
         return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
 
     def _fail_operation(self, operation: Operation, error: Exception) -> None:
-        """Raise the error of an operation, naming the lost rank. Return if a goodbye may still explain the error."""
+        """Raise the error of an operation, naming the lost rank. Return if a goodbye may still explain it."""
         me = self._mailbox.me()
         if isinstance(error, PeerLostError):
             self._look_for_broken(self._transport.lost_peers(), monotonic())
+            if self._mailbox.error is not None:
+                return
             rank = self._first_gone(operation) if error.rank is None else error.rank
             is_unclear = rank is None and monotonic() - operation.broken_at < NAMELESS_SECONDS
             if is_unclear or (rank is not None and self._may_have_left(rank)):
