@@ -10,7 +10,7 @@ import numpy as np
 import hvdkit.torch as hvd
 from hvdkit import kernels
 from hvdkit.arena import ARENA
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels._native import Cells

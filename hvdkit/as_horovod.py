@@ -28,7 +28,7 @@ MODULES = {
     "horovod.keras": "hvdkit.keras",
     "horovod.keras.callbacks": "hvdkit.keras.callbacks",
     "horovod.common.exceptions": "hvdkit.errors",
-    "horovod.common.process_sets": "hvdkit.engine.life.process_sets",
+    "horovod.common.process_sets": "hvdkit.engine.session.process_sets",
     "horovod.common.util": "hvdkit.api.horovod_util",
 }
 

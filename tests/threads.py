@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from hvdkit.config import Settings
-from hvdkit.engine.life.session import Session
+from hvdkit.engine.session.session import Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError
 from tests.network import MemoryTransport, Wires

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.errors import UnsupportedReductionError
 from hvdkit.kernels.dtypes import COMPLEX, FLOATS
 from hvdkit.kernels.reduce_op import ReduceOp

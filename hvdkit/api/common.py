@@ -25,7 +25,7 @@ from hvdkit.api.job import (
     stop_timeline,
 )
 from hvdkit.compression import CustomCodec
-from hvdkit.engine.life.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdkit.errors import HorovodInternalError, PayloadError, PeerFailedError, PeerLostError, StallError
 
 __all__ = [

@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from hvdkit.api.operations import HANDLES
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
 from hvdkit.engine.telemetry.statistics import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp

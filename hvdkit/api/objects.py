@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.api import checks
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.errors import HorovodInternalError
 
 # A rank whose object cannot be pickled sends this instead of a length, so that no rank waits for the bytes.
@@ -30,11 +30,11 @@ def _pickle(obj: Any) -> tuple[Array, Array, Exception | None]:
 
 
 def _broadcast(array: Array, root: int, name: str, process_set_id: int) -> None:
-    runtime.engine().broadcast([array], root, Call(name, process_set_id, wake=False)).wait()
+    runtime.engine().named.broadcast([array], root, Call(name, process_set_id, wake=False)).wait()
 
 
 def _allgather(array: Array, name: str, process_set_id: int) -> Array:
-    gathered: Array = runtime.engine().allgather([array], Call(name, process_set_id, wake=False)).wait()[0]
+    gathered: Array = runtime.engine().named.allgather([array], Call(name, process_set_id, wake=False)).wait()[0]
     return gathered
 
 

@@ -9,11 +9,10 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet
-from hvdkit.engine.ops.device_operations import reduces_directly
-from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.ops.batch import Handle, reduces_directly
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.errors import HorovodInternalError, cut_off
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -118,7 +117,7 @@ class Operations(Generic[T]):
             sources, buffers = framework.arrays(views), framework.likes(views)
         arrays = framework.arrays(buffers)
         self._count(arrays)
-        handle = engine.allreduce(arrays, request, call, sources)
+        handle = engine.named.allreduce(arrays, request, call, sources)
         return _add(handle, framework, invocation, tensors, buffers, in_place, writes=in_place)
 
     def broadcast(self, invocation: Invocation, tensors: Sequence[T], root_rank: Any, in_place: bool = False) -> int:
@@ -135,7 +134,7 @@ class Operations(Generic[T]):
             buffers = framework.copies(tensors)
         else:
             buffers = framework.likes(tensors)
-        handle = engine.broadcast(framework.arrays(buffers), root, call)
+        handle = engine.named.broadcast(framework.arrays(buffers), root, call)
         return _add(handle, framework, invocation, tensors, buffers, in_place, writes=in_place and not is_root)
 
     def allgather(self, invocation: Invocation, tensors: Sequence[T]) -> int:
@@ -145,7 +144,7 @@ class Operations(Generic[T]):
         call = invocation.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.views(tensors))
         checks.check_has_rows(invocation.function, [array.shape for array in arrays], framework.scalar_to_row)
-        return _add(engine.allgather(arrays, call), framework, invocation, tensors)
+        return _add(engine.named.allgather(arrays, call), framework, invocation, tensors)
 
     def reducescatter(self, invocation: Invocation, tensors: Sequence[T], request: ReduceRequest) -> int:
         """Start a reducescatter."""
@@ -154,7 +153,7 @@ class Operations(Generic[T]):
         arrays = framework.arrays(framework.copies(tensors))  # the engine uses them up
         checks.check_has_rows(invocation.function, [array.shape for array in arrays], framework.scalar_to_row)
         self._count(arrays)
-        return _add(engine.reducescatter(arrays, request, call), framework, invocation, tensors)
+        return _add(engine.named.reducescatter(arrays, request, call), framework, invocation, tensors)
 
     def alltoall(self, invocation: Invocation, tensor: T, splits: Callable[[], Any]) -> int:
         """Start an alltoall of a tensor that does not change until it is done.
@@ -171,8 +170,8 @@ class Operations(Generic[T]):
             size = checks.size_of(invocation.process_set)
             shares = checks.check_splits(invocation.function, given, rows.shape[0], size)
         except (TypeError, ValueError) as problem:
-            _refuse(problem, lambda text: engine.alltoall(rows, text, call))
-        handle = engine.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
+            _refuse(problem, lambda text: engine.named.alltoall(rows, text, call))
+        handle = engine.named.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
         device = framework.device_of(tensor)
 
         def finish(result: tuple[Any, Sequence[int]]) -> tuple[T, T]:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from hvdkit.api import job, objects
-from hvdkit.engine.life.process_sets import global_process_set
+from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.keras.functions import average_arrays, broadcast_variables
 from hvdkit.keras.keras_2 import build, is_built, needs_other_callbacks, variables_of, velocities_of
 from hvdkit.keras.step import distributed_step

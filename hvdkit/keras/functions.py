@@ -10,8 +10,8 @@ import numpy as np
 from hvdkit.api import checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import Compressions
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import runtime
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -171,7 +171,7 @@ def average_arrays(arrays: Sequence[Any], name: str) -> list[Any]:
     """
     numbers = np.concatenate([np.zeros(0), *(array.astype(np.float64).ravel() for array in arrays)])
     if numbers.size:
-        runtime.engine().allreduce([numbers], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
+        runtime.engine().named.allreduce([numbers], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
     parts = np.split(numbers, np.cumsum([array.size for array in arrays]))[: len(arrays)]
     return [
         part.reshape(array.shape).astype(np.float64 if array.dtype.kind in "biu" else array.dtype)

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from hvdkit.api.gradients import planning
 from hvdkit.api.gradients.compression import Compressions
 from hvdkit.api.gradients.settings import check_settings
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.backend import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap

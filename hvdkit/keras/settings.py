@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.api import checks
 from hvdkit.api.gradients.settings import GradientSettings
-from hvdkit.engine.life.process_sets import global_process_set
+from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
 FUNCTION = "DistributedOptimizer"

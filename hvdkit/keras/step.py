@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.api.backends import Gradients
 from hvdkit.api.gradients.guard import WATCH
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.overlap import OneStep
 from hvdkit.keras.settings import OptimizerSettings

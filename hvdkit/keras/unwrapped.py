@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from hvdkit.api.gradients.guard import WATCH, is_marked, is_settled, settle
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.keras import keras_2
 from hvdkit.keras.applying import reducing_first, reducing_pairs_first
 from hvdkit.keras.early import fit_to_the_end, scale_loss_and_begin, train_step_with_early_gradients

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.functions import broadcast_variables

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.api import checks, objects
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import as_written
 from hvdkit.tensorflow.ops.broadcast import broadcast_
 from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows

@@ -25,8 +25,8 @@ from hvdkit.api.gradients.planning import form_groups
 from hvdkit.api.gradients.settings import GradientSettings, is_variable
 from hvdkit.api.operations import Invocation
 from hvdkit.compression import Codec
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import runtime
 from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
@@ -107,7 +107,7 @@ def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Seq
 
     def end() -> list[Any]:
         # This graph hands over nothing more before, so the thread that runs the graph is stuck if the lane is.
-        with runtime.engine().watch.standing_for(RUNNING):
+        with runtime.engine().waiting.standing_for(RUNNING):
             return plan.finish()
 
     with tf.control_dependencies(looked):
@@ -220,7 +220,7 @@ class VariablePlan:
             raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
         if self._lane is None:
             arrays = [self._results[index] for index in range(len(self.slots))]
-            self._engine.allreduce(arrays, self._reduction, Call(self._title, self._process_set_id)).wait()
+            self._engine.named.allreduce(arrays, self._reduction, Call(self._title, self._process_set_id)).wait()
         else:
             with self._closing_failed_lane():
                 self._lane.finish()

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdkit.api.checks import check_name
 from hvdkit.api.gradients import guard, planning
 from hvdkit.api.gradients.settings import GradientSettings, check_settings
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.gradients import reduce_gradients

@@ -17,9 +17,9 @@ from hvdkit.api import checks
 from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.api.gradients.planning import plain_name
 from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_of
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet
 from hvdkit.engine.ops import hints
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.tensorflow.gradient_planned import can_be_planned, reduce_planned, warn
 from hvdkit.tensorflow.ops.allreduce import grouped_allreduce, quotient
 from hvdkit.tensorflow.ops.bridge import as_written, ordered_node

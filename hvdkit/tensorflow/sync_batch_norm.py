@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.job import Sum
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.allreduce import allreduce
 from hvdkit.tensorflow.ops.bridge import as_written
 

@@ -10,7 +10,7 @@ import torch
 
 from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings, names_of
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.torch.for_keras_hooks import TrainStepHooks
 from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer

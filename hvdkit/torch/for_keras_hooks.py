@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.torch.gradients.hooks import ParameterHooks, is_of
 
 COMPUTED_TWICE = (

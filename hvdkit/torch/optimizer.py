@@ -9,8 +9,8 @@ import torch
 
 from hvdkit.api.checks import check_name
 from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forward
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.gradients.agreement import OptimizerSettings

@@ -110,7 +110,7 @@ def test_ranks_of_a_host_share_memory_with_dockers_default_of_it(cluster: Cluste
     assert cluster.shell("df --output=size -m /dev/shm | tail -n 1", "w1").strip() == "64"
     program = (
         "import torch, hvdkit.torch as hvd; hvd.init()\n"
-        "from hvdkit.engine.life import runtime\n"
+        "from hvdkit.engine.session import runtime\n"
         "nodes = runtime.engine().transport.nodes\n"
         "assert list(map(list, nodes)) == [[0, 1], [2, 3]], nodes\n"
         "total = hvd.allreduce(torch.ones(64 << 20), op=hvd.Sum)\n"  # 256 MiB, four times as much as /dev/shm has

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hvdkit.engine.loop import tags
+from hvdkit.engine.ranks import assignments
 
 STEPS, PARAMETERS = 24, 30
 FEW = 4  # lanes: two optimizers, of which one agrees anew before it lets go
@@ -14,7 +14,7 @@ FEW = 4  # lanes: two optimizers, of which one agrees anew before it lets go
 
 def case_an_optimizer_that_agrees_anew_never_meets_one_that_is_open(hvd: Any) -> None:
     """Both get their gradients from one backward pass; the ranks step them in one order, so both are in flight."""
-    saved, tags.LANES = tags.LANES, FEW
+    saved, assignments.LANES = assignments.LANES, FEW
     try:
         kept, changing = ([torch.nn.Parameter(torch.zeros(200)) for _ in range(PARAMETERS)] for _ in range(2))
         optimizers = [
@@ -43,4 +43,4 @@ def case_an_optimizer_that_agrees_anew_never_meets_one_that_is_open(hvd: Any) ->
                         expected = place * hvd.size() + everyones * (step + 1) * (number + 1)
                         assert parameter.grad.unique().tolist() == [expected], (step, place, number)
     finally:
-        tags.LANES = saved
+        assignments.LANES = saved

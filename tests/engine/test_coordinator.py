@@ -8,6 +8,7 @@ import pytest
 
 from hvdkit.engine.loop import messages
 from hvdkit.engine.loop.coordinator import Coordinator
+from hvdkit.engine.loop.decisions import PendingOperation
 from hvdkit.engine.loop.messages import (
     STALLED,
     Ask,
@@ -22,7 +23,6 @@ from hvdkit.engine.loop.messages import (
     decode,
     encode,
 )
-from hvdkit.engine.loop.pending import Entry
 from hvdkit.engine.ops.requests import Key
 
 
@@ -30,10 +30,10 @@ def test_what_ranks_say_in_the_same_words_is_read_once_and_not_kept_for_ever():
     said = encode(Ask(3, "gradient", [1, None]))
     assert decode(said) is decode(bytes(bytearray(said)))
     assert decode(said) == Ask(3, "gradient", [1, None])
-    for number in range(messages.MOST_READ + 10):
+    for number in range(messages.MOST_PARSED + 10):
         assert decode(encode(Ask(0, f"gradient.{number}", None))).name == f"gradient.{number}"
-    assert len(messages._READ) <= messages.MOST_READ
-    long = encode(Ask(0, "n" * messages.LONGEST_READ, None))
+    assert len(messages._PARSED) <= messages.MOST_PARSED
+    long = encode(Ask(0, "n" * messages.LONGEST_PARSED, None))
     assert decode(long) == decode(long)
     assert decode(long) is not decode(long)
     with pytest.raises(ValueError, match="not a control message"):
@@ -164,14 +164,14 @@ def test_a_slow_rank_hears_of_each_failure_under_a_name_however_many_there_were(
 
 @pytest.mark.parametrize("dtypes", [("float32",), ("float16", "float32")])
 def test_how_often_ready_operations_are_looked_at_grows_with_their_number_alone(monkeypatch, dtypes):
-    looked, signature = 0, Entry.signature.fget
+    looked, signature = 0, PendingOperation.signature.fget
 
     def counted(entry):
         nonlocal looked
         looked += 1
         return signature(entry)
 
-    monkeypatch.setattr(Entry, "signature", property(counted))
+    monkeypatch.setattr(PendingOperation, "signature", property(counted))
     count = 400
     coordinator = Coordinator(2, 1 << 20)
     for rank in range(2):
@@ -254,8 +254,7 @@ def test_process_sets_run_among_their_members_and_are_numbered():
 
 
 def test_the_same_name_in_two_process_sets_is_two_operations():
-    coordinator = Coordinator(4, 0)
-    coordinator.add_static_process_sets([[0, 1], [2, 3]])
+    coordinator = Coordinator(4, 0, static_process_sets=[[0, 1], [2, 3]])
     for rank in range(4):
         coordinator.receive(rank, request(allreduce(process_set=1 + rank // 2)), 0.0)
     assert sorted(rank for rank, _ in taken(coordinator)) == [0, 1, 2, 3]
@@ -266,8 +265,7 @@ def blocked(process_set, kind="allreduce", name="x"):
 
 
 def test_ranks_that_wait_for_each_other_in_different_process_sets_get_an_error():
-    coordinator = Coordinator(3, 0)
-    coordinator.add_static_process_sets([[0, 1]])
+    coordinator = Coordinator(3, 0, static_process_sets=[[0, 1]])
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.receive(1, request(allreduce(process_set=1)), 0.0)
     coordinator.receive(0, blocked(0), 0.2)
@@ -339,8 +337,7 @@ def test_a_rank_that_joined_is_not_told_of_an_error_it_had_no_part_in():
 
 
 def test_removing_a_process_set_ends_what_waits_in_it():
-    coordinator = Coordinator(2, 0)
-    coordinator.add_static_process_sets([[0, 1], [0]])
+    coordinator = Coordinator(2, 0, static_process_sets=[[0, 1], [0]])
     coordinator.receive(0, request(allreduce(process_set=1)), 0.0)
     for rank in range(2):
         coordinator.receive(rank, request({"kind": "remove_process_set", "ps": 0, "id": 1}, "r"), 0.0)
@@ -350,8 +347,7 @@ def test_removing_a_process_set_ends_what_waits_in_it():
 
 
 def test_a_rank_that_goes_on_is_not_in_a_dead_lock():
-    coordinator = Coordinator(2, 0)
-    coordinator.add_static_process_sets([[0, 1]])
+    coordinator = Coordinator(2, 0, static_process_sets=[[0, 1]])
     coordinator.receive(0, request(allreduce()), 0.0)
     coordinator.receive(1, request(allreduce(process_set=1)), 0.0)
     coordinator.receive(0, blocked(0), 0.3)
@@ -373,10 +369,10 @@ def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
 def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():
     coordinator = Coordinator(3, 0)
     coordinator.receive(1, request(allreduce()), 10.0)
-    assert coordinator.new_stalls(60.0, 60.0) == []
-    (stall,) = coordinator.new_stalls(71.0, 60.0)
+    assert coordinator.stalled(60.0, 60.0, once=True) == []
+    (stall,) = coordinator.stalled(71.0, 60.0, once=True)
     assert (stall.key, stall.submitted, stall.missing) == (Key(0, "allreduce", "x"), [1], [0, 2])
-    assert coordinator.new_stalls(72.0, 60.0) == []
+    assert coordinator.stalled(72.0, 60.0, once=True) == []
     coordinator.give_up(stall.key, "too late")
     assert taken(coordinator) == [(1, Reject(0, "allreduce", "x", "too late", STALLED))]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hvdkit.api.gradients.compression import Compressions as Compression
 from hvdkit.compression import CASTS
 from hvdkit.config import Settings
-from hvdkit.engine.life.watch import Watch
 from hvdkit.engine.loop.messages import Ask, decode, encode
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ranks.topology import topology_of
+from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.steps.registration import idle_codecs
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
@@ -168,7 +168,7 @@ def test_a_connection_that_broke_fails_the_operation_also_where_others_saw_it_fi
 def test_who_leaves_blames_nobody_for_the_silence_while_the_whole_machine_was_paused():
     mailbox = SimpleNamespace(topology=None, liveness=Liveness(20.0, 200.0))
     heartbeat = SimpleNamespace(count=lambda rank: 7)
-    watch = Watch(Settings(timeout_seconds=20.0), heartbeat, SimpleNamespace(mailbox=mailbox), None, {}, [])
+    watch = Watch(Settings(timeout_seconds=20.0), heartbeat, SimpleNamespace(mailbox=mailbox), None, {}, [], None)
     assert [watch.lost_since([1], 0.0, at) for at in (1.0, 2.0, 100.0, 104.0)] == [[], [], [], []]
     assert watch.lost_since([1], 0.0, 106.0) == [SILENT_1]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdkit.engine.life import ending
-from hvdkit.engine.life.ending import LONGEST_FACT, Ending, exit_status, raised
+from hvdkit.engine.session import ending
+from hvdkit.engine.session.ending import LONGEST_FACT, Ending, exit_status, raised
 from hvdkit.environments.failure_record import ANOTHER
 from hvdkit.errors import MismatchError, PayloadError, PeerFailedError, PeerLostError, StallError
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hvdkit.compression import CASTS, Int8
-from hvdkit.engine.life.session import Session
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.offers import FILLED
 from hvdkit.engine.steps.plan import Bucket, Slot
 from hvdkit.engine.steps.residuals import Residuals
@@ -114,7 +114,7 @@ def test_operations_by_name_call_functions_for_each_and_none_for_each_pair() -> 
         def reduce_all(count: int) -> None:
             engine = session.engine
             handles = [
-                engine.allreduce([np.ones(4, np.float32)], ReduceRequest(ReduceOp.SUM), Call(f"{count}.{number}"))
+                engine.named.allreduce([np.ones(4, np.float32)], ReduceRequest(ReduceOp.SUM), Call(f"{count}.{number}"))
                 for number in range(count)
             ]
             for handle in handles:

@@ -14,7 +14,7 @@ import pytest
 from hvdkit import kernels
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask, Join
-from hvdkit.engine.ops.repeated import region_for
+from hvdkit.engine.ops.allreduce import region_for
 from hvdkit.engine.ops.requests import Key, Request
 from hvdkit.kernels import ReduceOp, Scale
 from tests.engine.test_coordinator import allreduce, sent_to, taken

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import CASTS, Codec, Int8, OneBit, PowerSGD, RandomK, TopK
-from hvdkit.engine.life.session import Session
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import Slot

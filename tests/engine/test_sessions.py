@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.engine.life import goodbye
-from hvdkit.engine.life.session import Session
-from hvdkit.engine.loop import mailbox
+from hvdkit.engine.loop import negotiation
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import session as sessions
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
@@ -67,17 +67,17 @@ def submit(session: Session, step: dict[str, Any], index: int) -> Any:
     engine, rank = session.engine, session.engine.topology.rank
     own, call, kind = values(index, rank, step), Call(f"step{index}", step["set"], wake=False), step["kind"]
     if kind == "barrier":
-        return engine.submit("barrier", [], {}, call)
+        return engine.named.submit("barrier", [], {}, call)
     if kind == "broadcast":
         members = engine.groups.ranks[step["set"]]
-        return engine.broadcast([own], members[step["root"] % len(members)], call)
+        return engine.named.broadcast([own], members[step["root"] % len(members)], call)
     if kind == "allgather":
-        return engine.allgather([own], call)
+        return engine.named.allgather([own], call)
     if kind == "alltoall":
-        return engine.alltoall(own, None, call)
+        return engine.named.alltoall(own, None, call)
     if kind == "reducescatter":
-        return engine.reducescatter([own], ReduceRequest(ReduceOp.SUM), call)
-    return engine.allreduce([own], ReduceRequest(REDUCTIONS[kind][0]), call)
+        return engine.named.reducescatter([own], ReduceRequest(ReduceOp.SUM), call)
+    return engine.named.allreduce([own], ReduceRequest(REDUCTIONS[kind][0]), call)
 
 
 def expected(step: dict[str, Any], index: int, rank: int, members: list[int]) -> np.ndarray | None:
@@ -100,7 +100,7 @@ def sum_ones(session: Session, times: int) -> None:
     engine = session.engine
     for number in range(times):
         own = np.ones(2000)
-        engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}")).wait()
+        engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}")).wait()
         assert own[0] == engine.topology.size
 
 
@@ -128,7 +128,7 @@ def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, 
             wanted = expected(step, index, rank, members[step["set"]])
             if wanted is not None:
                 np.testing.assert_array_equal(came, wanted, err_msg=str(step), strict=True)
-        engine.barrier(0).wait()  # ranks that have no part in a set would leave
+        engine.named.barrier(0).wait()  # ranks that have no part in a set would leave
 
     on_threads(size, run, sets, per_node=per_node)
 
@@ -146,12 +146,12 @@ def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, 
         request = ReduceRequest(ReduceOp.MAX if is_odd and what == "op" else ReduceOp.SUM)
         for attempt in range(2):
             if is_odd and what == "kind":
-                handle = engine.allgather([array], Call("odd"))
+                handle = engine.named.allgather([array], Call("odd"))
             else:
-                handle = engine.allreduce([array], request, Call("odd"))
+                handle = engine.named.allreduce([array], request, Call("odd"))
             with pytest.raises(MismatchError, match=rf"rank {odd}.* sent"):
                 handle.wait()
-            engine.allreduce(total := [np.ones(3)], ReduceRequest(ReduceOp.SUM), Call(f"even{attempt}")).wait()
+            engine.named.allreduce(total := [np.ones(3)], ReduceRequest(ReduceOp.SUM), Call(f"even{attempt}")).wait()
             assert total[0].tolist() == [size] * 3
 
     on_threads(size, run, per_node=per_node)
@@ -167,7 +167,7 @@ def test_ranks_that_have_joined_give_zeros(batches: list[int], seed: int, per_no
             order = list(range(batches[rank]))
             for batch in order:
                 own = np.full(5, 10.0**rank)
-                engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"{epoch}.{batch}")).wait()
+                engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"{epoch}.{batch}")).wait()
                 assert own.tolist() == [sum(10.0**one for one, count in enumerate(batches) if count > batch)] * 5
             last = engine.join().wait()
             assert batches[last] == max(batches)
@@ -322,8 +322,8 @@ def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garba
 @pytest.mark.parametrize("leaver", [2, 3])
 def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was the one that passed on what they say."""
-    monkeypatch.setattr(goodbye, "GOODBYE_SECONDS", 1.0)
-    monkeypatch.setattr(mailbox, "PASSING_ON_SECONDS", 0.3)
+    monkeypatch.setattr(sessions, "GOODBYE_SECONDS", 1.0)
+    monkeypatch.setattr(negotiation, "PASSING_ON_SECONDS", 0.3)
     stay = [rank for rank in range(2, 6) if rank != leaver]
     over = threading.Barrier(5)
 
@@ -333,7 +333,7 @@ def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, mon
         if engine.topology.rank in stay:
             for number in range(40):  # over a second and more, in which the way changes
                 own = np.ones(10)
-                engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"part{number}", 1)).wait()
+                engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"part{number}", 1)).wait()
                 assert own[0] == 3
                 sleep(0.05)
             assert leaver in engine.transport.lost_peers()
@@ -348,7 +348,7 @@ def test_jobs_do_not_know_of_each_other() -> None:
 
     def outer(session: Session) -> float:
         own = np.array([1.0])
-        handle = session.engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name"))
+        handle = session.engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name"))
         inner_totals = on_threads(3, inner)
         handle.wait()
         assert inner_totals == [30.0] * 3
@@ -356,7 +356,7 @@ def test_jobs_do_not_know_of_each_other() -> None:
 
     def inner(session: Session) -> float:
         own = np.array([10.0])
-        session.engine.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name")).wait()
+        session.engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name")).wait()
         return float(own[0])
 
     assert on_threads(2, outer) == [2.0, 2.0]

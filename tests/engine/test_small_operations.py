@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import hvdkit
-from hvdkit.engine.life.session import Session
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session.session import Session
 from hvdkit.kernels import ReduceOp
 from tests.threads import on_threads
 
@@ -43,7 +43,7 @@ def test_a_small_allreduce_by_name_enters_no_more_than_seventy_functions():
         array, request = np.ones(4, np.float32), ReduceRequest(ReduceOp.AVERAGE)
 
         def operation() -> None:
-            session.engine.allreduce([array], request, Call("loss")).wait()
+            session.engine.named.allreduce([array], request, Call("loss")).wait()
 
         operation()  # the first one makes what all need
         return calls_of(operation)
@@ -57,8 +57,10 @@ def test_a_round_in_which_nothing_happens_enters_no_more_than_eight_functions():
     def run(session: Session) -> Counter[str]:
         engine = session.engine
         engine.driver.stop()
-        engine._round()
-        return min((calls_of(engine._round) for _ in range(3)), key=Counter.total)  # now and then one looks for losses
+        engine.rounds.run()
+        return min(
+            (calls_of(engine.rounds.run) for _ in range(3)), key=Counter.total
+        )  # some rounds look for lost ranks
 
     for entered in on_threads(2, run):
         assert entered is not None

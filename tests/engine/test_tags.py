@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.compression import RandomK
-from hvdkit.engine.life.session import Session
-from hvdkit.engine.loop import batches, tags
-from hvdkit.engine.loop.tags import LaneNumbers, lane_tag, named_tag
+from hvdkit.engine.loop import batches
 from hvdkit.engine.ops.requests import Call, ReduceRequest
-from hvdkit.engine.ranks import repetitions
-from hvdkit.engine.ranks.segments import lane_segment, staging_segment
+from hvdkit.engine.ranks import assignments, repetitions
+from hvdkit.engine.ranks.assignments import LaneNumbers, lane_tag, named_tag
+from hvdkit.engine.ranks.groups import lane_segment, staging_segment
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps import node_pass
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
@@ -40,18 +40,18 @@ def test_tags(case: str, by: str, transport: str) -> None:
 
 
 def test_tags_of_operations_that_may_be_open_at_once_are_apart_and_within_every_mpis() -> None:
-    named = {named_tag(sequence) + one for sequence in (0, 1, tags.NAMED_SEQUENCES - 1) for one in range(8)}
+    named = {named_tag(sequence) + one for sequence in (0, 1, assignments.NAMED_SEQUENCES - 1) for one in range(8)}
     lanes = {
         lane_tag(lane, 1000 + place) + phase
-        for lane in (0, 1, tags.LANES - 1)
-        for place in range(2 * tags.SPAN)
-        for phase in range(tags.PHASES)
+        for lane in (0, 1, assignments.LANES - 1)
+        for place in range(2 * assignments.SPAN)
+        for phase in range(assignments.PHASES)
     }
     assert len(named) == 3 * 8
-    assert len(lanes) == 3 * 2 * tags.SPAN * tags.PHASES
-    assert max(named) < tags.LANE_TAG <= min(lanes)
+    assert len(lanes) == 3 * 2 * assignments.SPAN * assignments.PHASES
+    assert max(named) < assignments.LANE_TAG <= min(lanes)
     assert max(lanes) < LARGEST_TAG
-    assert node_pass.CELLS >= 2 * tags.SPAN
+    assert node_pass.CELLS >= 2 * assignments.SPAN
 
 
 @given(size=st.integers(1, 3), count=st.integers(1, 4), data=st.data())
@@ -60,7 +60,7 @@ def test_a_lanes_number_is_free_when_all_ranks_closed_it_at_the_same_operation(
     size: int, count: int, data: Any
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tags, "LANES", count)
+        patch.setattr(assignments, "LANES", count)
         numbers = LaneNumbers()
         taken: dict[int, int] = {}
         closed: dict[int, dict[int, int]] = {}
@@ -81,7 +81,7 @@ def test_a_lanes_number_is_free_when_all_ranks_closed_it_at_the_same_operation(
 
 
 def test_lanes_that_are_agreed_on_anew_go_beside_one_that_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "LANES", 3)
+    monkeypatch.setattr(assignments, "LANES", 3)
     slots = [Slot(f"p{number}", (500 + number,), np.dtype(np.float32)) for number in range(8)]
 
     def run(session: Session) -> None:
@@ -105,7 +105,7 @@ def test_lanes_that_are_agreed_on_anew_go_beside_one_that_is_open(monkeypatch: p
 
 
 def test_more_lanes_than_there_are_numbers_are_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "LANES", 2)
+    monkeypatch.setattr(assignments, "LANES", 2)
     monkeypatch.setattr("hvdkit.engine.steps.registration.LANES", 2)
     slots = [Slot("p", (100_000,), np.dtype(np.float32))]
 
@@ -126,7 +126,7 @@ def test_more_lanes_than_there_are_numbers_are_an_error_on_all_ranks(monkeypatch
 
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_operations_of_one_tag_go_one_after_the_other(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "NAMED_SEQUENCES", sequences)
+    monkeypatch.setattr(assignments, "NAMED_SEQUENCES", sequences)
     count = 12
 
     def run(session: Session) -> None:
@@ -136,7 +136,7 @@ def test_operations_of_one_tag_go_one_after_the_other(sequences: int, monkeypatc
             random.Random(step * 3 + rank).shuffle(order)
             arrays = {number: np.full(1000 + 100 * number, float((rank + 1) * (number + 1))) for number in order}
             handles = [
-                engine.allreduce([arrays[number]], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}", number % 2))
+                engine.named.allreduce([arrays[number]], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}", number % 2))
                 for number in order
                 if number % 2 == 0 or rank > 0
             ]
@@ -160,7 +160,7 @@ def test_ranks_draw_alike_whatever_else_some_of_them_did_in_another_process_set(
 
         def reduce(name: str, process_set: int) -> bytes:
             own = np.arange(1000, dtype=np.float32)
-            engine.allreduce([own], ReduceRequest(ReduceOp.SUM, codec=codec), Call(name, process_set)).wait()
+            engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM, codec=codec), Call(name, process_set)).wait()
             sent = np.flatnonzero(own)
             assert (own[sent] == len(engine.groups.ranks[process_set]) * sent).all()  # all ranks sent the same ones
             return own.tobytes()
@@ -169,7 +169,7 @@ def test_ranks_draw_alike_whatever_else_some_of_them_did_in_another_process_set(
             seen.append(reduce("everyones", 0))
             for number in range(3) if engine.topology.rank else ():
                 reduce(f"other{number}.{step}", 1)
-        engine.barrier(0).wait()
+        engine.named.barrier(0).wait()
         return seen
 
     first, *others = on_threads(3, run, process_sets=[[1, 2]])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 
 LAYERS, WIDTH = 6, 600  # 1.4 MB a matrix
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from hvdkit.compression import PayloadCodec
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session import runtime
 from tests.extending import numpy_framework as framework
 from tests.extending import shift  # noqa: F401 (it registers itself)
 from tests.extending.running_sign import MAGNITUDE, RunningSign
@@ -25,7 +25,7 @@ def case_errors_that_scripts_catch_and_the_base_of_codecs_are_there(hvd: Any) ->
 
 def start_shift(array: np.ndarray, name: str) -> Any:
     fields = {"dtype": [array.dtype.name], "shape": [list(array.shape)]}
-    return runtime.engine().submit("shift", [array], fields, Call(name))
+    return runtime.engine().named.submit("shift", [array], fields, Call(name))
 
 
 def case_an_operation_gives_its_result(hvd: Any) -> None:

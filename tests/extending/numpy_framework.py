@@ -10,8 +10,8 @@ import numpy as np
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
 from hvdkit.api.operations import HANDLES, Invocation, Operations
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels import ReduceOp
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hvdkit.torch as hvd
 from hvdkit import environments
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from tests import ranks
 from tests.extending import line_up, unix_sockets  # noqa: F401 (they register themselves)
 

@@ -11,8 +11,8 @@ import time
 import torch
 
 import hvdkit.torch as hvd
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.ending import ENDING
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.ending import ENDING
 from hvdkit.engine.steps.node_pass import NodePass
 from tests import measured
 

@@ -20,7 +20,7 @@ def step() -> None:
     import torch
 
     import hvdkit.torch as hvd
-    from hvdkit.engine.life import runtime
+    from hvdkit.engine.session import runtime
     from tests.gpu import card
 
     hvd.init()

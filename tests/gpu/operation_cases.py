@@ -9,7 +9,7 @@ from functools import reduce
 
 import torch
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from tests.gpu import card
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

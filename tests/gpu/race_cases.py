@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.transports.gpu import device as device_module
 from tests.gpu import card
 from tests.ranks import Skip

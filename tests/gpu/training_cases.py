@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from tests.gpu import card
 from tests.ranks import Skip
 

@@ -8,7 +8,7 @@ import sys
 import torch
 
 import hvdkit.torch as hvd
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import torch
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.plugins.horovod import group as horovod_group
 from hvdkit.plugins.horovod.group import Launches
 from tests.transports.launched import COUNT, launches, model_and_optimizer

@@ -51,7 +51,7 @@ def does_not_start() -> None:
 def carried() -> None:
     """Print what carries the job, and that it works."""
     hvd.init()
-    from hvdkit.engine.life import runtime
+    from hvdkit.engine.session import runtime
 
     total = hvd.allreduce(torch.full((3,), hvd.rank() + 1.0), op=hvd.Sum)[0].item()
     print(f"rank {hvd.rank()}: {runtime.engine().transport.name} {total}", flush=True)

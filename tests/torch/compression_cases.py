@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hvdkit.compression import CustomCodec, PayloadCodec
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from tests.told import warned
 from tests.torch.optimizer_support import assert_close, assert_identical, expect
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdkit.engine.life import runtime
 from hvdkit.engine.loop.messages import Ask
+from hvdkit.engine.session import runtime
 from tests.torch.optimizer_support import assert_close
 
 SEEN = ["c", "a", "e", "b", "d"]  # by rank 0 in the first step; the others see the reverse

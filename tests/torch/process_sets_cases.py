@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from tests.ranks import Skip
 from tests.told import told
 from tests.torch.data import equal, total, values

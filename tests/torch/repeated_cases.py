@@ -9,8 +9,8 @@ import time
 import torch
 
 from hvdkit import kernels
-from hvdkit.engine.life import runtime
 from hvdkit.engine.ranks.repetitions import REGIONS
+from hvdkit.engine.session import runtime
 from tests.ranks import Skip
 from tests.scale_factors import PRODUCTS
 from tests.told import told
@@ -194,7 +194,7 @@ def case_what_failed_once_comes_again_later(hvd):
         hvd.barrier()
         handle = hvd.allreduce_async(torch.ones(4), name="twice")
     hvd.synchronize(handle)
-    (done,) = [known.done for content, known in repetitions()._known.items() if content.name == "twice"]
+    (done,) = [each.done for content, each in repetitions()._repetitions.items() if content.name == "twice"]
     assert set(hvd.allgather(torch.tensor([done])).tolist()) == {done}
 
 
@@ -206,7 +206,7 @@ def case_more_of_them_than_there_are_regions_never_cross(hvd):
         for _ in range(2):
             hvd.allreduce(torch.ones(500), name=name)
     assert not repetitions().knows("old"), "the new one has its region"
-    assert len(repetitions()._known) <= REGIONS
+    assert len(repetitions()._repetitions) <= REGIONS
     wrong = []
 
     def repeat(name, base):

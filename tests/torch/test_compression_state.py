@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvdkit.compression import TopK
-from hvdkit.engine.life.session import Session
+from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.offers import offer_of
 from hvdkit.engine.steps.plan import Slot

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hvdkit.torch as hvd
-from hvdkit.engine.life.session import Session
+from hvdkit.engine.session.session import Session
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch import DDPHook
 from hvdkit.torch.data_parallel import group

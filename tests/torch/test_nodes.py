@@ -48,7 +48,7 @@ NodeMemory.populate = refuse
 """
 # One rank of the two gets no addresses for the memory through which tensors are staged.
 NO_ADDRESSES = """
-from hvdkit.engine.ranks.segments import staging_segment
+from hvdkit.engine.ranks.groups import staging_segment
 from hvdkit.transports.node.memory import NodeMemory
 window = NodeMemory.window
 def refuse(memory, segment, nbytes):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.ranks import ROOT, Skip
 from tests.torch.optimizer_support import batch, loss_of, make_net, train_step

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError, ParametersDifferError
 from tests.ranks import Skip
 from tests.told import warned
@@ -442,5 +442,5 @@ def case_two_optimizers_take_turns(hvd: Any) -> None:
 
 
 def case_the_rest_of_the_job_goes_on(hvd: Any) -> None:
-    assert runtime.engine().error is None
+    assert runtime.engine().mailbox.error is None
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from hvdkit.engine.life.introduction import Exchanges
+from hvdkit.engine.session.introduction import InitExchanges
 from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError
 from hvdkit.transports import torch_distributed
@@ -54,7 +54,7 @@ def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchTransport]
 
 def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports: list[TorchTransport]) -> None:
     """Also by those who hear of it only from rank 0."""
-    ranks = on_threads(lambda rank: Exchanges(1.0).exchange(transports[rank], b"here"), range(3))
+    ranks = on_threads(lambda rank: InitExchanges(1.0).exchange(transports[rank], b"here"), range(3))
     for rank in ranks:
         with pytest.raises(PeerLostError, match=r"on rank 0 waited 1 s .* for ranks \[3\]") as raised:
             rank.result(SECONDS)
@@ -62,7 +62,7 @@ def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports: lis
 
 
 def test_a_rank_that_dies_after_they_met_is_named_on_all(transports: list[TorchTransport]) -> None:
-    ranks = on_threads(lambda rank: Exchanges(SECONDS).exchange(transports[rank], b"here"), range(3))
+    ranks = on_threads(lambda rank: InitExchanges(SECONDS).exchange(transports[rank], b"here"), range(3))
     transports[3].close(graceful=False)
     for rank in ranks:
         with pytest.raises(PeerLostError, match="on rank 0 waits for rank 3: Connection closed by peer"):
@@ -70,17 +70,17 @@ def test_a_rank_that_dies_after_they_met_is_named_on_all(transports: list[TorchT
 
 
 def test_rank_0_that_says_nothing_is_named(transports: list[TorchTransport]) -> None:
-    for rank in on_threads(lambda rank: Exchanges(0.5).exchange(transports[rank + 1], b"here"), range(3)):
+    for rank in on_threads(lambda rank: InitExchanges(0.5).exchange(transports[rank + 1], b"here"), range(3)):
         with pytest.raises(PeerLostError, match=r"waited 3 s .* for ranks \[0\]"):
             rank.result(SECONDS)
 
 
 def test_what_engines_say_before_the_last_exchange_is_over_is_kept(transports: list[TorchTransport]) -> None:
-    exchanges = [Exchanges(SECONDS) for _ in range(4)]
+    exchanges = [InitExchanges(SECONDS) for _ in range(4)]
     transports[1].send_control(0, b"[early]")
     done = on_threads(lambda rank: exchanges[rank].exchange(transports[rank], bytes([rank]) * 5000), range(4))
     assert [one.result(SECONDS) for one in done] == [[bytes([rank]) * 5000 for rank in range(4)]] * 4
-    assert [one.early for one in exchanges] == [[(1, b"[early]")], [], [], []]
+    assert [exchange.leftover for exchange in exchanges] == [[(1, b"[early]")], [], [], []]
 
 
 def finished(transport: TorchTransport, *transfers: Any) -> None:

@@ -265,7 +265,7 @@ CROWDED = """
 import numpy as np
 import torch
 import hvdkit.torch as hvd
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 hvd.init()
 transport = type(runtime.engine().transport).__name__
 tensor = torch.full((1 << 20,), 1.0 + hvd.rank())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from tests import measured
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 
 Optimizer = TypeVar("Optimizer")
 

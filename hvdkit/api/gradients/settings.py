@@ -13,7 +13,7 @@ from hvdkit.api.gradients import planning
 from hvdkit.api.gradients.compression import NoneCompressor
 from hvdkit.api.gradients.compression_policy import Policy, check_policy
 from hvdkit.api.gradients.pairing import Pairing
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Kind = TypeVar("Kind", bound="GradientSettings")

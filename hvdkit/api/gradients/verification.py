@@ -217,7 +217,7 @@ class Verification:
         """
         if self._at_once:
             self._at_once, self._after = False, 0
-            heard = exchange_by_name(self._engine, self._lane.name, process_set_id, self._stated)
+            heard = exchange_by_name(self._engine.named, self._lane.name, process_set_id, self._stated)
             self._judge(heard, self._lane.name, self._steps_before + self._lane.steps, self._lane.group.members)
 
     def _judge(self, heard: Heard, title: str, step: int, members: Sequence[int]) -> None:

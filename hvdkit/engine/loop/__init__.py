@@ -1,1 +1,1 @@
-"""The thread that drives what is in flight, how ranks agree on it, and what runs then."""
+"""The threads that drive the engine, its messages, and named operations from request to result."""

@@ -8,177 +8,119 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from hvdkit.engine.loop.dead_locks import DeadLocks
-from hvdkit.engine.loop.fusing import batch_size
-from hvdkit.engine.loop.messages import (
-    LEFT,
-    MISMATCH,
-    STALLED,
-    Ask,
-    Join,
-    JoinDone,
-    Joined,
-    JoinFailed,
-    LaneClosed,
-    LaneFailed,
-    Message,
-    NewSignature,
-    Reject,
-    Run,
-    Waits,
-)
-from hvdkit.engine.loop.pending import Entry, Failure, Stall
-from hvdkit.engine.loop.recurring import Recurring
-from hvdkit.engine.loop.tags import LaneNumbers
+from hvdkit.engine.loop import messages
+from hvdkit.engine.loop.decisions import DeadLocks, PendingOperation, Rejection, Stall, batch_size
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.hints import LEFT_EARLY, SAME_CALLS, for_joined
 from hvdkit.engine.ops.requests import Key, Request, Signature
+from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.telemetry.telemetry import Telemetry
 
 
 class Coordinator:
-    """Collects requests; ``take_outgoing`` gives (ranks, message) pairs to deliver, in order.
+    """Collects requests; ``take_outgoing`` returns (ranks, message) pairs to deliver, in order.
 
-    What a repeated operation costs grows with its ranks: requests are counted, and who is missing is looked for only
-    where a rank has joined, left or waits. ``telemetry`` is told of each while it records.
+    The cost of a repeated operation grows with its ranks: requests are counted, and missing ranks are looked for only
+    where a rank has joined, left or waits. ``telemetry`` records each request while a timeline is on.
     """
 
-    def __init__(self, size: int, fusion_threshold: int, telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        fusion_threshold: int,
+        telemetry: Telemetry | None = None,
+        static_process_sets: Iterable[Sequence[int]] = (),
+    ) -> None:
         self._threshold = fusion_threshold
-        self.members: dict[int, list[int]] = {0: list(range(size))}
-        self._pending: dict[Key, Entry] = {}
-        self._failed: dict[Key, list[Failure]] = {}  # the oldest first: each rank is told of them in that order
-        self._ready: deque[tuple[Key, Entry]] = deque()
+        self._assignments = Assignments(size, static_process_sets)
+        self.members, self._joined = self._assignments.members, self._assignments.joined
+        self._pending: dict[Key, PendingOperation] = {}
+        self._rejections: dict[Key, list[Rejection]] = {}  # the oldest first: each rank gets them in that order
+        self.ready: deque[tuple[Key, PendingOperation]] = deque()
+        self.outgoing: list[tuple[Sequence[int], messages.Message]] = []
         self._signatures: dict[tuple[int, int], Signature] = {}
-        self._joined: dict[int, None] = {}  # in the order of their words
         self._departed: dict[int, str] = {}
         self._dead_locks = DeadLocks(self._missing_from)
-        self._outgoing: list[tuple[Sequence[int], Message]] = []
         self._sequence = 0
-        self._lanes = 0
-        self._lane_numbers = LaneNumbers()
-        self._process_sets = 0
-        self._recurring = Recurring()
         self._telemetry = telemetry or Telemetry(0)
-        self._last_asked: tuple[Ask, Signature, tuple[Key, Request]] | None = None
+        self._last_request: tuple[messages.Ask, Signature, tuple[Key, Request]] | None = None
 
-    # -- what comes in ------------------------------------------------------------------------------------------------
-
-    def receive(self, rank: int, message: Message, now: float) -> None:
+    def receive(self, rank: int, message: messages.Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
         match message:
-            case Ask():
-                key, request = self._understood(rank, message)
-                if not self._failed or not self._tell_earlier_failure(rank, key):
+            case messages.Ask():
+                key, request = self._request_of(rank, message)
+                if not self._rejections or not self._repeat_rejection(rank, key):
                     self._request(rank, key, request, now)
-            case NewSignature(number, signature):
+            case messages.NewSignature(number, signature):
                 self._signatures[rank, number] = signature
-            case LaneClosed(lane, sequence):
-                self._lane_numbers.closed(rank, lane, sequence)
-            case Join():
+            case messages.LaneClosed(lane, sequence):
+                self._assignments.lane_numbers.closed(rank, lane, sequence)
+            case messages.Join():
                 self._join(rank)
-            case Waits():
+            case messages.Waits():
                 self._break_dead_lock(rank, message)
             case _:
                 raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
 
-    def _understood(self, rank: int, message: Ask) -> tuple[Key, Request]:
-        """What a rank asks for. Many say the same, one after the other, and are understood at once."""
-        asked = message.signature
-        known = asked if isinstance(asked, dict) else self._signatures.get((rank, asked))
-        last = self._last_asked
-        if last is not None and message is last[0] and known is last[1]:
+    def _request_of(self, rank: int, message: messages.Ask) -> tuple[Key, Request]:
+        """Return the request in a message. Many ranks send the same one after another; it is parsed once."""
+        reference = message.signature
+        signature = reference if isinstance(reference, dict) else self._signatures.get((rank, reference))
+        last = self._last_request
+        if last is not None and message is last[0] and signature is last[1]:
             return last[2]
-        if known is None or known.get("kind") not in KINDS:
-            raise ValueError(f"rank {rank} sent a request with an unknown signature {asked!r}")
-        understood = Key(known["ps"], known["kind"], message.name), Request(known, message.detail)
-        self._last_asked = message, known, understood
-        return understood
-
-    def add_static_process_sets(self, sets: Iterable[list[int]]) -> None:
-        """The process sets that every rank passed to init, numbered from 1."""
-        for ranks in sets:
-            self._process_sets += 1
-            self.members[self._process_sets] = list(ranks)
-
-    def add_process_set(self, ranks: Sequence[int]) -> int | None:
-        """The number of a new set of these ranks; None where there is one."""
-        if list(ranks) in self.members.values():
-            return None
-        self._process_sets += 1
-        self.members[self._process_sets] = list(ranks)
-        return self._process_sets
-
-    def next_lane(self, process_set: int) -> tuple[int, int | None]:
-        """Return an id that no lane has had, and a number that no lane has that is open, None if all are taken."""
-        self._lanes += 1
-        return self._lanes, self._lane_numbers.take(self._lanes, self.members[process_set])
-
-    def next_region(self, what: object, signature: Signature) -> int | None:
-        """A number that no operation has had, for one that comes for the second time as it was; None at other times.
-
-        Where all ranks take part themselves: one that has joined does not count how often it came.
-        """
-        return None if self._joined else self._recurring.number(what, signature)
+        if signature is None or signature.get("kind") not in KINDS:
+            raise ValueError(f"rank {rank} sent a request with an unknown signature {reference!r}")
+        parsed = Key(signature["ps"], signature["kind"], message.name), Request(signature, message.detail)
+        self._last_request = message, signature, parsed
+        return parsed
 
     def depart(self, rank: int, reason: str) -> None:
-        """A rank has left the job: what waits for it fails, a join included."""
+        """Note that a rank has left the job. Operations that wait for it fail, a join included."""
         self._departed[rank] = reason
         self._fail_join()
         for key, entry in list(self._pending.items()):
             if rank in self._missing(key, entry):
-                self._fail([key], self._departed_text(key, rank), LEFT, rank)
+                self._fail_departed(key, rank)
 
     def give_up(self, key: Key, message: str) -> None:
         """Fail an operation that has stalled for too long, if it is still pending."""
         if key in self._pending:
-            self._fail([key], message, STALLED)
+            self._fail([key], message, messages.STALLED)
 
-    # -- what goes out ------------------------------------------------------------------------------------------------
-
-    def take_outgoing(self) -> list[tuple[Sequence[int], Message]]:
-        """Messages to deliver now. Ready operations that may be fused are batched up to the fusion threshold."""
-        if self._ready:
-            self._run_ready()
-        outgoing, self._outgoing = self._outgoing, []
+    def take_outgoing(self) -> list[tuple[Sequence[int], messages.Message]]:
+        """Return the messages to deliver now. Ready operations that may be fused share batches up to the threshold."""
+        self._run_ready()
+        outgoing, self.outgoing = self.outgoing, []
         return outgoing
 
     def _run_ready(self) -> None:
-        while len(self._ready) > 1:
+        while self.ready:
             # Read only as far as the batch goes: thousands of tensors may be ready of which no two can be batched.
-            asked = ((key.process_set, entry.signature) for key, entry in self._ready)
-            count = batch_size(asked, self._threshold)
-            self._run([self._ready.popleft() for _ in range(count)])
-        if self._ready:
-            self._run([self._ready.popleft()])
+            signatures = ((key.process_set, entry.signature) for key, entry in self.ready)
+            count = 1 if len(self.ready) == 1 else batch_size(signatures, self._threshold)
+            self._run([self.ready.popleft() for _ in range(count)])
 
-    def stalled(self, now: float, seconds: float) -> list[Stall]:
-        """Operations pending for longer than ``seconds``."""
-        return [
-            Stall(key, sorted(entry.requests), self._missing(key, entry), now - entry.since)
-            for key, entry in self._pending.items()
-            if now - entry.since > seconds
-        ]
-
-    def new_stalls(self, now: float, seconds: float) -> list[Stall]:
-        """Like ``stalled``, each operation only once."""
-        found = [stall for stall in self.stalled(now, seconds) if not self._pending[stall.key].warned]
-        for stall in found:
-            self._pending[stall.key].warned = True
-        return found
+    def stalled(self, now: float, seconds: float, once: bool = False) -> list[Stall]:
+        """Return the operations that have been pending for longer than ``seconds``; ``once``: each in one call only."""
+        stalls = []
+        for key, entry in self._pending.items():
+            if now - entry.since > seconds and not (once and entry.warned):
+                entry.warned |= once
+                stalls.append(Stall(key, sorted(entry.requests), self._missing(key, entry), now - entry.since))
+        return stalls
 
     def awaited_ranks(self) -> set[int]:
-        """The ranks that some pending operation waits for."""
+        """Return the ranks that some pending operation waits for."""
         awaited = {rank for key, entry in self._pending.items() for rank in self._missing(key, entry)}
         return awaited.union(set(self.members[0]).difference(self._joined) if self._joined else ())
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _request(self, rank: int, key: Key, request: Request, now: float) -> None:
         entry = self._pending.get(key)
         is_new = entry is None
         if entry is None:
-            entry = self._pending[key] = Entry(now)
+            entry = self._pending[key] = PendingOperation(now)
         entry.requests[rank] = request
         process_set, kind, _ = key
         members = self.members.get(process_set)
@@ -190,7 +132,7 @@ class Coordinator:
         if self._departed:
             gone = [member for member in self._missing(key, entry) if member in self._departed]
             if gone:
-                self._fail([key], self._departed_text(key, gone[0]), LEFT, gone[0])
+                self._fail_departed(key, gone[0])
                 return
         if is_new and len(self._pending) > 1:
             for rival in [Key(process_set, other, key.name) for other in tensor_kinds() if other != kind]:
@@ -199,37 +141,34 @@ class Coordinator:
                     return
         wrong = KINDS[kind].wrong
         problem = None if wrong is None else wrong(key, rank, request, len(members))
-        if problem is not None:  # nobody needs to wait for the others to know
+        if problem is not None:  # clear without the requests of other ranks
             self._fail([key], problem)
             return
         if len(entry.requests) + len(self._joined) >= len(members):
             self._check_complete(key)
 
     def _other_kind_text(self, key: Key, rival: Key) -> str:
-        """A name is one operation at a time, so two kinds under it are a mistake on one of the ranks."""
+        """Return the error for two kinds of operation under one name, a mistake on one of the ranks."""
         listed = "; ".join(
-            f"rank {', '.join(map(str, sorted(self._pending[one].requests)))} sent {one.kind}" for one in (rival, key)
+            f"rank {', '.join(map(str, sorted(self._pending[k].requests)))} sent {k.kind}" for k in (rival, key)
         )
         return f"Mismatched operations for '{key.name}': {listed}.\n{SAME_CALLS}"
 
-    def _missing(self, key: Key, entry: Entry) -> list[int]:
-        """Members that have neither asked nor joined."""
-        members = self.members.get(key.process_set, [])
-        return [rank for rank in members if rank not in entry.requests and not self._is_joined(key, rank)]
+    def _missing(self, key: Key, entry: PendingOperation) -> list[int]:
+        """Return the members that have neither asked nor joined."""
+        members, joined = self.members.get(key.process_set, []), self._joined if key.process_set == 0 else ()
+        return [rank for rank in members if rank not in entry.requests and rank not in joined]
 
     def _missing_from(self, key: Key) -> list[int]:
         entry = self._pending.get(key)
         return [] if entry is None else self._missing(key, entry)
 
-    def _break_dead_lock(self, rank: int, message: Waits) -> None:
-        found = self._dead_locks.report(rank, message)
-        if found is not None:
-            self._fail([key for key in found.keys if key in self._pending], found.text)
-            for lane, stuck in found.lanes:
-                self._outgoing.append((list(stuck), LaneFailed(lane, found.text)))
-
-    def _is_joined(self, key: Key, rank: int) -> bool:
-        return key.process_set == 0 and rank in self._joined
+    def _break_dead_lock(self, rank: int, message: messages.Waits) -> None:
+        dead_lock = self._dead_locks.report(rank, message)
+        if dead_lock is not None:
+            self._fail([key for key in dead_lock.keys if key in self._pending], dead_lock.text)
+            for lane, stuck in dead_lock.lanes:
+                self.outgoing.append((list(stuck), messages.LaneFailed(lane, dead_lock.text)))
 
     def _check_complete(self, key: Key) -> None:
         entry, members = self._pending[key], self.members[key.process_set]
@@ -248,99 +187,98 @@ class Coordinator:
             self._fail([key], problem)
             return
         del self._pending[key]
-        self._ready.append((key, entry))
+        self.ready.append((key, entry))
 
-    def _fail(self, keys: list[Key], message: str, cause: str = MISMATCH, left: int | None = None) -> None:
-        """Tell every rank that asked for one of these, and every member that will still ask, once."""
-        self._recurring.forget()  # as they do who hear of it
+    def _fail(self, keys: list[Key], text: str, cause: str = messages.MISMATCH, left: int | None = None) -> None:
+        """Send the error to each rank that asked for one of these, and once to each member that still asks."""
+        self._assignments.forget_recurring()  # as ranks do that get the error
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
-        asked = {rank for key in keys for rank in self._pending[key].requests}
+        requesters = {rank for key in keys for rank in self._pending[key].requests}
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
-        failure = Failure(message, cause, keys, members - asked - set(self._departed) - joined, left)
+        rejection = Rejection(text, cause, keys, members - requesters - set(self._departed) - joined, left)
         for key in keys:
             entry = self._pending.pop(key)
             for rank in sorted(entry.requests):
-                self._tell_failure(rank, key, failure)
-            if failure.untold:
-                self._failed.setdefault(key, []).append(failure)
+                self._reject(rank, key, rejection)
+            if rejection.unnotified:
+                self._rejections.setdefault(key, []).append(rejection)
 
-    def _tell_earlier_failure(self, rank: int, key: Key) -> bool:
-        """Whether a rank asks for what has failed already, as it learns now."""
-        failure = next((one for one in self._failed.get(key, []) if rank in one.untold), None)
-        if failure is None:
+    def _reject(self, rank: int, key: Key, rejection: Rejection) -> None:
+        self.outgoing.append(([rank], messages.Reject(*key, rejection.text, rejection.cause, rejection.left)))
+
+    def _repeat_rejection(self, rank: int, key: Key) -> bool:
+        """Send a rank the error of an operation that failed before the rank asked for it. True if there is one."""
+        rejection = next((each for each in self._rejections.get(key, []) if rank in each.unnotified), None)
+        if rejection is None:
             return False
-        self._tell_failure(rank, key, failure)
-        failure.untold.discard(rank)
-        if not failure.untold:
-            self._forget(failure)
+        self._reject(rank, key, rejection)
+        rejection.unnotified.discard(rank)
+        if not rejection.unnotified:
+            for key in rejection.keys:
+                if others := [each for each in self._rejections.pop(key, []) if each is not rejection]:
+                    self._rejections[key] = others
         return True
 
-    def _tell_failure(self, rank: int, key: Key, failure: Failure) -> None:
-        self._outgoing.append(([rank], Reject(*key, failure.text, failure.cause, failure.left)))
-
-    def _forget(self, failure: Failure) -> None:
-        """All members have been told."""
-        for key in failure.keys:
-            if others := [one for one in self._failed.pop(key, []) if one is not failure]:
-                self._failed[key] = others
-
-    def _departed_text(self, key: Key, rank: int) -> str:
-        return (
-            f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}.\n"
-            f"{LEFT_EARLY.format(rank=rank)}"
-        )
+    def _fail_departed(self, key: Key, rank: int) -> None:
+        fact = f"{key} waits for rank {rank}, which has left the job: {self._departed[rank]}."
+        self._fail([key], f"{fact}\n{LEFT_EARLY.format(rank=rank)}", messages.LEFT, rank)
 
     def _join(self, rank: int) -> None:
         self._joined[rank] = None
-        self._recurring.forget()
+        self._assignments.forget_recurring()
         self._fail_join()
         everyone = self.members[0]
         for key in [key for key in self._pending if key.process_set == 0]:
             self._check_complete(key)
-        # What was waiting for this rank runs before anybody learns of the join, or it would run after its end.
+        # Operations that waited for this rank run before the others learn of the join, or they would run after its end.
         self._run_ready()
         if len(self._joined) == len(everyone):
-            self._joined = {}
-            self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != 0}
-            self._outgoing.append((everyone, JoinDone(rank)))
+            self._joined.clear()
+            self._forget_rejections(0)
+            self.outgoing.append((everyone, messages.JoinDone(rank)))
         elif rank in self._joined:
-            self._outgoing.append((everyone, Joined(rank)))
+            self.outgoing.append((everyone, messages.Joined(rank)))
 
     def _fail_join(self) -> None:
-        """No join can end once a rank has left."""
+        """Fail the join if a rank has left: it can never end."""
         if self._departed:
             gone, reason = next(iter(self._departed.items()))
             text = (
                 f"hvd.join() waits for rank {gone}, which has left the job: {reason}.\n"
                 f"HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {gone} printed."
             )
-            self._outgoing.append((list(self._joined), JoinFailed(text)))
-            self._joined = {rank: None for rank in self._joined if rank in self._departed}
+            self.outgoing.append((list(self._joined), messages.JoinFailed(text)))
+            for rank in [rank for rank in self._joined if rank not in self._departed]:
+                del self._joined[rank]
 
-    def _run(self, batch: list[tuple[Key, Entry]]) -> None:
-        """Tell every member: run these now, under this sequence number."""
+    def _run(self, batch: list[tuple[Key, PendingOperation]]) -> None:
+        """Send every member the order to run these operations under the next sequence number."""
         self._sequence += 1
         first_key = batch[0][0]
         kind, members = KINDS[first_key.kind], list(self.members[first_key.process_set])
         names, decide = [], kind.decide
         for key, entry in batch:
-            names.append([key.name, None if decide is None else decide(self, key, entry.requests)])
+            names.append([key.name, None if decide is None else decide(self._assignments, key, entry.requests)])
             if kind.ends_process_set:
                 self._remove(entry.signature["id"])
         run = (self._sequence, first_key.process_set, first_key.kind, names)
         if any(len(entry.requests) < len(members) for _, entry in batch):
             joined = [rank for rank in members if any(rank not in entry.requests for _, entry in batch)]
             members = [rank for rank in members if rank not in joined]
-            # They need the signatures to contribute zeros.
-            self._outgoing.append((joined, Run(*run, [entry.signature for _, entry in batch])))
-        self._outgoing.append((members, Run(*run, None)))
+            # Ranks that have joined need the signatures to contribute zeros.
+            self.outgoing.append((joined, messages.Run(*run, [entry.signature for _, entry in batch])))
+        self.outgoing.append((members, messages.Run(*run, None)))
 
     def _remove(self, process_set: int) -> None:
-        """Forget a process set; what its members still asked for fails."""
-        doomed = [entry for entry in self._ready if entry[0].process_set == process_set]
-        self._ready = deque(entry for entry in self._ready if entry[0].process_set != process_set)
+        """Forget a process set. Operations that its members still asked for fail."""
+        doomed = [entry for entry in self.ready if entry[0].process_set == process_set]
+        self.ready = deque(entry for entry in self.ready if entry[0].process_set != process_set)
         self._pending.update(doomed)
         for key in [key for key in self._pending if key.process_set == process_set]:
             self._fail([key], f"{key}: the process set was removed while the operation was pending.")
-        self._failed = {key: failures for key, failures in self._failed.items() if key.process_set != process_set}
+        self._forget_rejections(process_set)
         self.members.pop(process_set, None)
+
+    def _forget_rejections(self, process_set: int) -> None:
+        for key in [key for key in self._rejections if key.process_set == process_set]:
+            del self._rejections[key]

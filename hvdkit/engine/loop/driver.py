@@ -1,4 +1,4 @@
-"""Who drives the engine: a background thread, or a thread that waits for a result and has nothing better to do."""
+"""The threads that drive the engine: a background thread, or a thread that waits for a result meanwhile."""
 
 from __future__ import annotations
 
@@ -8,32 +8,37 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.wakeup import Wakeup
 from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.telemetry.statistics import Statistics
 from hvdkit.transports.base import Transport
 
+if TYPE_CHECKING:
+    from hvdkit.engine.session.rounds import Rounds
+
 SHORTEST_PAUSE = 50e-6
-# Nobody here waits for what the background thread looks at, and looking takes from who computes: 1 % at 10 Gb/s.
+# No thread waits for the background thread, whose rounds take time from the computation: 1 % at 10 Gb/s.
 BACKGROUND_PAUSE = 300e-6
-# After a shorter wait a thread does not wake the background thread, which would cost as much; it looks by itself.
+# After a shorter wait a thread does not wake the background thread, which wakes by itself: that would cost as much.
 SHORT_VISIT = 0.004
 # An event-driven transport wakes its driver; the timeout only bounds how late a time-out is noticed.
 EVENT_PAUSE, EVENT_IDLE_PAUSE = 0.05, 0.5
-# How long the end waits for a round; only one that is stuck in a library takes longer.
+# How long ``stop`` waits for a round; only a round that is stuck in a library takes longer.
 ROUND_SECONDS = 30.0
 
 
 def usable_cores() -> list[int]:
-    """The numbers of the cores that this process may run on."""
+    """Return the numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def spin_seconds(asked: float, transport: Transport, topology: Topology) -> float:
-    """For how long a thread that waits may watch without giving up its core: not at all where ranks share cores."""
+def spin_seconds(seconds: float, transport: Transport, topology: Topology) -> float:
+    """Return for how long a waiting thread may keep its core: ``seconds``, or 0 where ranks share cores."""
     if not (transport.polling or transport.wakeup is not None):
         return 0.0  # events come from threads of this process, which need the core
-    return asked if topology.has_core_each else 0.0
+    return seconds if topology.has_core_each else 0.0
 
 
 class Signal:
@@ -56,30 +61,26 @@ class Signal:
 
 
 class Driver:
-    """Calls ``round_`` (one pass over everything in flight; True if anything moved) from one thread at a time.
+    """Runs the rounds of the engine, from one thread at a time.
 
-    ``waited`` is told the seconds that a thread has waited. ``alone``: there is no other rank, so no background thread
-    is needed, and what is submitted is looked at by who submits it.
+    ``alone``: there is no other rank, so no background thread is needed, and a thread that submits an operation drives.
     """
 
     def __init__(
         self,
-        round_: Callable[[], bool],
-        busy: Callable[[], bool],
         wakeup: Wakeup,
         polling: bool,
         spin_seconds: float,
         longest_pause: float,
         idle_pause: float,
-        waited: Callable[[float], None],
+        statistics: Statistics,
         alone: bool,
     ) -> None:
-        self.inbox: deque[Callable[[], None]] = deque()  # what the next round begins with; any thread may append
+        self.inbox: deque[Callable[[], None]] = deque()  # done at the start of the next round; any thread may append
         self.looks_at_once = alone
-        self._waited = waited
-        self._round = round_
-        self._busy = busy
-        self._wakeup = wakeup  # rung by whoever has something for this rank: its own threads, and ranks of its node
+        self._statistics = statistics
+        self._rounds: Rounds | None = None
+        self._wakeup = wakeup  # rung by threads of this rank and by ranks of its node
         self._polling = polling
         self._spin = spin_seconds
         self._longest_pause = max(longest_pause, SHORTEST_PAUSE)
@@ -93,8 +94,11 @@ class Driver:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the background thread."""
+    def start(self, rounds: Rounds) -> None:
+        """Drive ``rounds`` from now on."""
+        self._rounds = rounds
+        if self.looks_at_once:
+            return
         self._thread = threading.Thread(target=self._serve, name="hvdkit-engine", daemon=True)
         self._thread.start()
 
@@ -107,14 +111,14 @@ class Driver:
             self._thread.join(ROUND_SECONDS)
 
     def wake(self) -> None:
-        """Have what has come in or was submitted looked at soon, or at once where nobody else would."""
+        """Have a round run soon: by the background thread, or by the calling thread if there is none."""
         if self.looks_at_once:
             self.drive_until(self._inbox_is_empty)
         else:
             self._wakeup.ring()
 
     def defer(self, action: Callable[[], None]) -> None:
-        """Have something done in the next round."""
+        """Have the next round call ``action``."""
         self.inbox.append(action)
         self.wake()
 
@@ -123,17 +127,18 @@ class Driver:
 
     @contextlib.contextmanager
     def halted(self, seconds: float) -> Iterator[bool]:
-        """No round runs inside this block. Yields False where a round that is stuck could not be waited out."""
-        mine = self._turn.acquire(timeout=seconds)
+        """Keep rounds from running inside this block. Yields False if a round is stuck for longer than ``seconds``."""
+        acquired = self._turn.acquire(timeout=seconds)
         try:
-            yield mine
+            yield acquired
         finally:
-            if mine:
+            if acquired:
                 self._turn.release()
 
     def drive_until(self, finished: Callable[[], bool]) -> None:
         """Drive from the calling thread until ``finished()``."""
-        started = perf_counter()
+        rounds, started = self._rounds, perf_counter()
+        assert rounds is not None
         with self._guests_lock:
             self._guests += 1
             self._guest_since = started
@@ -145,7 +150,7 @@ class Driver:
                     continue
                 try:
                     seen = self._wakeup.count()
-                    moved = self._round()
+                    moved = rounds.run()
                 finally:
                     self._turn.release()
                 if moved:
@@ -162,14 +167,15 @@ class Driver:
             with self._guests_lock:
                 self._guests -= 1
             seconds = perf_counter() - started
-            if seconds > SHORT_VISIT or self._busy():
+            if seconds > SHORT_VISIT or rounds.busy():
                 self._last_guest_left.set()
-        self._waited(seconds)
+        self._statistics.waited(seconds)
 
     def _serve(self) -> None:
-        pause = self._background_pause
+        rounds, pause = self._rounds, self._background_pause
+        assert rounds is not None
         while not self._stopping:
-            if self._guests:  # they drive meanwhile
+            if self._guests:  # they drive
                 young = perf_counter() - self._guest_since < SHORT_VISIT
                 self._last_guest_left.wait(SHORT_VISIT / 4 if young else 0.1)
                 continue
@@ -177,12 +183,12 @@ class Driver:
                 continue
             try:
                 seen = self._wakeup.count()
-                moved = self._round()
+                moved = rounds.run()
             finally:
                 self._turn.release()
             if moved:
                 pause = self._background_pause
-            elif not self._busy():
+            elif not rounds.busy():
                 self._wakeup.sleep(seen, self._idle_pause if self._polling else EVENT_IDLE_PAUSE)
                 pause = self._background_pause
             elif self._polling:

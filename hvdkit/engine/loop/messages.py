@@ -1,12 +1,9 @@
-"""Control messages: what they say, and as bytes, which are JSON arrays. Nothing is ever unpickled."""
+"""Control messages, and their bytes, which are JSON arrays. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 # Causes of an operation's error.
 MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"
@@ -16,64 +13,52 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder()
 
 
-class Message:
-    """What ranks tell each other."""
-
-    __slots__ = ()
-
-
 # -- to the coordinator -----------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class NewSignature(Message):
-    """From here on the sender tells a signature by its number."""
+class NewSignature(NamedTuple):
+    """From here on the sender refers to a signature by its number."""
 
     number: int
     signature: dict[str, Any]
 
 
-@dataclass(slots=True)
-class Ask(Message):
-    """The sender takes part in an operation. ``signature`` is one, or the number of one."""
+class Ask(NamedTuple):
+    """The sender takes part in an operation. ``signature``: the signature itself, or its number."""
 
     signature: int | dict[str, Any]
     name: str
     detail: Any
 
 
-@dataclass(slots=True)
-class LaneClosed(Message):
-    """The sender has closed a lane, and none of the ``sequence`` operations that it has begun there is open."""
+class LaneClosed(NamedTuple):
+    """The sender has closed a lane, and all ``sequence`` operations that it has begun there have ended."""
 
     lane: int
     sequence: int
 
 
-@dataclass(slots=True)
-class Join(Message):
+class Join(NamedTuple):
     """The sender has no more data."""
 
 
-@dataclass(slots=True)
-class Waits(Message):
-    """The sender's only thread waits: for a key, or the number of a lane; for None it goes on.
+class Waits(NamedTuple):
+    """The sender's only thread waits in an operation, by its key, or in a lane, by its number. With None it goes on.
 
-    ``waits_for`` are ranks, ``what`` tells it in words, ``label`` is the name that the user gave.
+    ``waits_for``: ranks; ``subject``: the operation for people; ``label``: the name that the user gave.
     """
 
     at: list[Any] | int | None
     waits_for: list[int]
-    what: str
+    subject: str
     label: str | None
 
 
 # -- from the coordinator ---------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Run(Message):
-    """These operations run now. ``names``: [name, what was decided]; ``signatures``: for a rank that has not asked."""
+class Run(NamedTuple):
+    """These operations run now. ``names``: [name, decision]; ``signatures``: for a rank that has not asked."""
 
     sequence: int
     process_set: int
@@ -82,9 +67,8 @@ class Run(Message):
     signatures: list[dict[str, Any]] | None
 
 
-@dataclass(slots=True)
-class Reject(Message):
-    """An operation fails; ``cause`` is one of the three above, ``left`` the rank that left where that is it."""
+class Reject(NamedTuple):
+    """An operation fails. ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left."""
 
     process_set: int
     kind: str
@@ -94,23 +78,20 @@ class Reject(Message):
     left: int | None = None
 
 
-@dataclass(slots=True)
-class Joined(Message):
+class Joined(NamedTuple):
     """``rank`` takes part with zeros from now on."""
 
     rank: int
 
 
-@dataclass(slots=True)
-class JoinDone(Message):
-    """All have joined, ``rank`` as the last one."""
+class JoinDone(NamedTuple):
+    """All ranks have joined, ``rank`` last."""
 
     rank: int
 
 
-@dataclass(slots=True)
-class JoinFailed(Message):
-    """A join can never end."""
+class JoinFailed(NamedTuple):
+    """The join can never end."""
 
     text: str
 
@@ -118,126 +99,91 @@ class JoinFailed(Message):
 # -- from anyone ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class LaneStarted(Message):
-    """A lane's operations were started up to ``sequence``: so far a rank that has joined takes part."""
+class LaneStarted(NamedTuple):
+    """The sender has started a lane's operations up to ``sequence``: a rank that has joined starts them too."""
 
     lane: int
     sequence: int
 
 
-@dataclass(slots=True)
-class LaneFailed(Message):
+class LaneFailed(NamedTuple):
     """A lane is of no use any more."""
 
     lane: int
     text: str
 
 
-@dataclass(slots=True)
-class Abandoned(Message):
+class Abandoned(NamedTuple):
     """The sender will not use a step's results."""
 
     lane: int
     step: int
 
 
-@dataclass(slots=True)
-class Ping(Message):
-    """Asks for a sign of life."""
+class Ping(NamedTuple):
+    """A request for a sign of life."""
 
 
-@dataclass(slots=True)
-class Pong(Message):
+class Pong(NamedTuple):
     """A sign of life."""
 
 
-@dataclass(slots=True)
-class Bye(Message):
-    """The sender leaves. ``code`` is the exit code that the job shall have; 0 if nothing failed."""
+class Bye(NamedTuple):
+    """The sender leaves the job. ``code``: the exit code that the job shall have, 0 if nothing failed."""
 
     reason: str
     code: int
 
 
-@dataclass(slots=True)
-class Left(Message):
-    """What another rank said as it left."""
+class Left(NamedTuple):
+    """The goodbye of another rank, passed on."""
 
     rank: int
     reason: str
     code: int
 
 
-@dataclass(slots=True)
-class Lost(Message):
-    """``rank`` cannot go on: it is lost, or it ``lives`` and its engine has failed. None where nobody knows which."""
+class Lost(NamedTuple):
+    """``rank`` (None: unknown) is lost, or it ``lives`` and its engine has failed."""
 
     rank: int | None
     lives: bool
     text: str
 
 
-# By the first element of their arrays, whose others are the fields.
-KINDS: dict[str, type[Message]] = {
-    "signature": NewSignature,
-    "request": Ask,
-    "lane_closed": LaneClosed,
-    "join": Join,
-    "blocked": Waits,
-    "run": Run,
-    "error": Reject,
-    "joined": Joined,
-    "join_done": JoinDone,
-    "join_error": JoinFailed,
-    "lane": LaneStarted,
-    "lane_error": LaneFailed,
-    "given_up": Abandoned,
-    "ping": Ping,
-    "pong": Pong,
-    "bye": Bye,
-    "left": Left,
-    "lost": Lost,
-}
-
-
-def _fields_of(cls: type[Message]) -> Callable[[Any], tuple[Any, ...]]:
-    names = cls.__match_args__  # type: ignore[attr-defined]
-    if len(names) > 1:
-        return attrgetter(*names)  # a tuple, made in one go
-    return lambda message: tuple(getattr(message, name) for name in names)
-
-
-_WRITTEN = {cls: (kind, _fields_of(cls)) for kind, cls in KINDS.items()}
-_LENGTHS = {kind: 1 + len(cls.__match_args__) for kind, cls in KINDS.items()}  # type: ignore[attr-defined]
+ToCoordinator = NewSignature | Ask | LaneClosed | Join | Waits
+FromCoordinator = Run | Reject | Joined | JoinDone | JoinFailed
+FromAnyone = LaneStarted | LaneFailed | Abandoned | Ping | Pong | Bye | Left | Lost
+Message = ToCoordinator | FromCoordinator | FromAnyone
+_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    kind, fields = _WRITTEN[type(message)]
-    return _ENCODER.encode((kind, *fields(message))).encode()
+    return _ENCODER.encode((type(message).__name__, *message)).encode()
 
 
-# What many ranks say in the same words is read once: requests, and signatures. Nobody changes a message.
-_READ: dict[bytes, Message] = {}
-MOST_READ, LONGEST_READ = 1024, 512
+# Requests and signatures, which many ranks send in the same bytes, are parsed once.
+_PARSED: dict[bytes, Message] = {}
+MOST_PARSED, LONGEST_PARSED = 1024, 512
 
 
 def decode(payload: bytes) -> Message:
-    """The message. Raises ValueError for bytes that no engine of this version sends."""
-    known = _READ.get(payload)
-    if known is not None:
-        return known
+    """Return the message. Raises ValueError for bytes that no engine of this version sends."""
+    parsed = _PARSED.get(payload)
+    if parsed is not None:
+        return parsed
     try:
         text = payload.decode()
         array, end = _DECODER.raw_decode(text)
     except RecursionError:
         raise ValueError("a control message nested too deeply") from None
-    kind = array[0] if isinstance(array, list) and array and end == len(text) else None
-    if not isinstance(kind, str) or _LENGTHS.get(kind) != len(array):
+    name = array[0] if isinstance(array, list) and array and end == len(text) else None
+    cls = _CLASSES.get(name) if isinstance(name, str) else None
+    if cls is None or len(cls._fields) != len(array) - 1:
         raise ValueError(f"not a control message: {payload[:80]!r}")
-    message = KINDS[kind](*array[1:])
-    if isinstance(message, (Ask, NewSignature)) and len(payload) <= LONGEST_READ:
-        if len(_READ) >= MOST_READ:
-            _READ.clear()
-        _READ[payload] = message
+    message: Message = cls(*array[1:])
+    if isinstance(message, (Ask, NewSignature)) and len(payload) <= LONGEST_PARSED:
+        if len(_PARSED) >= MOST_PARSED:
+            _PARSED.clear()
+        _PARSED[payload] = message
     return message

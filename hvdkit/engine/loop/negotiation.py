@@ -1,33 +1,110 @@
-"""This rank's side of the negotiation: announces requests with few bytes, and takes part in what is decided.
-
-On rank 0 it also holds the coordinator, whom its own messages reach without a detour.
-"""
+"""Control messages of this rank: sending them, the way to the coordinator, and the ranks that have left."""
 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from time import monotonic
 
 from hvdkit.engine.loop.coordinator import Coordinator
-from hvdkit.engine.loop.mailbox import Mailbox
-from hvdkit.engine.loop.messages import Ask, Bye, Join, LaneClosed, Left, Message, NewSignature, Ping, Pong, Waits
-from hvdkit.engine.ops import KINDS, Submission
+from hvdkit.engine.loop.driver import Driver
+from hvdkit.engine.loop.messages import Ask, Bye, Message, NewSignature, Pong, encode
+from hvdkit.engine.loop.relay import Relay
+from hvdkit.engine.ops import KINDS
+from hvdkit.engine.ops.batch import Submission
+from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.engine.telemetry.telemetry import Telemetry
-from hvdkit.errors import PeerLostError
+from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transport
 
-GOODBYE_ON_ITS_WAY_SECONDS = 0.5
+# A rank that has said goodbye waits longer than this for the others' goodbyes, and passes messages on meanwhile.
+PASSING_ON_SECONDS, SETTLING_SECONDS = 1.0, 0.5
+FAILED_SETTLING_SECONDS = 0.05
+
+
+class Mailbox:
+    """The control messages of this rank. ``leftover``: messages that came in during init."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        topology: Topology,
+        liveness: Liveness,
+        driver: Driver,
+        leftover: list[tuple[int, bytes]],
+    ) -> None:
+        self.topology = topology
+        self.liveness = liveness
+        self._driver = driver
+        self.departed: dict[int, str] = {}  # the ranks that said goodbye, and why they left
+        self.departed_at: dict[int, float] = {}
+        self.error: HorovodInternalError | None = None  # the reason why this rank cannot communicate any more
+        self.failed_with = 0  # the exit code of the rank that failed first, as far as any rank has sent one
+        self.relay = Relay(transport, topology.nodes, leftover)
+        # Without a relay the transport is asked directly.
+        self.poll = self.relay.poll if leftover or len(topology.nodes) > 1 else transport.poll_control
+        self._rank = topology.rank
+
+    def tell(self, ranks: Iterable[int], message: Message) -> None:
+        """Send to those of ``ranks`` that are others. A rank that has left gets no message but goodbyes and answers.
+
+        An unreachable rank raises no error here: the watch looks for lost ranks.
+        """
+        departed = () if isinstance(message, (Bye, Pong)) else self.departed
+        receivers = []
+        for rank in ranks:  # a loop, since each small operation passes here
+            if rank != self._rank and rank not in departed:
+                receivers.append(rank)
+        if receivers:
+            self.relay.send(receivers, encode(message))
+
+    def tell_everyone(self, message: Message) -> None:
+        """Send to all other ranks."""
+        self.tell(range(self.topology.size), message)
+
+    def tell_later(self, ranks: Iterable[int], message: Message) -> None:
+        """Have the driver send a message: no other thread sends."""
+        self._driver.defer(lambda: self.tell(ranks, message))
+
+    def departs(self, rank: int, reason: str, code: int) -> None:
+        """Note that a rank has said goodbye."""
+        self.departed[rank] = str(reason)
+        self.failed_with = self.failed_with or code
+        self.departed_at.setdefault(rank, monotonic())
+        if code:
+            self.relay.avoid([rank], FAILED_SETTLING_SECONDS)
+
+    def look_for_detours(self, lost: Collection[int], now: float) -> None:
+        """Route messages around ranks that are lost, and around ranks that said goodbye a while ago."""
+        if lost:
+            self.relay.avoid(lost, 0.0)
+        if self.departed_at:
+            ended = [rank for rank, at in self.departed_at.items() if now - at > PASSING_ON_SECONDS]
+            self.relay.avoid(ended, SETTLING_SECONDS)
+
+    def is_neighbour(self, rank: int) -> bool:
+        """True if ``rank`` sends to this rank directly, so that its goodbye comes before the end of the connection."""
+        return rank in self.relay.neighbours()
+
+    def on_the_way_to(self, ranks: Iterable[int]) -> set[int]:
+        """Return the ranks that pass on messages for ``ranks``."""
+        return {relay for rank in ranks for relay in self.relay.routes.on_the_way_to(rank)}
+
+    def me(self) -> str:
+        """Return this rank with its host, for messages."""
+        return self.topology.describe(self._rank)
 
 
 class Negotiation:
-    """Tells the coordinator what this rank wants, and the members what the coordinator decided.
+    """The way to the coordinator, and on rank 0 the coordinator itself, which gets its own rank's messages directly.
 
-    ``cache_capacity``: how many signatures the coordinator may be asked to remember for this rank.
+    ``cache_capacity``: how many signatures the coordinator remembers for this rank.
     """
 
     def __init__(
         self,
+        driver: Driver,
         mailbox: Mailbox,
         transport: Transport,
         fusion_threshold: int,
@@ -35,30 +112,23 @@ class Negotiation:
         static_process_sets: Sequence[list[int]],
         telemetry: Telemetry,
     ) -> None:
-        self.mailbox = mailbox
-        self._transport = transport
+        self._driver, self.mailbox = driver, mailbox
         self._rank = transport.rank
         self._cache_capacity = cache_capacity
         self._cached: dict[bytes, int] = {}
-        self._broke_at: dict[int, float] = {}
         self.coordinator: Coordinator | None = None
-        mailbox.handlers.update(
-            {Bye: self._bye, Left: self._left, Ping: self._ping, Pong: lambda sender, message: None}
-        )
         if self._rank == 0:
-            self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry)
-            self.coordinator.add_static_process_sets(static_process_sets)
-            mailbox.handlers.update(dict.fromkeys((Ask, NewSignature, LaneClosed, Join, Waits), self._coordinate))
+            self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry, static_process_sets)
 
     def announce(self, submission: Submission) -> None:
-        """Ask the coordinator to run what was submitted."""
+        """Ask the coordinator to run a submission."""
         signature = submission.signature
         name, detail = submission.key.name, submission.detail
-        # What is asked for once would only push out signatures that come again.
+        # A signature that is used once would only push out those that come again.
         if not KINDS[signature["kind"]].comes_again or self._rank == 0:
             self.send_to_coordinator(Ask(signature, name, detail))
             return
-        # As a key only: it stays in this process. Version 2 gives equal bytes for equal values.
+        # A key that stays in this process. Version 2 of marshal gives equal bytes for equal values.
         content = marshal.dumps(signature, 2)
         number = self._cached.get(content)
         if number is None:
@@ -75,58 +145,6 @@ class Negotiation:
         else:
             self.mailbox.tell([0], message)
 
-    def later(self, message: Message) -> None:
-        """Have the driver tell the coordinator something."""
-        self.mailbox.defer(lambda: self.send_to_coordinator(message))
-
-    def exchange(self) -> bool:
-        """Take what has come in, deliver what the coordinator decided. True if there was anything."""
-        moved = self.mailbox.receive()
-        if self.coordinator is not None:
-            own: list[Message] = []
-            for ranks, message in self.coordinator.take_outgoing():
-                moved = True
-                if self._rank in ranks:
-                    own.append(message)  # first what others wait for; then this rank's own part of it
-                self.mailbox.tell(ranks, message)
-            for message in own:
-                self.mailbox.take(self._rank, message)
-        return moved
-
-    def look_for_broken(self, lost: Mapping[int, str]) -> None:
-        """Raise PeerLostError where one of ``lost``, whose connections broke, did not say goodbye."""
-        mailbox = self.mailbox
-        if lost.keys() - mailbox.departed.keys():
-            self._transport.advance()
-            self.exchange()  # a goodbye comes before the connection ends, but maybe after we last looked
-        for rank, how in lost.items():
-            if rank not in mailbox.departed and not mailbox.failed and not self.may_have_left(rank):
-                raise PeerLostError(
-                    f"{mailbox.topology.describe(rank)} is lost: its connection to {mailbox.me()} broke, {how}\n"
-                    "HINT: see what that rank printed last, and whether it was killed.",
-                    rank,
-                )
-
-    def may_have_left(self, rank: int) -> bool:
-        """Whether the goodbye of a rank whose connection broke may still be on its way, over others."""
-        if rank in self.mailbox.departed or self.mailbox.is_neighbour(rank):
-            return False
-        return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
-
-    def _coordinate(self, sender: int, message: Message) -> None:
-        assert self.coordinator is not None
-        self.coordinator.receive(sender, message, monotonic())
-
-    def _bye(self, sender: int, message: Bye) -> None:
-        failed_first = not self.mailbox.failed_with
-        self.mailbox.departs(sender, message.reason, message.code)
-        if self.coordinator is not None:
-            if failed_first and self.mailbox.failed_with:  # before what ranks are answered because of it
-                self.mailbox.tell_everyone(Left(sender, message.reason, message.code))
-            self.coordinator.depart(sender, message.reason)
-
-    def _left(self, sender: int, message: Left) -> None:
-        self.mailbox.departs(message.rank, message.reason, message.code)
-
-    def _ping(self, sender: int, message: Ping) -> None:
-        self.mailbox.tell([sender], Pong())  # who has left meanwhile needs none
+    def send_later(self, message: Message) -> None:
+        """Have the driver send a message to the coordinator."""
+        self._driver.defer(lambda: self.send_to_coordinator(message))

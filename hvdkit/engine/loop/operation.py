@@ -11,7 +11,7 @@ from hvdkit.transports.base import Transfer, Transport
 
 
 class Operation:
-    """Drives one generator of a collective forward; ``advance`` never blocks."""
+    """The generator of a collective, in flight; ``advance`` never blocks."""
 
     __slots__ = (
         "_broken", "_on_done", "_pending", "_steps", "_transport", "_what", "broken_at", "fail", "members", "since",
@@ -32,13 +32,16 @@ class Operation:
         self._transport = transport
         self._on_done = on_done
         self.members = members
-        self.fail = on_fail  # tells whoever waits that the operation will not end
+        self.fail = on_fail  # ends the waits for this operation
         self._pending: list[Transfer] = []
         self._broken: PeerLostError | None = None
         self.broken_at = 0.0  # when a transfer first said that a peer is lost
 
     def advance(self) -> bool | None:
-        """Go as far as possible. True: finished; False: went on; None: nothing has come in. Raises what went wrong."""
+        """Go as far as possible. Return True if finished, False if it went on, None if nothing came in.
+
+        Raises the error of a transfer or of the collective.
+        """
         if self._broken is not None:
             raise self._broken
         moved: bool | None = None
@@ -58,18 +61,18 @@ class Operation:
                 self._on_done(stop.value)
                 return True
             except PeerLostError as error:
-                self._breaks(error)  # the generator has ended, and would seem to be through when asked again
+                self._breaks(error)  # the generator has ended, and would seem to have finished in the next call
                 raise
             if self._pending:
                 self._transport.watch(list(self._pending))
 
     @property
     def what(self) -> str:
-        """For messages."""
+        """The operation for messages."""
         return str(self._what)
 
     def awaited_peers(self) -> set[int]:
-        """The ranks whose transfers are not done; all members where a device's collective does not tell."""
+        """Return the ranks whose transfers are not done; all members if a device's collective does not name them."""
         peers: set[int] = set()
         for transfer in self._pending:
             if not self._is_done(transfer):
@@ -81,8 +84,8 @@ class Operation:
         try:
             return transfer.done()
         except PeerLostError as error:
-            # For ``advance``, whose caller knows what the operation is and whether the peer has left. MPI tells it
-            # once, and says ever after that the request is done.
+            # Kept for ``advance``, whose caller knows whether the peer has left. MPI reports it once, and reports the
+            # request as done ever after.
             self._breaks(error)
             return False
 

@@ -1,7 +1,6 @@
-"""The ways of control messages: a node's ranks speak to other nodes through one of them, and these through rank 0.
+"""Routes of control messages: a node's ranks reach other nodes through one of them, the speaker, and through rank 0.
 
-So rank 0 hears each node, not each rank, and few ranks have connections to each other. Where a rank on the way is gone,
-the next one takes its place.
+So rank 0 has a connection to each node, not to each rank. If a speaker is gone, the next rank of its node takes over.
 """
 
 from __future__ import annotations
@@ -13,34 +12,34 @@ from time import monotonic
 
 from hvdkit.transports.base import Transport
 
-# A message that somebody passes on begins with a byte with which no message itself does: then parts, one behind the
-# other, each with whose words it has, for whom as a bit of each rank, and the words.
-_PASSED_ON = b"\1"
-_PART = struct.Struct("<III")  # the rank, the bytes of its receivers and of its words
+# Wire format of relayed messages. Byte 1 tells them from other messages. Then follow parts: a header, the receivers as
+# a bit set of ranks, and the payload.
+_RELAYED = b"\1"
+_PART = struct.Struct("<III")  # the sender's rank, the bytes of the bit set, the bytes of the payload
 
 
 class Routes:
-    """Over whom ``rank`` reaches others; pure. ``nodes``: the ranks of each, ascending."""
+    """The ranks over which ``rank`` reaches others; pure. ``nodes``: the ranks of each node, ascending."""
 
     def __init__(self, rank: int, nodes: Sequence[Sequence[int]], gone: Collection[int] = ()) -> None:
         self.rank = rank
         self.size = sum(map(len, nodes))
         self._nodes = nodes
-        first = {node: next((one for one in node if one not in gone), node[0]) for node in map(tuple, nodes)}
+        first = {node: next((member for member in node if member not in gone), node[0]) for node in map(tuple, nodes)}
         self._speaker = [0] * self.size
         self._node = [0] * self.size
         for number, node in enumerate(first):
             for member in node:
                 self._speaker[member], self._node[member] = first[node], number
-        # Rank 0 as long as it is there, also for those that none of the rest needs any more.
-        self.hub = next((one for one in range(self.size) if one not in gone), 0)
+        # Rank 0 until it is gone, also for ranks that no other rank needs any more.
+        self.hub = next((member for member in range(self.size) if member not in gone), 0)
 
     def next_to(self, receiver: int) -> int:
-        """The rank that is told what is for ``receiver``: itself, or one that passes it on."""
+        """Return the rank to which messages for ``receiver`` are sent: itself, or a rank that passes them on."""
         return self._next(self.rank, receiver)
 
     def on_the_way_to(self, receiver: int) -> list[int]:
-        """The ranks that pass on what is for ``receiver``."""
+        """Return the ranks that pass on messages for ``receiver``."""
         way, at = [], self._next(self.rank, receiver)
         while at != receiver:
             way.append(at)
@@ -48,9 +47,9 @@ class Routes:
         return way
 
     def neighbours(self) -> set[int]:
-        """The ranks with which this one speaks itself."""
+        """Return the ranks with which this rank exchanges messages directly."""
         others = set(range(self.size)) - {self.rank}
-        return {one for one in others if self._next(self.rank, one) == one or self._next(one, self.rank) == self.rank}
+        return {peer for peer in others if self.next_to(peer) == peer or self._next(peer, self.rank) == self.rank}
 
     def _next(self, at: int, receiver: int) -> int:
         if self._node[at] == self._node[receiver]:
@@ -61,20 +60,20 @@ class Routes:
 
 
 class Relay:
-    """Sends this rank's messages their ways, and passes on those of others.
+    """The sender of this rank's messages along their routes, which also passes on messages of other ranks.
 
-    ``early``: what has come in already.
+    ``leftover``: messages that have come in already.
     """
 
-    def __init__(self, transport: Transport, nodes: Sequence[Sequence[int]], early: list[tuple[int, bytes]]) -> None:
+    def __init__(self, transport: Transport, nodes: Sequence[Sequence[int]], leftover: list[tuple[int, bytes]]) -> None:
         self._transport = transport
         self._rank = transport.rank
         self._nodes = nodes
-        self._early = early
+        self._leftover = leftover
         self._gone: frozenset[int] = frozenset()
-        self._by_next: dict[int, int] = {}  # the receivers behind each rank that is told, as bits
-        self._turned = 0  # those whose way has changed
-        self.held: list[tuple[int, int, bytes]] = []  # what waits for its old way to be empty
+        self._by_next: dict[int, int] = {}  # bit set of the receivers behind each rank that messages are sent to
+        self._turned = 0  # bit set of the receivers whose route has changed
+        self.held: list[tuple[int, int, bytes]] = []  # parts that wait for their old route to be empty
         self._held_until = 0.0
         self._turn(Routes(self._rank, nodes))
 
@@ -92,7 +91,7 @@ class Relay:
         self._passes_on = len(self._nodes) > 1
 
     def avoid(self, gone: Iterable[int], settling_seconds: float) -> None:
-        """From now on nothing goes over these ranks. What is on its old way has so long to arrive before the rest."""
+        """Route messages around these ranks. Later messages wait so long for those that are on their old route."""
         more = self._gone.union(gone)
         if more != self._gone:
             self._gone = more
@@ -100,11 +99,11 @@ class Relay:
             self._held_until = max(self._held_until, monotonic() + settling_seconds)
 
     def neighbours(self) -> Collection[int]:
-        """The ranks to which this one speaks itself."""
+        """Return the ranks to which this rank sends directly."""
         return self._by_next.keys()
 
     def send(self, receivers: Iterable[int], payload: bytes) -> None:
-        """Send to other ranks."""
+        """Send a message to other ranks."""
         if not self._passes_on:
             for receiver in receivers:
                 self._transport.send_control(receiver, payload)
@@ -115,53 +114,53 @@ class Relay:
         self._send([(self._rank, bits, payload)])
 
     def poll(self) -> list[tuple[int, bytes]]:
-        """What has come in for this rank, and from whom. Raises ValueError for what no relay sends."""
+        """Return the (sender, message) pairs for this rank. Raises ValueError for bytes that no relay sends."""
         if self.held and monotonic() >= self._held_until:
             held, self.held, self._turned = self.held, [], 0
             self._send(held)
-        arrived, self._early = [*self._early, *self._transport.poll_control()], []
+        arrived, self._leftover = [*self._leftover, *self._transport.poll_control()], []
         if not self._passes_on:
             return arrived
         own, others = [], []
         for sender, payload in arrived:
-            if payload[:1] != _PASSED_ON:
+            if payload[:1] != _RELAYED:
                 own.append((sender, payload))
                 continue
-            for origin, bits, words in self._parts(sender, payload):
+            for origin, bits, message in self._parts(sender, payload):
                 if bits >> self._rank & 1:
-                    own.append((origin, words))
+                    own.append((origin, message))
                 rest = bits & ~(1 << self._rank)
                 if rest:
-                    others.append((origin, rest, words))
+                    others.append((origin, rest, message))
         self._send(others)
         return own
 
     def _parts(self, sender: int, payload: bytes) -> Iterable[tuple[int, int, bytes]]:
-        at, size = len(_PASSED_ON), self.routes.size
-        while at < len(payload) or at == len(_PASSED_ON):
-            origin, receivers, words = _PART.unpack(payload[at : at + _PART.size].ljust(_PART.size, b"\xff"))
+        at, size = len(_RELAYED), self.routes.size
+        while at < len(payload) or at == len(_RELAYED):
+            origin, receivers, length = _PART.unpack(payload[at : at + _PART.size].ljust(_PART.size, b"\xff"))
             middle = at + _PART.size + receivers
             bits = int.from_bytes(payload[at + _PART.size : middle], "little")
-            at = middle + words
+            at = middle + length
             if at > len(payload) or origin >= size or bits >> size:
                 raise ValueError(f"rank {sender} passed on {payload[:80]!r}, which is not whole, or not for this job")
             yield origin, bits, payload[middle:at]
 
     def _send(self, parts: Sequence[tuple[int, int, bytes]]) -> None:
-        """All that goes over one rank is one message to it: whoever acts on its part has passed on the rest."""
+        """Send parts. Those for one next rank are one message: a rank passes on the rest before it acts on its part."""
         outgoing: dict[int, list[bytes]] = {}
-        for origin, bits, words in parts:
+        for origin, bits, payload in parts:
             if waits := bits & self._turned if self.held or monotonic() < self._held_until else 0:
-                self.held.append((origin, waits, words))
+                self.held.append((origin, waits, payload))
                 bits &= ~waits
             for after, behind in self._by_next.items():
-                mine = bits & behind
-                if mine == 1 << after and origin == self._rank:
-                    self._transport.send_control(after, words)
-                elif mine:
-                    receivers = mine.to_bytes((mine.bit_length() + 7) // 8, "little")
-                    outgoing.setdefault(after, [_PASSED_ON]).extend(
-                        (_PART.pack(origin, len(receivers), len(words)), receivers, words)
+                bound = bits & behind
+                if bound == 1 << after and origin == self._rank:
+                    self._transport.send_control(after, payload)
+                elif bound:
+                    receivers = bound.to_bytes((bound.bit_length() + 7) // 8, "little")
+                    outgoing.setdefault(after, [_RELAYED]).extend(
+                        (_PART.pack(origin, len(receivers), len(payload)), receivers, payload)
                     )
         for after, pieces in outgoing.items():
             self._transport.send_control(after, b"".join(pieces))

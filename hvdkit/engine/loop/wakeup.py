@@ -1,4 +1,4 @@
-"""Where threads that drive the engine sleep: an event counter, so that nothing rung since one looked is missed."""
+"""Sleep of the threads that drive the engine: a counter of rings, so that none since the last look is missed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Protocol
 
 
 class Wakeup(Protocol):
-    """Read ``count``, look for work, and ``sleep`` with that count: a ring in between ends the sleep at once.
+    """A counter of rings. Read ``count``, look for work, then ``sleep`` with that count: a ring since then ends it.
 
-    ``spin_seconds``: for how long to watch for one before giving up the processor.
+    ``spin_seconds``: how long to watch for a ring before giving up the processor.
     """
 
     def count(self) -> int: ...
@@ -20,7 +20,7 @@ class Wakeup(Protocol):
 
 
 class ThreadWakeup:
-    """For the threads of one process, where the native one was not compiled."""
+    """A wake-up for the threads of this process, where the native one was not compiled."""
 
     def __init__(self) -> None:
         self._rings = 0
@@ -40,7 +40,7 @@ class ThreadWakeup:
 
 
 def new_wakeup() -> Wakeup:
-    """For the threads of this process."""
+    """Return a wake-up for the threads of this process."""
     try:
         from hvdkit.kernels._native import Bell
     except ImportError:

@@ -1,18 +1,19 @@
-"""What ranks agree on without moving any tensor: a barrier, the plan of a lane, process sets that come and go."""
+"""Agreements without tensors: a barrier, details of all ranks, the plan of a lane, adding and removing process sets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from hvdkit.engine.ops.batch import Kind, Requests
 from hvdkit.engine.ops.hints import SAME_MODEL, for_mismatch
-from hvdkit.engine.ops.kind import Assigned, Kind, Requests
 from hvdkit.engine.ops.requests import Key, Signature, by_value, mismatch
+from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
 
 
 def plan_mismatch(key: Key, requests: Requests) -> str | None:
-    """Which parameter differs between the ranks' plans, if all else is alike."""
+    """Return the error if the ranks' plans differ, with the first parameter that does."""
     return mismatch(key, requests) or _slots_mismatch(
         key, {rank: request.signature["slots"] for rank, request in sorted(requests.items())}
     )
@@ -26,7 +27,7 @@ def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
         if all(value == first for value in here.values()):
             continue
         present = {rank: value for rank, value in here.items() if value is not None}
-        if first is not None and len(present) == len(here) and all(one[:-1] == first[:-1] for one in present.values()):
+        if first is not None and len(present) == len(here) and all(s[:-1] == first[:-1] for s in present.values()):
             codecs = by_value({rank: value[-1] for rank, value in present.items()}, "codec")
             return (
                 f"Mismatched compressions for {key}, parameter {_slot_text(first)}: {codecs}.\n"
@@ -45,26 +46,26 @@ def _slot_text(slot: Sequence[Any]) -> str:
     return f"'{name}' {dtype}{list(shape)}"
 
 
-def new_lane(assigned: Assigned, key: Key, requests: Requests) -> tuple[int, int | None] | None:
-    """Return the id of the lane, and its number in tags; None: a rank that has joined has nothing to register."""
-    is_complete = len(requests) == len(assigned.members[key.process_set])
-    return assigned.next_lane(key.process_set) if is_complete else None
+def new_lane(assignments: Assignments, key: Key, requests: Requests) -> tuple[int, int | None] | None:
+    """Return the id of the lane and its number in tags, or None if a rank has joined, which has nothing to register."""
+    is_complete = len(requests) == len(assignments.members[key.process_set])
+    return assignments.next_lane(key.process_set) if is_complete else None
 
 
-def details(assigned: Assigned, key: Key, requests: Requests) -> tuple[bool, list[Any]]:
-    """Return whether no rank has joined, and what the others told, in rank order."""
-    is_complete = len(requests) == len(assigned.members[key.process_set])
+def details(assignments: Assignments, key: Key, requests: Requests) -> tuple[bool, list[Any]]:
+    """Return whether no rank has joined, and the details of all other ranks, in rank order."""
+    is_complete = len(requests) == len(assignments.members[key.process_set])
     return is_complete, [request.detail for _, request in sorted(requests.items())]
 
 
-def new_process_set(assigned: Assigned, key: Key, requests: Requests) -> int | None:
-    """The number of the set; None where there is one of these ranks."""
-    return assigned.add_process_set(_signature(requests)["ranks"])
+def new_process_set(assignments: Assignments, key: Key, requests: Requests) -> int | None:
+    """Return the number of the new set, or None if there is a set of these ranks."""
+    return assignments.add_process_set(_signature(requests)["ranks"])
 
 
-def is_there(assigned: Assigned, key: Key, requests: Requests) -> bool:
-    """Whether there is such a set."""
-    return _signature(requests)["id"] in assigned.members
+def is_there(assignments: Assignments, key: Key, requests: Requests) -> bool:
+    """True if the set exists."""
+    return _signature(requests)["id"] in assignments.members
 
 
 def _signature(requests: Requests) -> Signature:
@@ -72,23 +73,23 @@ def _signature(requests: Requests) -> Signature:
 
 
 def added(groups: Groups, signature: Signature, result: Any) -> None:
-    """All ranks know the set from now on."""
+    """Add the set on this rank."""
     if result is not None:
         groups.add(result, signature["ranks"])
 
 
 def planned(groups: Groups, signature: Signature, result: Any) -> None:
-    """Remember on all ranks that an agreement was put off, since a rank has joined."""
+    """Note on each rank that an agreement was put off because a rank has joined."""
     groups.plans_put_off |= result is None
 
 
 def gathered(groups: Groups, signature: Signature, result: tuple[bool, list[Any]]) -> None:
-    """Remember on all ranks that an agreement was put off, since a rank has joined."""
+    """Note on each rank that an agreement was put off because a rank has joined."""
     groups.plans_put_off |= not result[0]
 
 
 def removed(groups: Groups, signature: Signature, result: Any) -> None:
-    """No rank knows the set any more."""
+    """Remove the set on this rank."""
     groups.remove(signature["id"])
 
 

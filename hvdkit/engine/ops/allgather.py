@@ -10,19 +10,19 @@ import numpy as np
 
 from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Steps
-from hvdkit.engine.ops.batch import Batch
-from hvdkit.engine.ops.kind import Assigned, Kind, Requests, Ways
+from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests
 from hvdkit.engine.ops.requests import Key
+from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.transports.base import DeviceCollectives
 
 
-def details_of_all(assigned: Assigned, key: Key, requests: Requests) -> list[Any]:
-    """What each member told of itself, in their order."""
-    return [requests[rank].detail for rank in assigned.members[key.process_set]]
+def details_of_all(assignments: Assignments, key: Key, requests: Requests) -> list[Any]:
+    """Return the details of all members, in their order."""
+    return [requests[rank].detail for rank in assignments.members[key.process_set]]
 
 
-def run(batch: Batch) -> Ways:
-    """One array after the other."""
+def run(batch: Batch) -> Parts:
+    """Gather the arrays, one after another."""
     return [_gather(batch)]
 
 
@@ -39,12 +39,12 @@ def _gather(batch: Batch) -> Steps[list[Any]]:
 
 
 def _rows(batch: Batch, index: int) -> list[int]:
-    """Of all ranks' arrays in this place."""
+    """Return the rows of each rank's array number ``index``."""
     return [int(rank_rows[index]) for rank_rows in batch.extras[0]]
 
 
 def run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[Any]]:
-    """In one call of the device's library."""
+    """Gather all arrays in one call of the device's library."""
     arrays: Sequence[Any] = batch.submissions[0].arrays
     tensors = [array.tensor for array in arrays]
     batch.group.bytes_sent += sum(tensor.nbytes for tensor in tensors) * (batch.group.size - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,24 +16,25 @@ from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of, why_allreduce
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Codec, Memory
-from hvdkit.engine.ops.batch import Batch, Submission
-from hvdkit.engine.ops.kind import Kind, Ways
-from hvdkit.engine.ops.repeated import learn, region_for
-from hvdkit.engine.ops.requests import Signature
+from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests, Submission, effective
+from hvdkit.engine.ops.requests import Key, Signature, automatic_number
+from hvdkit.engine.ranks.assignments import Assignments
+from hvdkit.engine.ranks.groups import Groups
+from hvdkit.engine.ranks.repetitions import Content, most_bytes
 from hvdkit.kernels import ReduceOp, Scale, as_real
 from hvdkit.transports.base import DeviceCollectives
 
 
 def zeros_for(signature: Signature) -> list[Array]:
-    """What a rank that has joined contributes."""
+    """Return the contribution of a rank that has joined."""
     return [
         np.zeros(shape, dtype=kernels.COMPLEX.get(name) or kernels.DTYPES[name])
         for shape, name in zip(signature["shape"], signature["dtype"], strict=True)
     ]
 
 
-def run(batch: Batch) -> Ways:
-    """A large array travels in pieces, each on its own."""
+def run(batch: Batch) -> Parts:
+    """Reduce all arrays of the batch; a large array travels in pieces that run side by side."""
     pieces = pieces_of(batch)
     if not pieces:
         return [_reduce_several(batch)]
@@ -40,7 +42,7 @@ def run(batch: Batch) -> Ways:
 
 
 def run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[Any]]:
-    """In one call of the device's library."""
+    """Reduce all arrays in one call of the device's library."""
     arrays: list[Any] = [array for submission in batch.submissions for array in submission.arrays]
     tensors = [array.tensor for array in arrays]
     op, scale = batch.reduction()
@@ -52,14 +54,14 @@ def run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[An
 
 
 def why(batch: Batch) -> str:
-    """By which algorithm."""
+    """Return the algorithm and the reason for it."""
     return why_allreduce(batch.group, batch.nbytes, max(1, len(pieces_of(batch))), batch.codec)
 
 
 def pieces_of(batch: Batch) -> list[tuple[int, int]]:
-    """The numbers (begin, end) of the only array of a batch that travel each on their own, reduced where they are.
+    """Return the ranges (begin, end) of the only array of a batch that are each reduced in place.
 
-    None where there are several arrays, or the only one is not simply reduced.
+    Returns an empty list if there are several arrays, or the only one is not simply reduced.
     """
     arrays, signature = batch.submissions[0].arrays, batch.signature
     if len(batch.submissions) > 1 or len(arrays) != 1 or not arrays[0].size:
@@ -75,7 +77,7 @@ def pieces_of(batch: Batch) -> list[tuple[int, int]]:
 
 
 def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[Any]]:
-    """Reduce a part of the only array of an allreduce, which is returned. Uses ``tag`` and ``tag + 1``."""
+    """Reduce a range of the only array of an allreduce, and return the array. Uses ``tag`` and ``tag + 1``."""
     group, submission, part = batch.group, batch.submissions[0], slice(*piece)
     op, scale = batch.reduction()
     flat = submission.arrays[0].reshape(-1)
@@ -88,12 +90,12 @@ def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[
 
 
 def _draw(group: Group, codec: Codec) -> tuple[int, int]:
-    """The turns of an allreduce in the node's staging, if it goes there."""
+    """Return the turns of an allreduce in the node's staging, (0, 0) if it does not go there."""
     return (0, 0) if group.layout is None or codec.everywhere else group.layout.draw()
 
 
 def memory_of(submission: Submission, elements: int) -> Memory:
-    """For one operation, from which nothing is kept."""
+    """Return a codec's memory for one operation, from which nothing is kept."""
     memory = Memory(elements)
     memory.turn = submission.turn
     if submission.tally is not None:
@@ -111,7 +113,7 @@ def _reduce_whole(
     turns: tuple[int, int],
     source: Array | None = None,
 ) -> Steps[None]:
-    """By way of nodes, if some ranks share one. A codec keeps nothing."""
+    """Reduce an array, in the memory of nodes if some ranks share one. A codec keeps nothing."""
     codec = submission.codec
     memory = memory_of(submission, flat.size) if codec.encodes else None
     if group.layout is not None and not codec.everywhere:
@@ -122,7 +124,7 @@ def _reduce_whole(
 
 
 def _reduce_several(batch: Batch) -> Steps[list[Any]]:
-    """One after the other, or fused."""
+    """Reduce the arrays of each dtype: a single array in place, several fused."""
     group, first, tag = batch.group, batch.submissions[0], batch.tag
     op, scale = batch.reduction()
     staged = op != ReduceOp.ADASUM
@@ -182,6 +184,33 @@ def _reduce_fused(batch: Batch, flats: Sequence[Array], turns: tuple[int, int]) 
     for flat, end in zip(flats, ends, strict=True):
         flat[...] = fused[end - flat.size : end]
     SCRATCH.give_back(scratch)
+
+
+def region_for(assignments: Assignments, key: Key, requests: Requests) -> int | None:
+    """Return the id of a region of node memory, once, for an operation that comes again and is small and simple."""
+    signature = next(iter(requests.values())).signature
+    is_simple = len(signature["shape"]) == 1 and signature["prescale"] == 1.0 and signature["op"] != ReduceOp.ADASUM
+    is_plain = "codec" not in signature and "direct" not in signature and signature["device"] == "cpu"
+    is_plain = is_plain and signature["dtype"][0] in kernels.DTYPES  # the region's kernels know no complex numbers
+    if not is_simple or not is_plain or prod(signature["shape"][0]) > most_bytes(2):
+        return None
+    # An operation without a name is the same again if all else is.
+    return assignments.next_region(key if automatic_number(key) is None else str(signature), signature)
+
+
+def learn(groups: Groups, submission: Submission, number: int | None) -> None:
+    """Note that an operation runs, and its region if it gets one and the ranks of its process set share a node."""
+    repetitions, signature = groups.repetitions.get(submission.key.process_set), submission.signature
+    if repetitions is None or "direct" in signature or (number is None and not repetitions):
+        return
+    array, label = submission.arrays[0], submission.handle.label
+    op, postscale = ReduceOp(signature["op"]), signature["postscale"]
+    content = Content(label, array.dtype, array.shape, op, postscale)
+    if number is None:
+        repetitions.ran(content)
+        return
+    size = len(groups.ranks[submission.key.process_set])
+    repetitions.learn(content, array.nbytes, number, *effective(op, postscale, size))
 
 
 ALLREDUCE = Kind(

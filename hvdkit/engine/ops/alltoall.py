@@ -11,13 +11,12 @@ import numpy as np
 from hvdkit.collectives.exchange import alltoall
 from hvdkit.collectives.group import Array, Steps
 from hvdkit.engine.ops.allgather import details_of_all
-from hvdkit.engine.ops.batch import Batch
-from hvdkit.engine.ops.kind import Kind, Ways
+from hvdkit.engine.ops.batch import Batch, Kind, Parts
 from hvdkit.engine.ops.requests import Key, Request
 
 
 def wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | None:
-    """What is wrong with a rank's splits: a detail of [rows, splits or None], or in words what the rank found."""
+    """Return the error in a rank's splits, if any. The detail is [rows, splits or None], or the error that it saw."""
     if isinstance(request.detail, str):
         return f"Mismatched splits for {key}: rank {rank}: {request.detail}"
     rows, splits = request.detail
@@ -36,8 +35,8 @@ def wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | None
     return None
 
 
-def run(batch: Batch) -> Ways:
-    """The result is the rows that came in, and how many came from each rank."""
+def run(batch: Batch) -> Parts:
+    """Exchange rows; the result is the rows that came in, and how many came from each rank."""
     return [_exchange(batch)]
 
 

@@ -1,23 +1,101 @@
-"""What was submitted under a name, and what runs of it at once, alike on all ranks."""
+"""Named operations from submission to result: the row of each kind, submissions, handles, and batches that run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-from hvdkit.collectives.group import Group
+from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.compression import CASTS, Codec, Tally
-from hvdkit.engine.ops.handle import Handle
-from hvdkit.engine.ops.requests import Key, Signature
+from hvdkit.engine.ops.requests import Key, ReduceRequest, Request, Signature, mismatch
+from hvdkit.engine.ranks.assignments import Assignments
+from hvdkit.engine.ranks.groups import Groups
 from hvdkit.kernels import ReduceOp, Scale
+from hvdkit.transports.base import DeviceCollectives
+
+if TYPE_CHECKING:
+    from hvdkit.engine.loop.waiting import WaitingThreads
 
 _OPS = {int(op): op for op in ReduceOp}  # quicker than the enumeration itself
+# The types that collectives of a device reduce.
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_INTEGERS = frozenset({"uint8", "int8", "int32", "int64"})
+
+Requests = dict[int, Request]  # by rank
+# Generators that run side by side. The last one to end returns a result for each submission.
+Parts = list[Steps[list[Any]]]
+
+
+class Handle:
+    """The result of an asynchronous operation. The engine finishes it once, with a result or an error."""
+
+    __slots__ = ("_description", "_error", "_finished", "_result", "_waiting", "label")
+
+    def __init__(self, description: object, label: str | None, waiting: WaitingThreads | None) -> None:
+        """``waiting``: None for a handle that nobody waits for."""
+        self._description = description
+        self.label = label  # the name that the user gave, None for an automatic one
+        self._waiting = waiting
+        self._finished = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def description(self) -> str:
+        """The operation for messages: "allreduce 'loss'"."""
+        return str(self._description)
+
+    def done(self) -> bool:
+        """True when ``wait`` returns at once."""
+        return self._finished
+
+    def wait(self) -> Any:
+        """Return the result. Raises HorovodInternalError if the operation failed."""
+        if not self._finished:
+            assert self._waiting is not None, f"{self._description} was not submitted here"
+            self._waiting.wait(self, self.done)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def finish(self, result: Any) -> None:
+        if not self._finished:
+            self._result = result
+            self._finished = True
+
+    def fail(self, error: BaseException) -> None:
+        if not self._finished:
+            self._error = error
+            self._finished = True
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """A contiguous tensor of a device. The tensor and the mark behind which it holds its values are opaque here."""
+
+    tensor: Any
+    shape: tuple[int, ...]
+    dtype: str  # numpy's name
+    device: str  # "cuda:0"
+    mark: Any
+    to_host: Callable[[], Array]  # waits for the values and copies them
+
+
+def reduces_directly(request: ReduceRequest, dtypes: Iterable[str]) -> bool:
+    """True if the collectives of a device can do an allreduce of tensors of these dtypes.
+
+    They can do neither Adasum, nor scaled integers, whose averages are exact and cut off, nor an encoded sum.
+    """
+    scaled = request.op == ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
+    supported = _FLOATS if scaled else _FLOATS | _INTEGERS
+    return request.op != ReduceOp.ADASUM and supported.issuperset(dtypes) and request.codec.name == "none"
 
 
 @dataclass(slots=True)
 class Submission:
-    """What this rank has announced under a key: its own arrays and the handle that waits."""
+    """An operation that this rank has submitted: its key, its own arrays, and the handle of its result."""
 
     key: Key
     signature: Signature
@@ -27,33 +105,46 @@ class Submission:
     # For each array, where its values are if not in the array itself, which then only takes the result.
     sources: list[Any] | None = None
     codec: Codec = CASTS["none"]
-    tally: Tally | None = None  # what encoding costs and saves, where the codec encodes
+    tally: Tally | None = None  # bytes and seconds of encoding, where the codec encodes
     turn: int = 0  # a number for what a codec draws at random: the same on all ranks and in each run
 
     def gather_sources(self) -> None:
-        """Bring the values into the arrays, for what works in place."""
+        """Copy the values into the arrays, for algorithms that work in place."""
         for array, source in zip(self.arrays, self.sources or [], strict=False):
             array[...] = source
         self.sources = None
 
+    def stage(self) -> None:
+        """Copy device tensors to host memory, for ranks that have no collectives of the device."""
+        self.arrays = [array.to_host() if isinstance(array, DeviceArray) else array for array in self.arrays]
+
+
+def zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:
+    """Return the contribution of a rank that has joined, on a device."""
+    zeros = []
+    for shape, dtype in zip(signature["shape"], signature["dtype"], strict=True):
+        tensor = collectives.allocate(prod(shape), dtype)
+        zeros.append(DeviceArray(tensor, tuple(shape), dtype, "", collectives.mark(), lambda: None))  # type: ignore[arg-type,return-value]
+    return zeros
+
 
 def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scale]:
-    """AVERAGE is SUM, divided."""
+    """Return the operation and the scale of its result: AVERAGE is SUM, divided."""
     return (ReduceOp.SUM, Scale(postscale, size)) if op == ReduceOp.AVERAGE else (op, Scale(postscale))
 
 
 @dataclass
 class Batch:
-    """Operations of one kind that run as one. Only allreduces come several at once."""
+    """Operations of one kind that run as one. Only an allreduce shares a batch with others."""
 
     group: Group
     submissions: Sequence[Submission]
-    extras: Sequence[Any]  # by submission: what the coordinator said with it
-    tag: int  # the first of tags.TAGS_PER_OPERATION
-    side_by_side: bool = True  # whether parts of it may go on at the same time
-    # Is told what is done from now on, and of what if it goes its way from here, for the timeline.
+    extras: Sequence[Any]  # by submission: the coordinator's decision
+    tag: int  # the first of assignments.TAGS_PER_OPERATION
+    side_by_side: bool = True  # parts of the batch may run at the same time
+    # Records the batch's activities in the timeline. ``about``: a batch whose algorithm is recorded with its reason.
     trace: Callable[..., None] = lambda activity, about=None: None
-    # What ranks agree on, and what encodes: those of the first, from which others differ in shapes alone.
+    # Those of the first submission; others differ in shapes alone.
     signature: Signature = field(init=False)
     codec: Codec = field(init=False)
 
@@ -67,9 +158,51 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays together."""
+        """The bytes of all arrays together."""
         return sum(array.nbytes for submission in self.submissions for array in submission.arrays)
 
     def reduction(self) -> tuple[ReduceOp, Scale]:
-        """What the signature asks for, as the group's ranks do it."""
+        """Return the operation and scale that the signature asks for."""
         return effective(_OPS[self.signature["op"]], self.signature["postscale"], self.group.size)
+
+
+def agreed(batch: Batch) -> Parts:
+    """Return steps without data: all ranks have asked, and the result is the coordinator's decision."""
+
+    def steps() -> Steps[list[Any]]:
+        return [batch.extras[0]]
+        yield []
+
+    return [steps()]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of operation."""
+
+    name: str
+    # The operation carries tensors. A name is in flight once among all kinds that do.
+    carries_tensors: bool = True
+    # The signature is likely to come again, so ranks send it once and its number afterwards.
+    comes_again: bool = True
+    # Ready operations of the same type, operation and factors may be fused.
+    fuses: bool = False
+    # The process set that its signature names ("id") is removed.
+    ends_process_set: bool = False
+    # Returns an error in the request of one rank alone, in a process set of ``size`` ranks; None if there is none.
+    wrong: Callable[[Key, int, Request, int], str | None] | None = None
+    # Returns an error where the requests of all ranks differ and must not.
+    mismatch: Callable[[Key, Requests], str | None] = mismatch
+    # Returns the coordinator's decision: details of all members, or an assigned number. None: no decision is needed.
+    decide: Callable[[Assignments, Key, Requests], Any] | None = None
+    # Takes note of the decision on each rank when the operation starts.
+    begun: Callable[[Groups, Submission, Any], None] | None = None
+    # Returns the arrays that a rank that has joined contributes. None: such a rank cannot take part.
+    joined: Callable[[Signature], list[Array]] | None = None
+    run: Callable[[Batch], Parts] = agreed
+    # Runs the batch by the collectives of the tensors' device. It launches everything before it first yields.
+    run_on_device: Callable[[DeviceCollectives, Batch], Steps[list[Any]]] | None = None
+    # Returns the algorithm and the reason for it, for the timeline.
+    why: Callable[[Batch], str] | None = None
+    # Takes note of the result on each rank.
+    ended: Callable[[Groups, Signature, Any], None] | None = None

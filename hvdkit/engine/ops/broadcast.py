@@ -6,18 +6,17 @@ from typing import Any
 
 from hvdkit.collectives.broadcast import broadcast
 from hvdkit.collectives.group import Steps
-from hvdkit.engine.ops.batch import Batch
-from hvdkit.engine.ops.kind import Kind, Ways
+from hvdkit.engine.ops.batch import Batch, Kind, Parts
 from hvdkit.transports.base import DeviceCollectives
 
 
 def _root(batch: Batch) -> int:
-    """The root among the group's members."""
+    """Return the index of the root among the group's members."""
     return batch.group.members.index(batch.signature["root"])
 
 
-def run(batch: Batch) -> Ways:
-    """One array after the other, in place."""
+def run(batch: Batch) -> Parts:
+    """Broadcast the arrays in place, one after another."""
     return [_broadcast(batch)]
 
 
@@ -29,7 +28,7 @@ def _broadcast(batch: Batch) -> Steps[list[Any]]:
 
 
 def run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[Any]]:
-    """In one call of the device's library."""
+    """Broadcast all arrays in one call of the device's library."""
     arrays: list[Any] = batch.submissions[0].arrays
     tensors, root = [array.tensor for array in arrays], _root(batch)
     batch.group.bytes_sent += sum(tensor.nbytes for tensor in tensors) if batch.group.rank == root else 0

@@ -1,10 +1,10 @@
-"""What to do where ranks do not ask for the same: told by what they ask for, and by the names that adapters give."""
+"""Hints for users whose ranks differ, chosen by the differing field and by the names that adapters give."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What adapters call the operations of these: the end or the beginning of a name.
+# Ends and beginnings of the names that adapters give to certain operations.
 SPARSE, STATISTICS = ".slices", ".statistics"
 METRIC_AVERAGE, BROADCAST_CALLBACK = "'MetricAverageCallback", "'BroadcastGlobalVariablesCallback"
 
@@ -62,12 +62,12 @@ _SHAPES = "HINT: give tensors of the same shape on every rank."
 
 
 def for_mismatch(kind: str, field: str) -> str:
-    """Where ranks ask for the same operation with another value of one field of its signature."""
+    """Return the hint for ranks whose signatures of an operation differ in a field."""
     return _BY_KIND.get(kind, _SHAPES) if field == "shape" else _BY_FIELD[field]
 
 
 def for_joined(name: str) -> str:
-    """Where an operation of this name cannot go on without a rank that has joined: who asked for it, and what to do."""
+    """Return the caller of an operation that cannot go on without a rank that has joined, and the hint."""
     if name.endswith(STATISTICS):
         return (
             " It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
@@ -84,6 +84,6 @@ def for_joined(name: str) -> str:
 
 
 def for_dead_lock(waits: Sequence[str]) -> str:
-    """Where ranks wait for each other in these."""
-    of_callbacks = [METRIC_AVERAGE in one or BROADCAST_CALLBACK in one for one in waits]
-    return UNEVEN_FIT if any(of_callbacks) else APART
+    """Return the hint for ranks that wait for each other in these operations."""
+    of_callbacks = any(METRIC_AVERAGE in text or BROADCAST_CALLBACK in text for text in waits)
+    return UNEVEN_FIT if of_callbacks else APART

@@ -1,4 +1,4 @@
-"""Reduce-scatter: of the reduction of all ranks' arrays, rows for each rank."""
+"""Reduce-scatter: each rank gets some rows of the reduction of all ranks' arrays."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from hvdkit.collectives.group import Steps
 from hvdkit.collectives.hierarchical import nodes_of
 from hvdkit.compression import PayloadCodec
 from hvdkit.engine.ops.allreduce import memory_of
-from hvdkit.engine.ops.batch import Batch
-from hvdkit.engine.ops.kind import Kind, Ways
+from hvdkit.engine.ops.batch import Batch, Kind, Parts
 
 
 def scatter_rows(rows: int, size: int) -> list[int]:
-    """Rows of each rank after a reduce-scatter: the first ``rows % size`` ranks hold one more (as Horovod does it)."""
+    """Return the rows of each rank: the first ``rows % size`` ranks hold one more, as in Horovod."""
     each, longer = divmod(rows, size)
     return [each + (rank < longer) for rank in range(size)]
 
 
-def run(batch: Batch) -> Ways:
-    """One array after the other; their contents are used up."""
+def run(batch: Batch) -> Parts:
+    """Reduce and scatter the arrays, one after another; their contents are used up."""
     return [_scatter(batch)]
 
 

@@ -1,4 +1,4 @@
-"""What a rank asks for: the signature that must match on all ranks, and how it is told to people."""
+"""Requests of ranks: the signatures that must match on all ranks, and errors where they do not."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.ops.hints import for_mismatch
 from hvdkit.kernels import ReduceOp
 
-# In names that operations without one get.
+# Part of the names that operations without a name get.
 AUTOMATIC = ".noname."
 
-# A signature travels as a JSON object with these fields; absent ones do not apply to the kind of operation.
+# A JSON object. Fields that are absent do not apply to the kind of operation.
 Signature = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """What identifies an operation on all ranks: the same name may be used by other kinds and process sets at once."""
+    """The identity of an operation on all ranks. Other process sets may use the same name at once."""
 
     process_set: int
     kind: str
@@ -27,28 +27,28 @@ class Key(NamedTuple):
 
 
 def automatic_key(process_set: int, kind: str, number: int) -> Key:
-    """Of an operation without a name, of which ranks have counted ``number`` before."""
+    """Return the key of an operation without a name, the ``number``-th of its kind and process set."""
     return Key(process_set, kind, f"{kind}{AUTOMATIC}{number}")
 
 
 def automatic_number(key: Key) -> int | None:
-    """What ``automatic_key`` was given; None for the key of an operation with a name."""
+    """Return the number in a key of ``automatic_key``, or None for an operation with a name."""
     kind, automatic, number = key.name.partition(AUTOMATIC)
     return int(number) if automatic and kind == key.kind and number.isdecimal() else None
 
 
 class Call(NamedTuple):
-    """How an operation was called: what all of them have in common."""
+    """The arguments that all named operations have."""
 
     name: str | None
     process_set_id: int = 0
-    device: str = "cpu"  # the type of device where the user's tensors are
-    wake: bool = True  # False leaves the driving to a caller who waits at once
-    number: int | None = None  # of a call without a name, where it was counted
+    device: str = "cpu"  # the type of the device of the user's tensors
+    wake: bool = True  # False if the caller waits at once, and so drives the engine
+    number: int | None = None  # of a call without a name that was counted already
 
 
 class ReduceRequest(NamedTuple):
-    """What becomes of the elements of a reduction. They are multiplied before, in their type, and after it."""
+    """The arithmetic of a reduction. Elements are multiplied before it, in their type, and after it."""
 
     op: ReduceOp
     prescale: float = 1.0
@@ -56,15 +56,15 @@ class ReduceRequest(NamedTuple):
     codec: Codec = CASTS["none"]  # a payload codec encodes sums and averages of floats; it keeps nothing
 
     def signature(self) -> Signature:
-        """What must match on all ranks."""
+        """Return the fields that must match on all ranks."""
         encoding = {"codec": self.codec.summary} if self.codec.encodes else {}
         return {"op": int(self.op), "prescale": self.prescale, "postscale": self.postscale, **encoding}
 
 
 class Request(NamedTuple):
-    """One rank's request. ``detail`` holds what may differ between ranks: first dimensions, splits.
+    """A rank's request. ``detail`` may differ between ranks: first dimensions, splits.
 
-    Of an alltoall that is [rows, splits or None], or in words what is wrong with the splits that the user gave.
+    The detail of an alltoall is [rows, splits or None], or a text that says what is wrong with the user's splits.
     """
 
     signature: Signature
@@ -72,7 +72,7 @@ class Request(NamedTuple):
 
 
 def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
-    """What is wrong between the requests of all ranks for one key, each rank's value named; None where they agree."""
+    """Return the error if the requests of all ranks for a key differ, with each rank's value; None if they agree."""
     ranks = sorted(requests)
     first = requests[ranks[0]].signature
     for request in requests.values():
@@ -107,7 +107,7 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
 
 
 def by_value(values: dict[int, Any], field: str) -> str:
-    """Ranks with the same value together: 'rank 0, 2: [4]; rank 1: [5]'."""
+    """Return the ranks by value, as text: 'rank 0, 2 sent [4]; rank 1 sent [5]'."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         if field == "op" and value is not None:

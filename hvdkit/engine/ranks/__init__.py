@@ -1,1 +1,1 @@
-"""Who the ranks are and where: topology, process sets, segments of a node's memory."""
+"""The ranks of a job: their topology, process sets, and numbers assigned to all of them."""

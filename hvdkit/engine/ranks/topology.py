@@ -1,4 +1,4 @@
-"""Ranks by node: who shares a host with whom, from what launchers and hosts say."""
+"""Ranks by node, from the reports of launchers and hosts."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ class Topology:
     is_full: bool = False  # on every node the ranks' threads have every core that they may run on
 
     def describe(self, rank: int) -> str:
-        """A rank with its host, for messages."""
+        """Return a rank with its host, for messages."""
         return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"
 
 
 def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
-    """The topology from what each rank told: its host, and where the launcher says so its local and cross ranks.
+    """Return the topology from each rank's report: its host, and its local and cross ranks if the launcher gave them.
 
-    The launcher's word wins over host names: containers may share a name, and namespaces do.
+    The launcher's numbers win over host names: containers may share a name, and namespaces do.
     """
     size = len(reports)
     nodes = _nodes(reports)
     node = next(members for members in nodes if rank in members)
-    mine = reports[rank]
+    own = reports[rank]
     # Launchers that map ranks by socket or package give the ranks of a node local ranks in another order.
     local_ranks = [
-        [members.index(one) if reports[one]["local_rank"] is None else reports[one]["local_rank"] for one in members]
+        [members.index(m) if reports[m]["local_rank"] is None else reports[m]["local_rank"] for m in members]
         for members in nodes
     ]
     local_rank = local_ranks[nodes.index(node)][node.index(rank)]
-    local_size = mine["local_size"] if mine["local_size"] is not None else len(node)
-    # Nodes that have a rank with my local rank, and my node's place among them.
+    local_size = own["local_size"] if own["local_size"] is not None else len(node)
+    # Nodes that have a rank with this local rank, and the index of this node among them.
     column = [members for members, there in zip(nodes, local_ranks, strict=True) if local_rank in there]
-    cross_rank = mine["cross_rank"] if mine["cross_rank"] is not None else column.index(node)
-    cross_size = mine["cross_size"] if mine["cross_size"] is not None else len(column)
+    cross_rank = own["cross_rank"] if own["cross_rank"] is not None else column.index(node)
+    cross_size = own["cross_size"] if own["cross_size"] is not None else len(column)
     homogeneous = len({len(members) for members in nodes}) == 1
-    hosts = tuple(str(one["host"]) for one in reports)
+    hosts = tuple(str(report["host"]) for report in reports)
     placed = tuple(tuple(members) for members in nodes)
-    cores = [[set(reports[one]["cores"]) for one in members] for members in nodes]
-    threads = [sum(int(reports[one]["threads"]) for one in members) for members in nodes]
+    cores = [[set(reports[member]["cores"]) for member in members] for members in nodes]
+    threads = [sum(int(reports[member]["threads"]) for member in members) for members in nodes]
     full = [len(set().union(*there)) <= busy for there, busy in zip(cores, threads, strict=True)]
     core_each = _has_core_each(cores[nodes.index(node)])
     return Topology(
@@ -61,19 +61,19 @@ def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
 
 
 def _has_core_each(cores: Sequence[set[int]]) -> bool:
-    """Whether ranks, bound to these cores, need not share any: no set of cores has more ranks bound to it alone."""
-    return all(sum(one <= those for one in cores) <= len(those) for those in (*cores, set().union(*cores)))
+    """True if ranks bound to these cores need not share any: no set of cores has more ranks bound to it alone."""
+    return all(sum(bound <= some for bound in cores) <= len(some) for some in (*cores, set().union(*cores)))
 
 
 def _nodes(reports: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Ranks of each node. Local ranks that a launcher gave tell nodes apart even where host names do not."""
+    """Return the ranks of each node. Local ranks of a launcher tell nodes apart even where host names do not."""
     nodes: list[list[int]] = []
     by_host: dict[tuple[str, Any], list[list[int]]] = {}
-    launcher_says = all(one["local_rank"] is not None for one in reports)
-    has_sizes = launcher_says and all(one["local_size"] is not None for one in reports)
-    for rank, one in enumerate(reports):
-        local_rank = one["local_rank"]
-        candidates = by_host.setdefault((str(one["host"]), one["local_size"] if has_sizes else None), [])
+    launcher_says = all(report["local_rank"] is not None for report in reports)
+    has_sizes = launcher_says and all(report["local_size"] is not None for report in reports)
+    for rank, report in enumerate(reports):
+        local_rank = report["local_rank"]
+        candidates = by_host.setdefault((str(report["host"]), report["local_size"] if has_sizes else None), [])
         # The first node of this host, and size, that lacks this local rank; without local ranks, the host's only node.
         node = next(
             (
@@ -92,7 +92,7 @@ def _nodes(reports: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def nodes_that_share(nodes: Sequence[Sequence[int]], failed: Sequence[int]) -> list[list[int]]:
-    """Which ranks share memory with each other: a node on which any rank failed falls into single ranks."""
+    """Return the ranks that share memory with each other: a node with a rank that failed falls into single ranks."""
     shared: list[list[int]] = []
     for node in nodes:
         together = not any(rank in failed for rank in node)

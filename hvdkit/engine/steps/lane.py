@@ -11,7 +11,7 @@ from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.engine.loop.messages import Abandoned, LaneFailed
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.tags import lane_tag
+from hvdkit.engine.ranks.assignments import lane_tag
 from hvdkit.engine.steps.arrangement import Arrangement, Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lane_step import LaneStep
@@ -136,7 +136,7 @@ class Lane:
 
     def _end(self) -> None:
         started = perf_counter()
-        self.lanes.drive(self, self.idle)
+        self.lanes.waiting.wait(self, self.idle)
         self.records.awaited(started)
         if self.error is not None:
             raise self.error

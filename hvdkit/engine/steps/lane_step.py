@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdkit.engine.loop.tags import SPAN
+from hvdkit.engine.ranks.assignments import SPAN
 from hvdkit.engine.steps.arrangement import Arrangement
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.messages import Abandoned, LaneClosed, LaneFailed
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.steps.schedule import Network, Sizes
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError
@@ -23,7 +24,7 @@ CLOSED_DEVICE_LANES = 4
 
 
 class Lanes(dict[int, "Lane"]):
-    """The open lanes, by number. ``drive(lane, finished)`` blocks until ``finished()`` is true."""
+    """The open lanes, by number."""
 
     def __init__(
         self,
@@ -33,16 +34,15 @@ class Lanes(dict[int, "Lane"]):
         operations: list[Operation],
         network: Network,
         sizes: Sizes,
-        drive: Callable[[Lane, Callable[[], bool]], None],
+        waiting: WaitingThreads,
     ) -> None:
         super().__init__()
-        self.driver, self.mailbox, self.telemetry, self.drive = driver, negotiation.mailbox, telemetry, drive
+        self.driver, self.mailbox, self.telemetry, self.waiting = driver, negotiation.mailbox, telemetry, waiting
         self._negotiation = negotiation
         self.network, self.sizes = network, sizes
         self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         self._operations = operations
-        self.mailbox.handlers.update({LaneFailed: self._lane_failed, Abandoned: self._abandoned})
 
     def find(self, lane_id: int) -> Lane | None:
         """Return the lane, also if it is closed."""
@@ -89,12 +89,12 @@ class Lanes(dict[int, "Lane"]):
         for lane in self.everyone():
             lane.fail(error)
 
-    def _lane_failed(self, sender: int, message: LaneFailed) -> None:
+    def lane_failed(self, message: LaneFailed) -> None:
         lane = self.find(message.lane)
         if lane is not None:
             lane.fail(MismatchError(message.text))
 
-    def _abandoned(self, sender: int, message: Abandoned) -> None:
+    def abandoned(self, sender: int, message: Abandoned) -> None:
         lane = self.get(message.lane)
         if lane is not None:
             lane.abandoned_by(sender, message.step)

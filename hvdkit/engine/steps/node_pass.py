@@ -16,8 +16,8 @@ import numpy as np
 
 from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.loop.tags import SPAN
-from hvdkit.engine.ranks.segments import lane_segment
+from hvdkit.engine.ranks.assignments import SPAN
+from hvdkit.engine.ranks.groups import lane_segment
 from hvdkit.engine.steps.block import Block, block_offsets, pages
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale

@@ -12,9 +12,9 @@ from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.compression import Codec
 from hvdkit.config import Settings
-from hvdkit.engine.loop.tags import LANES
-from hvdkit.engine.ops.named import NamedOperations
+from hvdkit.engine.loop.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.ranks.assignments import LANES
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.steps.copied_reducer import CopiedReducer

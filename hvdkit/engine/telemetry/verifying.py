@@ -24,16 +24,18 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from hashlib import shake_128
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.exchange import allgather
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.engine.ops.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.kernels import ReduceOp
+
+if TYPE_CHECKING:
+    from hvdkit.engine.loop.named import NamedOperations
 
 # What is wrong from the beginning, or soon, is found soon.
 FIRST_STEPS = (1, 10, 100)

@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.operations import Invocation
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.ops import tensor_checks

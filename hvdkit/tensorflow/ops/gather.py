@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api.operations import Invocation
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import tensor_checks
 from hvdkit.tensorflow.ops.bridge import as_written, differentiable, has_gradient, run

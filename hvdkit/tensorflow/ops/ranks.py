@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.api import checks, job
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import as_written, ordered_node
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
 
@@ -186,4 +186,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     engine = runtime.engine()
     process_set_id = checks.check_process_set("barrier", process_set)
     with raised_as_tensorflows():
-        engine.barrier(process_set_id).wait()
+        engine.named.barrier(process_set_id).wait()

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.operations import Invocation, gradient_name
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.ops import tensor_checks

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.operations import Invocation
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 
 # Dictionaries, since the comparison of dtypes is slow and these are looked up by hash.
 REDUCIBLE_DTYPES = dict.fromkeys(

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from hvdkit.api.gradients.compression_policy import Policy
 from hvdkit.compression import Codec
-from hvdkit.engine.life.core import Engine
+from hvdkit.engine.session.core import Engine
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot

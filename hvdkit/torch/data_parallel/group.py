@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from hvdkit.config import Settings
-from hvdkit.engine.life.goodbye import GOODBYE_SECONDS
-from hvdkit.engine.life.session import Session
+from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
@@ -189,7 +188,7 @@ class Worker:
         if self._thread.is_alive():
             # A thread that returns from C++ after Python has ended can crash the process.
             engine = self.session.engine
-            engine.driver.defer(lambda: engine.fail(HorovodInternalError(LEAVING)))
+            engine.driver.defer(lambda: engine.rounds.fail(HorovodInternalError(LEAVING)))
             self._thread.join(GOODBYE_SECONDS + FAIL_SECONDS)
 
     def _serve(self) -> None:

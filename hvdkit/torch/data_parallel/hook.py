@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.gradients.compression import check_told_apart, codec_of
 from hvdkit.compression import Codec
-from hvdkit.engine.life.core import Engine
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session.core import Engine
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.data_parallel.gradients import HookBucket, ModelGradients, PinnedCopies, checked, share_of
@@ -190,7 +190,7 @@ class DDPHook:
     @staticmethod
     def _agree(engine: Engine, facts: dict[str, Any]) -> None:
         """Raise MismatchError on all ranks if their ``facts`` differ."""
-        engine.submit("barrier", [], facts, Call(FUNCTION)).wait()
+        engine.named.submit("barrier", [], facts, Call(FUNCTION)).wait()
 
     # The methods below run on the worker's thread.
 

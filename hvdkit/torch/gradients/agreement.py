@@ -13,8 +13,8 @@ import torch
 from hvdkit.api.checks import check_registered
 from hvdkit.api.gradients.planning import form_groups
 from hvdkit.api.gradients.settings import GradientSettings
-from hvdkit.engine.life.process_sets import global_process_set
 from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.engine.steps.registration import HOST
 from hvdkit.torch.gradients.layout import Kinds, can_be_planned, gradient_dtypes, slot_of
 from hvdkit.torch.gradients.named import NamedGradients
@@ -64,7 +64,7 @@ def agree_on_kinds(
     dtypes = dict(zip(map(id, parameters), gradient_dtypes(parameters), strict=True))
     sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
     open_dtypes: dict[int, torch.dtype] = {}
-    is_complete, rows_by_rank = engine.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
+    is_complete, rows_by_rank = engine.named.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
     for rows_of_rank in rows_by_rank:
         for i, sparse_dim, name in rows_of_rank:
             if i >= len(parameters):

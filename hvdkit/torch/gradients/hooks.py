@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 
 TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "

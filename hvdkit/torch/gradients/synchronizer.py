@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from hvdkit.arena import ARENA, SMALLEST_BYTES
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings

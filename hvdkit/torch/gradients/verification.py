@@ -143,7 +143,7 @@ class OptimizerVerification(Verification):
         if self.wants(self._count):
             self._names, self._limits, stated = self._statement(groups, name_of, self.wants_sparse(self._count))
             stated = replace(stated, is_first=not self._has_compared)
-            heard = exchange_by_name(engine, self._title, self._process_set.process_set_id, stated)
+            heard = exchange_by_name(engine.named, self._title, self._process_set.process_set_id, stated)
             self._judge(heard, self._title, self._count, range(engine.topology.size))
 
     def _statement(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvdkit.api.checks import no_integers
 from hvdkit.api.operations import HANDLES, Invocation
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.torch.ops.framework import MOVABLE_DTYPES, OPERATIONS, apply, check_tensors, dtype_name
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hvdkit.api.operations import HANDLES, Invocation
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.torch.ops.allreduce import allreduce
 from hvdkit.torch.ops.framework import MOVABLE_DTYPES, OPERATIONS, apply, check_tensors
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from hvdkit.api import checks
 from hvdkit.api.framework import RESULTS, Framework
 from hvdkit.api.operations import Operations
-from hvdkit.engine.ops.device_operations import DeviceArray
+from hvdkit.engine.ops.batch import DeviceArray
 from hvdkit.transports.gpu.device import cuda_mark
 from hvdkit.transports.gpu.host_copies import as_tensor as as_tensor
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hvdkit.api import checks
 from hvdkit.api.operations import HANDLES, Invocation
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression, reduced
 from hvdkit.torch.ops.allgather import grouped_allgather

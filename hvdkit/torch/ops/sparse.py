@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvdkit import kernels
 from hvdkit.api import checks
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.torch.ops.allgather import grouped_allgather_async
 from hvdkit.torch.ops.framework import OPERATIONS

@@ -8,8 +8,8 @@ import torch
 
 from hvdkit.api.checks import check_handle, check_process_set
 from hvdkit.api.operations import HANDLES
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 
 
 def poll(handle: int) -> bool:
@@ -90,4 +90,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         >>> state = torch.load("model.pt")  # which is there now, on all ranks
     """
     engine = runtime.engine()
-    engine.barrier(check_process_set("barrier", process_set)).wait()
+    engine.named.barrier(check_process_set("barrier", process_set)).wait()

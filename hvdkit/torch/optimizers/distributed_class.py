@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdkit.api.checks import check_passes
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.compression_state import KEY

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hvdkit.api.checks import check_root
 from hvdkit.api.objects import allgather_object, broadcast_object
-from hvdkit.engine.life import runtime
-from hvdkit.engine.life.process_sets import global_process_set
+from hvdkit.engine.session import runtime
+from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.parameters import broadcast_tensors
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.api.gradients.guard import WATCH, is_settled, settle
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.torch.gradients.hooks import in_flight
 from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.ops.framework import OPERATIONS

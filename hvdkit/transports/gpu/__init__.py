@@ -9,7 +9,7 @@ an optimizer whose parameters are on several devices.
 
 - The engine knows no framework: a buffer of a device is opaque, and ``DeviceCollectives`` (``transports/base.py``)
   works on it. ``engine/steps/device_reducer.py`` reduces a lane's gradients there, floats and doubles in place by a
-  coalesced allreduce, ``engine/ops/device_operations.py`` the named operations.
+  coalesced allreduce, ``engine/ops/batch.py`` the named operations.
 - An operation is launched as a whole on a stream of the group's own, behind the marks (CUDA events) of the threads that
   wrote its inputs, and is done when the host has seen the event at its end. So launches have the order of the lane, or
   of the coordinator, on every rank, and results may be read on any stream.

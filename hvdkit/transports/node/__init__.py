@@ -4,7 +4,7 @@
   socket, to processes of the same user that show a secret which travelled over the transport. It has no name and no
   place in ``/dev/shm``: its 64 MB in a container do not matter, no other user can open it, and nothing is left when all
   ranks are killed. The file is sparse and nearly endless, so every lane and every process set has a segment of its own
-  by its number (``engine/life/sharing.py``), and nobody allocates. No segment is used again; a lane or process set
+  by its number (``engine/session/sharing.py``), and nobody allocates. No segment is used again; a lane or process set
   for which there is none left goes by messages.
 - Who has it: ranks that the launcher or the host name puts on one node. If one of them cannot get it, none of that node
   uses it, which is said once with the reason, and all go by the transport. All ranks know which nodes share memory

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def transport() -> str:
-    from hvdkit.engine.life import runtime
+    from hvdkit.engine.session import runtime
 
     return str(runtime.engine().transport.name)
 

@@ -15,7 +15,7 @@ def main() -> None:
     with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
         loss = tf.reduce_sum(weight * (hvd.rank() + 1.0))
     weight.assign_sub(tape.gradient(loss, weight))
-    from hvdkit.engine.life import runtime
+    from hvdkit.engine.session import runtime
 
     about = {
         "rank": hvd.rank(),

@@ -1,4 +1,4 @@
-"""The session of this process: made by init, given back by shutdown, asked by all adapters."""
+"""The session of this process, which ``init`` makes, ``shutdown`` ends, and all adapters use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdkit import config, environments
-from hvdkit.engine.life.core import Engine
-from hvdkit.engine.life.ending import ENDING, abort_mpi
-from hvdkit.engine.life.forked import watch_forks
-from hvdkit.engine.life.session import LEAVING, Session
 from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.session.core import Engine
+from hvdkit.engine.session.ending import ENDING, abort_mpi, watch_forks
+from hvdkit.engine.session.session import LEAVING, Session
 from hvdkit.environments import limits
 from hvdkit.environments.base import World
 from hvdkit.environments.failure_record import tell_init
@@ -22,22 +21,26 @@ from hvdkit.transports import Job, open_transport
 from hvdkit.transports.base import Transport
 from hvdkit.transports.mpi import MpiTransport
 
+if TYPE_CHECKING:
+    from hvdkit.engine.session.process_sets import ProcessSet
+
 logger = logging.getLogger("hvdkit")
 
 _session: Session | None = None
-# What is the process's, and survives its sessions, as the end of the process (ending.ENDING) does.
+# State of the process, which outlives its sessions.
 _generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
-_inherited: Session | None = None  # of the process that this one was forked from; to let go of it would end it there
+_inherited: Session | None = None  # of the parent of this fork; to free it would end the parent's session
 
 
 def engine() -> Engine:
-    """The engine, to communicate. Raises NotInitializedError (a ValueError) before init and after shutdown.
+    """Return the engine, to communicate. Raises NotInitializedError (a ValueError) before init and after shutdown.
 
     Raises ForkedChildError, a HorovodInternalError, in a process that was forked from the one that called init.
     """
     if _session is None:
         raise NotInitializedError
-    check_not_forked()
+    if _session.process != os.getpid():
+        raise ForkedChildError(_session.engine.mailbox.me(), _session.process)
     return _session.engine
 
 
@@ -47,55 +50,55 @@ def current() -> Engine | None:
 
 
 def is_initialized() -> bool:
-    """Whether there are answers to questions about ranks; also in a process that was forked from a rank."""
+    """True between init and shutdown, also in a process that was forked from a rank."""
     return _session is not None
 
 
 def check_not_forked() -> None:
-    """Raises ForkedChildError in a process that was forked from the one that called init."""
+    """Raise ForkedChildError in a process that was forked from the one that called init."""
     if _session is not None and _session.process != os.getpid():
         raise ForkedChildError(_session.engine.mailbox.me(), _session.process)
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from the one that called init."""
+    """True if this process was forked from the one that called init."""
     return _session is not None and _session.process != os.getpid()
 
 
 def topology() -> Topology:
-    """This rank's place in the job, also in forked children. Raises NotInitializedError."""
+    """Return this rank's place in the job, also in forked children. Raises NotInitializedError."""
     if _session is None:
         raise NotInitializedError
     return _session.engine.topology
 
 
 def process_sets() -> Mapping[int, list[int]]:
-    """The ranks of each process set by its number, also in forked children. Raises NotInitializedError."""
+    """Return the ranks of each process set by its number, also in forked children. Raises NotInitializedError."""
     if _session is None:
         raise NotInitializedError
     return _session.engine.groups.ranks
 
 
 def carrier() -> str | None:
-    """What carries this job between nodes, also in forked children; None before init."""
+    """Return the name of the transport between nodes, also in forked children; None before init."""
     return None if _session is None else _session.engine.transport.carrier
 
 
 def dynamic_process_sets() -> bool:
-    """Whether process sets may be added and removed after init."""
+    """True if process sets may be added and removed after init."""
     return _session is not None and _session.dynamic
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
-    """Find out who this process is, connect to the others, and start the engine. A second call does nothing.
+    """Detect this process's rank, connect to the others, and start the engine. A second call does nothing.
 
-    Nor does a call in a forked child of one of several ranks, which cannot join their job; that of a rank alone starts
-    a job of its own.
+    A call in a forked child of one of several ranks does nothing: the child cannot join their job. A forked child of a
+    rank alone starts a job of its own.
     comm: None for all ranks; a list of ranks of the job that take part; or an mpi4py communicator.
     process_sets: ProcessSet objects, the same on every rank, or ``"dynamic"``.
-    cuda, for_torch: whether tensors of GPUs shall travel by NCCL, and whether tensors are PyTorch's.
-    Raises ValueError for contradictory environments and arguments, TransportUnavailableError where ranks cannot meet,
-    HorovodInternalError on every rank where versions or process sets differ.
+    cuda: tensors of GPUs travel by NCCL; for_torch: tensors are PyTorch's.
+    Raises ValueError for contradictory environments and arguments, TransportUnavailableError if ranks cannot meet,
+    HorovodInternalError on every rank if versions or process sets differ.
     """
     global _session, _inherited
     if is_forked():
@@ -109,7 +112,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     sets = [] if process_sets is None or dynamic else list(process_sets)
     world, members = _world_of(comm)
-    # Told before ranks meet: one that is quick to raise it would leave the others in the midst of that.
+    # Errors in the arguments are raised before ranks meet: a rank that raised one later would leave the others waiting.
     static = _static_ranks(
         sets, world.size if members is None else len(members), comm if _is_communicator(comm) else None
     )
@@ -117,7 +120,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}")  # MPI would crash
     try:
         world, transport = _connect(comm, world, members, settings, cuda, for_torch)
-        # A script that submits something goes on: it has caught its SystemExit.
+        # A script that submits an operation has caught its SystemExit and goes on.
         _session = Session(transport, world, settings, static, dynamic, ENDING.forget)
     except (OSError, MemoryError, RuntimeError) as error:
         words = limits.exhausted(error)
@@ -133,10 +136,10 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
 
 
 def shutdown() -> None:
-    """Tell the others, give everything back; ``init`` may be called again afterwards.
+    """Say goodbye to the other ranks and free everything; ``init`` may be called again afterwards.
 
-    In a forked child only this process stops to answer questions: what it shares with its parent is left alone.
-    Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is given back.
+    In a forked child only the answers about ranks end: everything shared with the parent stays.
+    Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is freed.
     """
     global _session, _inherited
     if is_forked():
@@ -151,7 +154,7 @@ def shutdown() -> None:
     try:
         lost = session.close(ENDING.reason or LEAVING, ENDING.code)
     finally:
-        ENDING.peer_lost |= isinstance(lost or engine.error, PeerLostError)
+        ENDING.peer_lost |= isinstance(lost or engine.mailbox.error, PeerLostError)
     if lost is not None:
         raise lost
 
@@ -161,12 +164,12 @@ def _is_communicator(comm: Any) -> bool:
 
 
 def first_gone() -> int | None:
-    """The rank that left the job before all others, None where none has."""
+    """Return the rank that left the job before all others, None if none has."""
     return None if _session is None else next(iter(_session.engine.mailbox.departed), None)
 
 
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
-    """Who this process is, and which ranks of that world take part, if not all do."""
+    """Return this process's place among all ranks, and the ranks that take part if not all do."""
     ENDING.take_wanted()
     tell_init()
     ENDING.renumbered = _is_communicator(comm) or (comm is not None and len(comm) > 0)
@@ -197,7 +200,7 @@ def _world_of(comm: Any) -> tuple[World, list[int] | None]:
 def _connect(
     comm: Any, world: World, members: list[int] | None, settings: config.Settings, cuda: bool, for_torch: bool
 ) -> tuple[World, Transport]:
-    """The world of those who take part, and what connects them."""
+    """Return the world of the ranks that take part, and the transport that connects them."""
     if _is_communicator(comm):
         return world, MpiTransport(comm, None, settings.start_timeout_seconds)
     generation = _generations[tuple(members or ())]
@@ -208,15 +211,9 @@ def _connect(
     return world, transport
 
 
-def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> list[list[int]]:
-    from hvdkit.engine.life.process_sets import ProcessSet, resolve_ranks
-
+def _static_ranks(process_sets: Sequence[ProcessSet], size: int, communicator: Any) -> list[list[int]]:
     static: list[list[int]] = []
     for number, process_set in enumerate(process_sets):
-        if not isinstance(process_set, ProcessSet):
-            raise TypeError(
-                f"init(): argument process_sets: expected ProcessSet objects, got {type(process_set).__name__}"
-            )
         ranks = resolve_ranks(process_set, size, communicator)
         if ranks in static or ranks == list(range(size)):
             raise ValueError(
@@ -225,3 +222,30 @@ def _static_ranks(process_sets: Sequence[Any], size: int, communicator: Any) -> 
             )
         static.append(ranks)
     return static
+
+
+def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
+    """Return the global ranks of a set, also if it was made from a communicator. Raises ValueError outside 0..size-1.
+
+    ``world_comm``: the communicator that was passed to ``hvd.init()``, by default MPI.COMM_WORLD.
+    """
+    if process_set.ranks is None:
+        process_set.ranks = _ranks_in(process_set.mpi_comm, world_comm)
+    ranks = process_set.ranks
+    if not ranks or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(f"ProcessSet: expected ranks from 0 to {size - 1}, got {ranks}")
+    return ranks
+
+
+def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
+    """Return the ranks of the members of ``comm`` in ``world_comm``."""
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), (world_comm or MPI.COMM_WORLD).Get_group()
+    ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
+    if MPI.UNDEFINED in ranks:
+        raise ValueError(
+            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
+            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
+        )
+    return sorted(ranks)

@@ -1,4 +1,4 @@
-"""At init, the ranks of each node come to share memory, or say once why they do not."""
+"""The exchange at init by which the ranks of each node share memory, or log once why they do not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
 from hvdkit.config import Settings
-from hvdkit.engine.ranks.segments import group_bytes, staging_segment
+from hvdkit.engine.ranks.groups import group_bytes, staging_segment
 from hvdkit.engine.ranks.topology import Topology, nodes_that_share
 from hvdkit.transports.base import Exchange, Transport
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
-# How long handing the memory over may take; a rank that cannot get it must not keep the others at init.
+# How long handing over the memory may take. A rank that cannot get it must not keep the others at init.
 OBTAIN_SECONDS = 10.0
 
 
 def share_memory(transport: Transport, topology: Topology, settings: Settings, exchange: Exchange) -> Transport:
-    """The transport for this job: ``transport`` itself, or with the memory of the node before it. Collective.
+    """Return the transport of this job: ``transport`` itself, or with the node's memory before it. Collective.
 
-    ``exchange``: everyone's bytes on every rank. What stands in the way on one rank of a node holds for all of them.
+    ``exchange`` returns the bytes of all ranks. A problem on one rank of a node holds for all its ranks.
     """
     if all(len(node) == 1 for node in topology.nodes):
-        return transport  # nobody to share with
-    # All ranks are connected, so nobody comes late; and others wait for the outcome with a deadline.
+        return transport
+    # All ranks are connected, so none comes late, and others wait for the outcome with a deadline.
     rank, seconds = topology.rank, min(settings.start_timeout_seconds, settings.timeout_seconds / 4, OBTAIN_SECONDS)
     node = next(list(members) for members in topology.nodes if rank in members)
     reason = _reason_not_to_share(settings)
     invitation: Invitation | None = None
-    mine = {}
+    offer = {}
     if rank == node[0] and len(node) > 1 and not reason:
         invitation, reason = _invite()
         if invitation is not None:
-            mine = {"address": invitation.address, "secret": invitation.secret}
-    reports = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **mine}).encode())]
+            offer = {"address": invitation.address, "secret": invitation.secret}
+    reports = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **offer}).encode())]
     reason = next((reports[member]["reason"] for member in node if reports[member]["reason"]), "")
     obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
     if len(node) > 1 and not reason:
@@ -50,7 +50,7 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
         obtained, reason = _obtain(invitation, reports[node[0]], node, rank, transport.size, seconds, arena)
     elif invitation is not None:
         invitation.withdraw()
-    # Getting it may have failed on one rank only; an arena is used by a node's ranks if all of them have mapped it.
+    # One rank alone may have failed to get it. An arena is used by a node's ranks if all of them have mapped it.
     mapped = sorted(obtained[2]) if obtained is not None else []
     try:
         outcome = {"reason": reason, "arenas": mapped, "no_arena": ARENA.reason if settings.arena else ""}
@@ -87,7 +87,7 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
 def _why_not_in_place(
     node: Sequence[int], arenas: Sequence[Window | None], outcomes: Sequence[dict[str, Any]]
 ) -> tuple[str, str] | None:
-    """Whose gradients cannot be reduced where they lie, and why, where that is nobody's wish."""
+    """Return the ranks whose gradients cannot be reduced in place, and the reason, unless a setting asks for that."""
     missing = [owner for owner, arena in enumerate(arenas) if arena is None]
     reasons = [f"{reason} on rank {node[owner]}" for owner in missing if (reason := outcomes[node[owner]]["no_arena"])]
     is_mapped = any(owner in outcomes[member]["arenas"] for owner in missing for member in node)
@@ -138,7 +138,7 @@ def _obtain(
             descriptor, arenas = fetch(offer["address"], offer["secret"], seconds, node.index(rank), arena)
         windows = map_arenas(arenas)
         memory = NodeMemory(descriptor, node.index(rank), len(node))
-        # What every job needs is mapped while the ranks can still agree to do without.
+        # Segments that every job needs are mapped while the ranks can still agree to do without.
         memory.map_in_advance(staging_segment(0), group_bytes(len(node)))
         return (memory, memory.window(0, window_bytes(len(node), size)), windows), ""
     except OSError as error:

@@ -1,8 +1,9 @@
-"""The end of the process: a rank that fails ends the job with its exit code, and leaves nobody waiting."""
+"""The end of the process: a rank that fails ends the job with its exit code, so that no rank waits for it."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -13,56 +14,56 @@ from typing import Any
 from hvdkit.environments import failure_record
 from hvdkit.errors import PeerFailedError, PeerLostError, cut_off, in_words
 
-# A rank that ends because another one failed leaves that one the time to end the job and to say why.
+# A rank that ends because another rank failed gives that rank this time to end the job and to print the reason.
 AFTER_ANOTHER_SECONDS = 2.0
 _OF_ANOTHER = PeerLostError, PeerFailedError
-LONGEST_FACT = 400  # characters of what other ranks are told
+LONGEST_FACT = 400  # characters of a reason that other ranks get
 
 
 def exit_status(code: Any) -> int:
-    """What the system makes of the argument of sys.exit(), except that what it would take for success stays a failure.
+    """Return the exit status for an argument of sys.exit(), never 0 for a failure.
 
-    ``sys.exit(256)`` is one such: the system keeps eight bits.
+    The system keeps eight bits, and so would take ``sys.exit(256)`` for success.
     """
     number = int(code) if isinstance(code, int) else int(code is not None)
     return (number & 0xFF) or int(number != 0)
 
 
 def raised(kind: type[BaseException], error: BaseException) -> str:
-    """An exception in a line for other ranks: what it says first, without a full stop, and whether it was cut."""
+    """Return an exception as a line for other ranks: the first line of its text, cut off if it is long."""
     fact = next(iter(str(error).splitlines()), "").rstrip(".")
     return f"it raised {kind.__name__}" + (f": {cut_off(fact, LONGEST_FACT)}" if fact else "")
 
 
 class Ending:
-    """How this process ends, as far as Python lets us see it coming: an exception, ``sys.exit``, a lost peer."""
+    """The end of this process, as far as Python shows it beforehand: an exception, ``sys.exit``, a lost peer."""
 
     def __init__(self) -> None:
         self.code = 0
         self.reason = ""
-        self.another_left = False  # if this rank fails, then because of that
-        self.first_code = 0  # of the rank that failed first: the job ends with it, whichever rank ends the job
+        self.another_left = False  # another rank left first, and is the cause if this rank fails
+        self.first_code = 0  # the exit code of the rank that failed first, with which any rank ends the job
         self.peer_lost = False  # MPI cannot finalize any more: it would wait for the lost rank
         self._process = os.getpid()
         self._watched: Callable[[], None] | None = None
         self._abort: Callable[[int], None] = lambda code: None
         self._first_gone: Callable[[], int | None] = lambda: None
-        self._is_asked = False  # hvdkitrun waits for a record
+        self._record_wanted = False  # hvdkitrun waits for a record
         self._sends_record = False  # and has none yet
         self._exit: failure_record.Record | None = None  # of the sys.exit() that ends this process
         self.renumbered = False  # ranks are not those of the launcher
-        self._blames_another = False  # this process ends by an exception that another rank is the cause of
+        self._blames_another = False  # this process ends by an exception that another rank caused
 
     def watch(self, shutdown: Callable[[], None], first_gone: Callable[[], int | None]) -> None:
-        """Have ``shutdown`` called when the process ends, and see why it does. Once is enough.
+        """Call ``shutdown`` when the process ends, and note why it ends. Only the first call has an effect.
 
-        ``first_gone`` says which rank has left the job before this one, None if none has.
+        ``first_gone`` returns the rank that left the job before this one, None if none has.
         """
         self._process = os.getpid()
         if self._watched is not None:
             return
         self._watched, self._first_gone = shutdown, first_gone
-        self._sends_record = self._is_asked
+        self._sends_record = self._record_wanted
         atexit.register(self._at_exit)
         previous_hook, previous_exit = sys.excepthook, sys.exit
 
@@ -71,7 +72,7 @@ class Ending:
             self._note(1, raised(kind, error))
             self._blames_another = blamed is not None
             sends_record = self._sends_record and self.check_process() and issubclass(kind, Exception)
-            if sends_record and previous_hook is sys.__excepthook__:  # what another one prints is shown as it is
+            if sends_record and previous_hook is sys.__excepthook__:  # the output of another hook is shown as it is
                 sends_record = failure_record.sent(f"{failure_record.BEGINS}\n")
             previous_hook(kind, error, trace)
             if sends_record:
@@ -80,7 +81,7 @@ class Ending:
 
         def exit_noting(code: Any = None) -> None:
             number = exit_status(code)
-            self.forget()  # what it was called with before, and somebody caught
+            self.forget()  # an earlier call whose SystemExit was caught
             if number:
                 self._note(number, f"it called sys.exit({cut_off(repr(code), LONGEST_FACT)})")
                 self._exit = failure_record.Record(self.reason, after=self._blamed(sys.exc_info()[1]))
@@ -91,28 +92,28 @@ class Ending:
 
     @property
     def is_watching(self) -> bool:
-        """Whether ``watch`` was called, in this process or in one that it was forked from."""
+        """True if ``watch`` was called, in this process or in one that it was forked from."""
         return self._watched is not None
 
     def take_wanted(self) -> None:
-        """Learn whether hvdkitrun asks for a record, which what this process starts shall not be asked for."""
-        self._is_asked = failure_record.take_wanted() or self._is_asked
+        """Note whether hvdkitrun asks for a record. Processes that this process starts are not asked."""
+        self._record_wanted = failure_record.take_wanted() or self._record_wanted
 
     def abort_with(self, abort: Callable[[int], None]) -> None:
-        """How the engine below ends the whole job."""
+        """Call ``abort`` to end the whole job."""
         self._abort = abort
 
     def forget(self) -> None:
-        """The process goes on after all."""
+        """Forget the reason for the end: the process goes on after all."""
         if self.code:
             self.code, self.reason, self._exit = 0, "", None
 
     def check_process(self) -> bool:
-        """Whether this is the process that called ``watch``, not a fork of it, whose connections it must not use."""
+        """True in the process that called ``watch``, not in forks of it, which must not use its connections."""
         return self._process == os.getpid()
 
     def _blamed(self, error: BaseException | None) -> int | None:
-        """The rank that this one fails because of, ANOTHER if only that is known, None if it is for its own reasons."""
+        """Return the rank that caused an error here, ANOTHER if it is unknown, None if no other rank caused it."""
         seen: set[int] = set()  # an exception may be its own cause
         while error is not None and not isinstance(error, _OF_ANOTHER) and id(error) not in seen:
             seen.add(id(error))
@@ -137,10 +138,10 @@ class Ending:
             failure_record.sent(self._exit.line())
         try:
             self._watched()
-        except Exception as error:  # raised on, it would be a word on stderr, and the process a success
+        except Exception as error:  # raised, it would be printed, and the process still succeed
             self.code = self.code or 1
             print(in_words(error), file=sys.stderr)
-        # Who is lost says nothing more.
+        # A lost rank prints nothing more.
         if self.code and (self.another_left or (self._blames_another and not self.peer_lost)):
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:
@@ -150,16 +151,49 @@ class Ending:
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
                     stream.flush()
-            os._exit(self.code)  # Python has settled on success by now, and whoever started this rank must hear of it
+            os._exit(self.code)  # Python would exit with success by now, and the launcher must see the failure
 
 
 ENDING = Ending()
+_last_of_all: LastOfAll | None = None
 
 
 def abort_mpi(code: int) -> None:
-    """End an MPI job as a whole: a rank that only ended by itself would leave the others in MPI_Finalize for good."""
+    """End an MPI job as a whole: if only this rank ended, the others would stay in MPI_Finalize for good."""
     if "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
 
         if MPI.Is_initialized() and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(code)
+
+
+class LastOfAll:
+    """Ends a forked child when Python frees its modules, after everything that ``atexit`` calls.
+
+    mpi4py finalises MPI at the very end of Python. In a forked child, which has only a copy of MPI, this waits without
+    end for threads that only the parent has, or for the parent's peers.
+    """
+
+    def __del__(
+        self,
+        is_finalizing: Callable[[], bool] = sys.is_finalizing,
+        leave: Callable[[int], None] = os._exit,
+        ending: object = ENDING,
+    ) -> None:
+        # Modules are half freed here, so the defaults hold all that is needed. The code is the argument of sys.exit(),
+        # or 1 after an exception: the code of `raise SystemExit(code)` is lost by now.
+        if is_finalizing():
+            leave(ending.code)  # type: ignore[attr-defined]
+
+
+def _begin_child() -> None:
+    global _last_of_all
+    if "mpi4py.MPI" in sys.modules and ENDING.is_watching:
+        ENDING.forget()
+        _last_of_all = LastOfAll()
+
+
+@functools.cache
+def watch_forks() -> None:
+    """Have forks of this process, and of its forks, end without MPI. Only the first call has an effect."""
+    os.register_at_fork(after_in_child=_begin_child)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvdkit.engine.life import runtime
+from hvdkit.engine.session import runtime
 from hvdkit.errors import NotInitializedError
 
 
 class ProcessSet:
     """Ranks that run collective operations together.
 
-    It is of use once passed to ``hvd.init()`` or ``hvd.add_process_set()``, which give it its ``process_set_id``.
+    Pass it to ``hvd.init()`` or ``hvd.add_process_set()``, which give it its ``process_set_id``.
 
     Args:
         ranks_or_comm: a list of ranks of the job, or an mpi4py communicator under MPI.
@@ -52,16 +52,16 @@ class ProcessSet:
             )
 
     def size(self) -> int | None:
-        """How many ranks, or None before the set is initialized."""
+        """Return the number of ranks, or None before the set is initialized."""
         if self.process_set_id is None:
             return None
         return len(_ranks_of(self))
 
     def rank(self) -> int | None:
-        """This process's place in the set, or None before the set is initialized.
+        """Return this process's rank in the set, or None before the set is initialized.
 
         Raises:
-            ValueError: on a rank that is not in it, and for a set that was removed.
+            ValueError: on a rank that is not in the set, and for a set that was removed.
         """
         if self.process_set_id is None:
             return None
@@ -74,7 +74,7 @@ class ProcessSet:
         return ranks.index(rank)
 
     def included(self) -> bool | None:
-        """Whether this process is in the set, or None before ``ranks`` is known."""
+        """Return True if this process is in the set, None before ``ranks`` is known."""
         if self.process_set_id == 0:
             return True
         if self.ranks is None:
@@ -86,7 +86,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks; the same object before and after ``hvd.init()``, and in every copy of what refers to it."""
+    """The set of all ranks: the same object before and after ``hvd.init()``, and in copies of its users."""
 
     process_set_id: int | None = 0
 
@@ -113,33 +113,6 @@ def _ranks_of(process_set: ProcessSet) -> list[int]:
     if ranks is None:
         raise ValueError(f"{process_set} is not part of this job: it was removed, or hvd.init() was called again.")
     return ranks
-
-
-def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
-    """The global ranks of a set that may have been made from a communicator. Raises ValueError outside 0..size-1.
-
-    ``world_comm``: the communicator that ``hvd.init()`` was given; without one it is MPI.COMM_WORLD.
-    """
-    if process_set.ranks is None:
-        process_set.ranks = _ranks_in(process_set.mpi_comm, world_comm)
-    ranks = process_set.ranks
-    if not ranks or ranks[0] < 0 or ranks[-1] >= size:
-        raise ValueError(f"ProcessSet: expected ranks from 0 to {size - 1}, got {ranks}")
-    return ranks
-
-
-def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
-    """The ranks that the members of ``comm`` have in ``world_comm``."""
-    from mpi4py import MPI
-
-    group, world = comm.Get_group(), (world_comm or MPI.COMM_WORLD).Get_group()
-    ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
-    if MPI.UNDEFINED in ranks:
-        raise ValueError(
-            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
-            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
-        )
-    return sorted(ranks)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -175,7 +148,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             "Dynamically adding process sets defined by an MPI communicator is not implemented. "
             "Please build the process set via a list of ranks."
         )
-    number = engine.add_process_set(resolve_ranks(process_set, engine.topology.size))
+    number = engine.named.add_process_set(runtime.resolve_ranks(process_set, engine.topology.size))
     if number is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id = number
@@ -186,13 +159,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set; every rank of the job calls this.
 
     Args:
-        process_set: what add_process_set() returned, or a set of ``hvd.init()``.
+        process_set: the result of add_process_set(), or a set of ``hvd.init()``.
 
     Returns:
-        Whether there was such a set; the global one stays.
+        True if there was such a set. The global set cannot be removed.
 
     Raises:
-        TypeError: for what is no ProcessSet.
+        TypeError: if ``process_set`` is no ProcessSet.
         ValueError: where sets are not dynamic, as for add_process_set().
         NotInitializedError: before init() or after shutdown().
 
@@ -208,7 +181,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _check_dynamic("removing")
     number, process_set.process_set_id = process_set.process_set_id, None
     assert number is not None
-    return engine.remove_process_set(number)
+    return engine.named.remove_process_set(number)
 
 
 def _check_dynamic(doing: str) -> None:

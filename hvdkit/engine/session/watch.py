@@ -1,23 +1,20 @@
-"""Looks, ten times a second, at what takes long: dead-locks, stalls, ranks that are lost or have left."""
+"""Finds, ten times a second, dead-locks, stalls, and ranks that are lost or have left."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from time import monotonic
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
-from hvdkit.engine.life.joining import Joining
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
+from hvdkit.engine.loop.named import Submissions
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.ops.handle import Handle
+from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.ops.hints import LEFT_EARLY, STALLED
-from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.session.joining import Joining
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError
@@ -28,24 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hvdkit")
 
 LOOK_SECONDS = 0.1
-# How long a wait lasts before the coordinator is told of it, so that it can see a dead-lock.
+# How long a wait lasts before the coordinator hears of it, so that it can find a dead-lock.
 BLOCKED_SECONDS = 0.2
-# What a rank sent before it left may still be on its way.
+# How long messages that a rank sent before it left may be on their way.
 DEPARTED_SECONDS = 1.0
 
 
-@dataclass
-class Waiting:
-    """A training thread that waits."""
-
-    what: Handle | Lane
-    since: float
-    reported_at: float = 0.0
-    warned: bool = False
-
-
 class Watch:
-    """The engine's eye on time; ``look`` is called from rounds, from ``next_look`` on."""
+    """The time limits of the engine. Rounds call ``look`` from ``next_look`` on."""
 
     def __init__(
         self,
@@ -55,98 +42,74 @@ class Watch:
         joining: Joining,
         submissions: Submissions,
         operations: list[Operation],
+        waiting: WaitingThreads,
     ) -> None:
         self._settings, self._heartbeat = settings, heartbeat
         self._negotiation, self._mailbox = negotiation, negotiation.mailbox
         self._joining, self._submissions, self._operations = joining, submissions, operations
+        self._waiting = waiting
         self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
-        self._waiting: dict[int, Waiting] = {}
-        # Those that submit: several make it impossible to say that a rank is blocked as a whole.
-        self.threads: set[int] = set()
-        self._stands_for: dict[int, Collection[int]] = {}
         self.next_look = 0.0
 
     def lost_since(self, ranks: Collection[int], since: float, now: float) -> list[Loss]:
-        """Those of ``ranks`` that are lost, if they have been waited for since then."""
+        """Return the losses among ``ranks``, if this rank has waited for them since ``since``."""
         self._liveness.looks(now)  # the machine, with all its ranks, may have been paused
         self._count_beats(ranks, now)
         losses = (self._liveness.loss(rank, since, now) for rank in ranks)
         return [loss for loss in losses if loss is not None]
 
-    def loss_text(self, loss: Loss, what: str = "") -> str:
-        """How a rank was lost, for messages; ``what`` else it did not do."""
+    def loss_text(self, loss: Loss, omission: str = "") -> str:
+        """Return how a rank was lost, for messages. ``omission``: what else the rank did not do."""
         lost, me, settings = self._topology.describe(loss.rank), self._mailbox.me(), self._settings
         if loss.beats:
             return (
                 f"{lost} lives, but its Python gave {me} no answer for "
-                f"{settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){what}.\n"
+                f"{settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){omission}.\n"
                 "HINT: see where it is (py-spy dump): a library keeps Python's lock (GIL), or threads wait for each "
                 "other; raise that variable where such a call takes longer."
             )
         return (
             f"{lost} gave {me} no sign of life for {settings.timeout_seconds:g} s "
-            f"(HVDKIT_TIMEOUT_SECONDS){what}.\n"
+            f"(HVDKIT_TIMEOUT_SECONDS){omission}.\n"
             "HINT: see whether it was killed, stopped, or cut off from the network."
         )
 
-    def begin_waiting(self, what: Handle | Lane) -> None:
-        """The calling thread waits from now on."""
-        me = threading.get_ident()
-        self.threads.add(me)
-        self._waiting[me] = Waiting(what, monotonic())
-
-    @contextmanager
-    def standing_for(self, threads: Collection[int]) -> Iterator[None]:
-        """While the calling thread waits in this context, ``threads`` cannot go on: they wait for what it computes."""
-        me = threading.get_ident()
-        self._stands_for[me] = threads
-        try:
-            yield
-        finally:
-            del self._stands_for[me]
-
-    def end_waiting(self) -> None:
-        """The calling thread goes on."""
-        waiting = self._waiting.pop(threading.get_ident(), None)
-        if waiting is not None and waiting.reported_at and not self._mailbox.failed:
-            self._negotiation.later(Waits(None, [], "", None))
-
     def look(self, now: float) -> None:
-        """Tell, warn and fail as time demands. Raises PeerLostError where a rank that is waited for is lost."""
-        if self._topology.size == 1 or self._mailbox.failed:
-            return
+        """Report, warn and fail as time demands. Raises PeerLostError if a rank that this rank waits for is lost."""
         self.next_look = now + LOOK_SECONDS
+        if self._topology.size == 1 or self._mailbox.error is not None:
+            return
         self._liveness.looks(now)
-        self._tell_blocked(now)
+        self._report_blocked(now)
         self._look_for_stalls(now)
         self._look_for_departed(now)
         self._look_for_lost(now)
 
-    def _tell_blocked(self, now: float) -> None:
-        # Less those of a framework's pool, of which Python knows at most that they passed.
-        self.threads &= {
+    def _report_blocked(self, now: float) -> None:
+        # Without the threads of a framework's pool, of which Python knows at most that they ran.
+        submitters = self._waiting.submitters
+        submitters &= {
             thread.ident
             for thread in threading.enumerate()
             if thread.ident is not None and not isinstance(thread, threading._DummyThread)
         }
-        for thread, waiting in list(self._waiting.items()):
-            if not self.threads or not self.threads <= {thread, *self._stands_for.get(thread, ())}:
+        for thread, waiting in list(self._waiting.by_thread.items()):
+            if not submitters or not submitters <= {thread, *self._waiting.dependents.get(thread, ())}:
                 continue
             if now - max(waiting.since, waiting.reported_at) < BLOCKED_SECONDS:
                 continue
-            waiting.reported_at = now  # and again after a while: what it waits for changes
-            what = waiting.what
-            if isinstance(what, Lane):
-                message = Waits(what.lane_id, sorted(self._awaited_on_lanes()), what.waiting_for(), what.name)
+            waiting.reported_at = now  # and again after a while, since the ranks that it waits for change
+            subject = waiting.subject
+            if isinstance(subject, Lane):
+                message = Waits(subject.lane_id, sorted(self._awaited_peers()), subject.waiting_for(), subject.name)
             else:
-                key = next((k for k, s in self._submissions.items() if s.handle is what), None)
+                key = next((k for k, s in self._submissions.items() if s.handle is subject), None)
                 if key is None:
-                    continue  # it runs; what it waits for is data
-                at = [key.process_set, key.kind, key.name]
-                message = Waits(at, [], what.what, what.label)
+                    continue  # it runs, and waits for data
+                message = Waits([key.process_set, key.kind, key.name], [], subject.description, subject.label)
             self._negotiation.send_to_coordinator(message)
 
-    def _awaited_on_lanes(self) -> set[int]:
+    def _awaited_peers(self) -> set[int]:
         return {peer for operation in self._operations for peer in operation.awaited_peers()}
 
     def _look_for_stalls(self, now: float) -> None:
@@ -155,7 +118,7 @@ class Watch:
         coordinator = self._negotiation.coordinator
         warns = warn_after > 0 and not settings.stall_check_disable
         if coordinator is not None and warns:
-            for stall in coordinator.new_stalls(now, warn_after):
+            for stall in coordinator.stalled(now, warn_after, once=True):
                 logger.warning(
                     "%s was submitted by ranks %s, but not by ranks %s for %.0f seconds.\n%s",
                     stall.key, stall.submitted, stall.missing, stall.seconds, STALLED,
@@ -167,11 +130,11 @@ class Watch:
                     f"{stall.key} stalled: ranks {stall.missing} did not submit it within {fail_after:g} s "
                     f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.\n{STALLED}",
                 )
-        for waiting in list(self._waiting.values()):
-            lane = waiting.what
+        for waiting in list(self._waiting.by_thread.values()):
+            lane = waiting.subject
             if not isinstance(lane, Lane) or lane.idle():
                 continue
-            ranks = sorted(self._awaited_on_lanes())
+            ranks = sorted(self._awaited_peers())
             seconds = now - max(waiting.since, lane.moved_at)
             if warns and not waiting.warned and seconds > warn_after:
                 waiting.warned = True
@@ -207,10 +170,10 @@ class Watch:
                     "HINT: call hvd.join() on all ranks, and leave the job after it; see what rank 0 printed.",
                     0,
                 )
-            what = next(iter(self._submissions.values())).handle.what
-            first, reason = next(iter(departed.items()))  # the others often leave because this one did
+            text = next(iter(self._submissions.values())).handle.description
+            first, reason = next(iter(departed.items()))  # the others often leave because the first did
             raise PeerLostError(
-                f"{what} on {self._mailbox.me()} cannot go on without rank 0, which has left the job; the first to "
+                f"{text} on {self._mailbox.me()} cannot go on without rank 0, which has left the job; the first to "
                 f"leave was {self._topology.describe(first)}: {reason}.\n"
                 "HINT: let every rank make the same calls and call hvd.shutdown() together.",
                 first,
@@ -218,7 +181,7 @@ class Watch:
 
     def _look_for_lost(self, now: float) -> None:
         mailbox, coordinator = self._mailbox, self._negotiation.coordinator
-        awaited = self._awaited_on_lanes()
+        awaited = self._awaited_peers()
         if self._submissions or self._joining.waiting:
             awaited.add(0)
         if coordinator is not None:
@@ -226,9 +189,9 @@ class Watch:
         awaited |= mailbox.on_the_way_to(awaited)
         awaited -= {self._topology.rank, *mailbox.departed}
         self._count_beats(awaited, now)
-        to_ask, losses = self._liveness.check(awaited, now)
-        mailbox.tell(to_ask, Ping())
-        # Who passes on for one that is not heard may be the one that is lost.
+        silent, losses = self._liveness.check(awaited, now)
+        mailbox.tell(silent, Ping())
+        # Where a rank is not heard, the rank that passes its messages on may be the lost one.
         losses = [loss for loss in losses if self._liveness.heard_lately(mailbox.on_the_way_to([loss.rank]), now)]
         if losses:
             text = self.loss_text(losses[0])

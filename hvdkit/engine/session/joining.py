@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdkit.engine.loop.messages import Join, JoinDone, Joined, JoinFailed, LaneStarted
+from hvdkit.engine.loop.messages import Join, LaneStarted
+from hvdkit.engine.loop.named import Submissions
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.ops.handle import Handle
-from hvdkit.engine.ops.submissions import Submissions
+from hvdkit.engine.ops.batch import Handle
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.steps.lanes import Lanes
-from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerLostError
+from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
 if TYPE_CHECKING:
     from hvdkit.engine.steps.lane import Lane
 
 
 class Joining:
-    """Which ranks have joined, and this rank's own join.
+    """The ranks that have joined, and this rank's own join.
 
-    Named operations need no more than the coordinator's word. A lane is not negotiated, so a rank that starts a bucket
-    tells those that have joined how far the lane is, and they follow.
+    For named operations the coordinator's messages suffice. A lane is not negotiated, so a rank that starts an
+    operation of a lane tells the ranks that have joined, which start it too.
     """
 
     def __init__(
@@ -36,18 +36,15 @@ class Joining:
         self._negotiation, self._mailbox = negotiation, negotiation.mailbox
         self._open_lanes, self._submissions, self._operations = lanes, submissions, operations
         self._rank = self._mailbox.topology.rank
-        self._ranks: set[int] = set()
+        self.ranks: set[int] = set()  # that have joined
         self.followed: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
         self._handle: Handle | None = None
-        self.over = 0  # joins that have ended, counted alike by all ranks, which all wait for the end
+        self.over = 0  # joins that have ended, the same number on all ranks
         self.last: int | None = None  # set between the end of a join and the end of its last zeros
-        self._mailbox.handlers.update(
-            {Joined: self._joined, JoinDone: self._done, JoinFailed: self._join_failed, LaneStarted: self._follow}
-        )
 
     @property
     def waiting(self) -> bool:
-        """Whether this rank waits in join()."""
+        """True if this rank waits in join()."""
         return self._handle is not None
 
     def join(self, handle: Handle) -> None:
@@ -55,15 +52,15 @@ class Joining:
         if self._handle is not None:
             raise DuplicateNameError("hvd.join() was called again while this rank is still joined.")
         self._handle = handle
-        self._negotiation.later(Join())
+        self._negotiation.send_later(Join())
 
     def tell_started(self, lane: Lane) -> None:
-        """An operation of a lane was started here; ranks that have joined follow."""
-        for rank in self._ranks.intersection(lane.group.members) - {self._rank}:
+        """Tell the ranks that have joined how many operations of a lane were started here."""
+        for rank in self.ranks.intersection(lane.group.members) - {self._rank}:
             self._mailbox.tell([rank], LaneStarted(lane.lane_id, lane.sequence))
 
     def start_zeros(self) -> bool:
-        """Start what may start. True if anything did."""
+        """Start the operations with zeros that may start. True if there were any."""
         started = False
         for lane in self.followed.values():
             while lane.zeros_startable():
@@ -72,7 +69,7 @@ class Joining:
         return started
 
     def end_if_over(self) -> None:
-        """End the join once nothing of it is in flight."""
+        """End the join if nothing of it is in flight."""
         if self.last is None or self._operations:
             return
         if self._handle is not None and all(lane.caught_up for lane in self.followed.values()):
@@ -80,41 +77,35 @@ class Joining:
                 if lane.closed:  # its memory was mapped anew for the zeros
                     lane.reducer.forget(quiet=True)
             self.followed.clear()
-            self._groups.end_join()  # when all agreements of before have ended here
+            self._groups.end_join()  # once all earlier agreements have ended here
             self._handle.finish(self.last)
             self._handle = self.last = None
 
     def fail(self, error: HorovodInternalError) -> None:
-        """The join can never end."""
+        """End this rank's join with ``error``."""
         if self._handle is not None:
             self._handle.fail(error)
             self._handle = None
 
-    # -- what others tell ---------------------------------------------------------------------------------------------
-
-    def _joined(self, sender: int, message: Joined) -> None:
-        """A rank takes part with zeros from now on; tell it how far the lanes are that wait for it."""
-        rank = message.rank
-        self._ranks.add(rank)
+    def joined(self, rank: int) -> None:
+        """Note that a rank takes part with zeros, and tell it how far the lanes are that wait for it."""
+        self.ranks.add(rank)
         self._groups.forget_repetitions()
         if rank != self._rank:
             for lane in list(self._open_lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:
                     self._mailbox.tell([rank], LaneStarted(lane.lane_id, lane.sequence))
 
-    def _follow(self, sender: int, message: LaneStarted) -> None:
-        """Others have started a lane's operations up to here; this rank contributes zeros to them."""
+    def follow(self, message: LaneStarted) -> None:
+        """Contribute zeros to the operations of a lane that other ranks have started."""
         lane = self._open_lanes.find(message.lane)
         if lane is not None and self._handle is not None:
             lane.joined_until = max(lane.joined_until, message.sequence)
             self.followed[message.lane] = lane
 
-    def _done(self, sender: int, message: JoinDone) -> None:
-        """All ranks have joined. The join ends here when what this rank takes part in with zeros is over."""
-        self._ranks.clear()
+    def end(self, last: int) -> None:
+        """Note that all ranks have joined. The join ends here when the last operation with zeros is over."""
+        self.ranks.clear()
         self.over += 1
-        self._submissions.count_names_anew()
-        self.last = message.rank
-
-    def _join_failed(self, sender: int, message: JoinFailed) -> None:
-        self.fail(PeerLostError(message.text))
+        self._submissions.restart_counting()
+        self.last = last

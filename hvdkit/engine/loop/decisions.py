@@ -1,0 +1,167 @@
+"""Parts of the coordinator's decisions: its records of pending operations, batches of ready ones, and dead-locks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from hvdkit.engine.loop.messages import Waits
+from hvdkit.engine.ops import KINDS
+from hvdkit.engine.ops.hints import for_dead_lock
+from hvdkit.engine.ops.requests import Key, Request, Signature
+
+# An estimate is enough to bound a batch, so every element counts as the widest real one.
+WIDEST_ELEMENT = 8
+
+
+@dataclass(slots=True)
+class PendingOperation:
+    """An operation that not all of its ranks have asked for yet."""
+
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+    warned: bool = False
+
+    @property
+    def signature(self) -> Signature:
+        """The signature of the first request."""
+        return next(iter(self.requests.values())).signature
+
+
+@dataclass
+class Rejection:
+    """An error of the operations under ``keys``. Each of the members ``unnotified`` gets it when it asks for one.
+
+    ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left the job, if one did.
+    """
+
+    text: str
+    cause: str
+    keys: list[Key]
+    unnotified: set[int]
+    left: int | None = None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """An operation that some ranks wait for and others have not submitted."""
+
+    key: Key
+    submitted: list[int]
+    missing: list[int]
+    seconds: float
+
+
+def batch_size(ready: Iterable[tuple[int, Signature]], threshold: int) -> int:
+    """Return how many of the first operations, as (process set, signature), run as one batch: at least the first.
+
+    Operations of a batch are of one kind that fuses, of one dtype, in one process set, with the same reduction and
+    factors, of at most ``threshold`` bytes. No operation behind the first that runs by itself is read.
+    """
+    rest = iter(ready)
+    process_set, first = next(rest)
+    nbytes = _fusible_bytes(first)
+    if nbytes is None:
+        return 1
+    count = 1
+    for other_set, signature in rest:
+        more = _fusible_bytes(signature)
+        if more is None or other_set != process_set or nbytes + more > threshold:
+            break
+        if _fusion_class(first) != _fusion_class(signature):
+            break
+        nbytes += more
+        count += 1
+    return count
+
+
+def _fusible_bytes(signature: Signature) -> int | None:
+    """Return the bytes of an operation that may share a batch, else None."""
+    # The values that a codec gives depend on what is encoded together, which must not depend on what else was ready.
+    if not KINDS[signature["kind"]].fuses or "codec" in signature or len(set(signature["dtype"])) != 1:
+        return None
+    return WIDEST_ELEMENT * sum(int(prod(shape)) for shape in signature["shape"])
+
+
+def _fusion_class(signature: Signature) -> tuple[Any, ...]:
+    fields = ("kind", "op", "prescale", "postscale", "device", "direct")
+    return (signature["dtype"][0], *(signature.get(name) for name in fields))
+
+
+@dataclass
+class Blocked:
+    """A rank whose only thread waits, for a named operation (``key``) or in a lane."""
+
+    message: Waits
+    key: Key | None
+    repeats: int = 0  # reports of this wait since another rank reported a new one
+
+
+@dataclass(frozen=True)
+class DeadLock:
+    """The named operations, and the lanes with the ranks that wait in them, that a dead-lock ends."""
+
+    text: str
+    keys: list[Key]
+    lanes: list[tuple[int, list[int]]]
+
+
+class DeadLocks:
+    """Finds ranks that wait for each other in different operations.
+
+    ``missing`` returns the ranks that a named operation waits for.
+    """
+
+    def __init__(self, missing: Callable[[Key], list[int]]) -> None:
+        self._missing = missing
+        self._blocked: dict[int, Blocked] = {}
+
+    def report(self, rank: int, message: Waits) -> DeadLock | None:
+        """Note that a rank's only thread waits, or goes on. Return the dead-lock that this shows, if any."""
+        if message.at is None:
+            self._blocked.pop(rank, None)
+            return None
+        key = Key(*message.at) if isinstance(message.at, list) else None
+        earlier = self._blocked.get(rank)
+        blocked = self._blocked[rank] = Blocked(message, key)
+        if earlier is not None and earlier.message.at == message.at:
+            blocked.repeats = earlier.repeats + 1
+        else:
+            # Earlier reports of other ranks may be out of date: a rank that reports late must not be taken for stuck.
+            for other in self._blocked.values():
+                other.repeats = 0
+        for peer in list(self._blocked):
+            if peer != rank and self._wait_for_each_other(rank, peer):
+                return self._break(*sorted((rank, peer)))
+        return None
+
+    def _waits_for(self, blocked: Blocked) -> list[int]:
+        return blocked.message.waits_for if blocked.key is None else self._missing(blocked.key)
+
+    def _wait_for_each_other(self, rank: int, peer: int) -> bool:
+        """True if both wait in different operations that were meant to be the same, or one of them in a lane."""
+        blocked, other = self._blocked[rank], self._blocked[peer]
+        if blocked.message.at == other.message.at or not (blocked.repeats and other.repeats):
+            return False
+        if blocked.key is not None and other.key is not None and blocked.message.label != other.message.label:
+            return False  # different names: a script may well submit the missing operation later, from elsewhere
+        return peer in self._waits_for(blocked) and rank in self._waits_for(other)
+
+    def _break(self, low: int, high: int) -> DeadLock:
+        pair = [self._blocked[low], self._blocked[high]]
+        subjects = [blocked.message.subject for blocked in pair]
+        text = (
+            f"Mismatched operations: rank {low} waits in {subjects[0]}, rank {high} waits in {subjects[1]}; "
+            f"each waits for the other.\n{for_dead_lock(subjects)}"
+        )
+        lanes = []
+        for rank, blocked in zip((low, high), pair, strict=True):
+            if isinstance(lane := blocked.message.at, int):
+                stuck = [member for member, other in self._blocked.items() if other.message.at == lane]
+                lanes.append((lane, stuck))
+                for member in stuck:
+                    self._blocked.pop(member)
+            self._blocked.pop(rank, None)
+        return DeadLock(text, list({blocked.key for blocked in pair if blocked.key is not None}), lanes)

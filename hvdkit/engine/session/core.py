@@ -1,0 +1,160 @@
+"""The engine of one session, put together of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hvdkit.collectives.choice import Choice
+from hvdkit.compression import CASTS, Codec
+from hvdkit.config import Settings
+from hvdkit.engine.loop.batches import Batches
+from hvdkit.engine.loop.driver import Driver, spin_seconds
+from hvdkit.engine.loop.named import NamedOperations, Submissions
+from hvdkit.engine.loop.negotiation import Mailbox, Negotiation
+from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.loop.waiting import WaitingThreads
+from hvdkit.engine.loop.wakeup import new_wakeup
+from hvdkit.engine.ops.batch import Handle
+from hvdkit.engine.ranks.groups import Groups
+from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.session.joining import Joining
+from hvdkit.engine.session.rounds import Rounds
+from hvdkit.engine.session.watch import Watch
+from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.steps.lanes import Lanes
+from hvdkit.engine.steps.plan import Plan, Reduction, Slot
+from hvdkit.engine.steps.registration import register
+from hvdkit.engine.steps.schedule import Network, choose_sizes
+from hvdkit.engine.telemetry.compression_report import CompressionStatistics, compression_statistics
+from hvdkit.engine.telemetry.liveness import Liveness
+from hvdkit.engine.telemetry.statistics import CommunicationStatistics
+from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.kernels import ReduceOp
+from hvdkit.transports.base import Transport
+
+if TYPE_CHECKING:
+    from hvdkit.kernels._native import Heartbeat
+
+# How long a pass over shared memory watches the other ranks before the engine looks at other operations.
+PASS_SPIN_SECONDS = 20e-6
+
+
+class Engine:
+    """All collective communication of this rank in its job."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        topology: Topology,
+        settings: Settings,
+        network: Network,
+        static_process_sets: Sequence[list[int]],
+        leftover: list[tuple[int, bytes]],
+        heartbeat: Heartbeat | None = None,
+        submitting: Callable[[], None] | None = None,
+    ) -> None:
+        """``leftover``: control messages that came in during init; ``submitting``: see NamedOperations."""
+        self.transport, self.topology, self.settings = transport, topology, settings
+        self.operations: list[Operation] = []
+        self.submissions = Submissions()
+        self.telemetry = Telemetry(topology.rank)
+        spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology)
+        self.driver = Driver(
+            transport.wakeup or new_wakeup(),
+            transport.polling,
+            spin,
+            settings.cycle_time_ms * 1e-3,
+            settings.idle_poll_ms * 1e-3,
+            self.telemetry.statistics,
+            alone=transport.size == 1,
+        )
+        choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)
+        self.groups = Groups(transport, static_process_sets, choice, min(spin, PASS_SPIN_SECONDS))
+        sizes = choose_sizes(
+            network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
+        )
+        liveness = Liveness(settings.timeout_seconds, settings.longest_unresponsive_seconds)
+        self.mailbox = Mailbox(transport, topology, liveness, self.driver, leftover)
+        self.negotiation = Negotiation(
+            self.driver,
+            self.mailbox,
+            transport,
+            sizes.bucket,
+            settings.cache_capacity,
+            static_process_sets,
+            self.telemetry,
+        )
+        self.waiting = WaitingThreads(self.driver, self.negotiation)
+        self.named = NamedOperations(
+            self.groups, self.submissions, self.driver, self.negotiation, self.waiting, self.telemetry, submitting
+        )
+        self.lanes = Lanes(self.driver, self.negotiation, self.telemetry, self.operations, network, sizes, self.waiting)
+        self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations, self.groups)
+        batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
+        self.watch = Watch(
+            settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations, self.waiting
+        )
+        self.rounds = Rounds(
+            transport,
+            self.driver,
+            self.negotiation,
+            self.lanes,
+            self.joining,
+            batches,
+            self.submissions,
+            self.operations,
+            self.watch,
+            self.telemetry,
+        )
+        if transport.size > 1:
+            transport.set_waker(self.driver.wake)
+        self.driver.start(self.rounds)
+
+    def join(self, device: str | None = None) -> Handle:
+        """Contribute zeros to the others' reductions until all ranks have joined. The result is the last rank to join.
+
+        ``device``: the device for zeros if this rank has used none so far.
+        """
+        self.named.check_usable()
+        self.groups.device = self.groups.device or device
+        handle = Handle("join()", None, self.waiting)
+        self.joining.join(handle)
+        return handle
+
+    def register_plan(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        *,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        codecs: Sequence[Codec] = (CASTS["none"],),
+        process_set_id: int = 0,
+        groups: Sequence[Sequence[int]] = (),
+        device: str = "cpu",
+    ) -> Lane | None:
+        """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
+
+        Returns None while a rank has joined, which has nothing to agree on: gradients go by name until all ranks have.
+
+        ``codecs``: the codecs that slots number. ``device``: where ("cuda:0") slots shall live if the transport has
+        collectives for it.
+        Raises HorovodInternalError on every rank, naming the parameter, if the ranks differ.
+        """
+        reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))
+        plan = Plan(name, list(slots), reduction, process_set_id, groups, device)
+        lane = register(self.named, self.topology, self.settings, self.lanes, plan)
+        if lane is not None:
+            self.lanes[lane.lane_id] = lane
+        return lane
+
+    def communication_statistics(self) -> CommunicationStatistics:
+        """Return the cost of communication on this rank since init."""
+        return self.telemetry.statistics.totals(self.groups.bytes_sent())
+
+    def compression_statistics(self) -> CompressionStatistics:
+        """Return the bytes and times of compression on this rank since init."""
+        reports = ((lane.name, lane.reducer.reports()) for lane in list(self.lanes.values()))
+        return compression_statistics(reports, self.telemetry.statistics.encoded_by_name())

@@ -1,0 +1,241 @@
+"""Steps of init before there is an engine: ranks exchange who they are and their settings, and measure the network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
+from typing import Any
+
+import numpy as np
+
+import hvdkit
+from hvdkit.collectives.group import Group, Steps
+from hvdkit.config import Settings
+from hvdkit.engine.loop.driver import usable_cores
+from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.loop.wakeup import new_wakeup
+from hvdkit.engine.ranks.topology import Topology, topology_of
+from hvdkit.engine.steps.schedule import Network
+from hvdkit.environments.base import World
+from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.transports.base import Exchange, Transport
+
+MOST_BYTES = 1 << 24  # of an introduction, which takes some hundred, and more with many process sets
+# Wire format of init's messages: byte 0, which tells them from engine messages, the number of the exchange, the kind.
+_MARK = b"\0"
+_STARTUP = struct.Struct("<cIB")
+_BLOB, _FAILURE = 0, 1
+_COUNT = struct.Struct("<I")
+VERDICT_SECONDS = 2.0  # for rank 0 to name the rank that did not come
+# Settings that decide the layout of buckets and algorithms: ranks that differed would wait for each other for ever.
+SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "verify")
+PROBE_TAG = 0
+QUICKEST_BYTE = 1e-11  # seconds; a shorter time is an error of measurement
+# Enough to tell 1 Gb/s from 10, in a few tens of milliseconds.
+PROBE_TRIPS, PROBE_LOADS, PROBE_BYTES = 10, 3, 512 * 1024
+
+
+def introduce(
+    rank: int, world: World, settings: Settings, process_sets: Sequence[list[int]], exchange: Exchange
+) -> tuple[Topology, Settings]:
+    """Return the ranks by node, and the settings, with those of rank 0 where ranks must not differ.
+
+    Raises HorovodInternalError on every rank if versions or process sets differ.
+    """
+    report = {
+        "version": hvdkit.__version__,
+        "host": socket.gethostname(),
+        "local_rank": world.local_rank,
+        "local_size": world.local_size,
+        "cross_rank": world.cross_rank,
+        "cross_size": world.cross_size,
+        "cores": usable_cores(),  # by number: ranks may be bound to different ones
+        "threads": settings.compute_threads,
+        "process_sets": [list(ranks) for ranks in process_sets],
+        **{name: getattr(settings, name) for name in SHARED_SETTINGS},
+    }
+    reports = [json.loads(payload) for payload in exchange(json.dumps(report).encode())]
+    _check_same(reports, "version", "hvdkit has different versions", "install one version on all hosts.")
+    _check_same(
+        reports,
+        "process_sets",
+        "hvd.init() was given different process sets",
+        "pass the same process_sets in the same order on every rank.",
+    )
+    settings = dataclasses.replace(settings, **{name: reports[0][name] for name in SHARED_SETTINGS})
+    return topology_of(rank, reports), settings
+
+
+def _check_same(reports: Sequence[dict[str, Any]], field: str, fact: str, hint: str) -> None:
+    by_value: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        by_value.setdefault(str(report[field]), []).append(rank)
+    if len(by_value) > 1:
+        listed = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+        raise HorovodInternalError(f"{fact}: {listed}.\nHINT: {hint}")
+
+
+class InitExchanges:
+    """Exchanges of bytes between all ranks before there is an engine, over rank 0, by control messages.
+
+    ``leftover`` keeps messages of engines that have started already.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.leftover: list[tuple[int, bytes]] = []
+        self._timeout_seconds = timeout_seconds
+        self._turn = 0
+
+    def exchange(self, transport: Transport, blob: bytes) -> list[bytes]:
+        """Return the bytes of all ranks. Raises PeerLostError, on all ranks of the same, if a rank does not come."""
+        if transport.size == 1:
+            return [blob]
+        self._turn += 1
+        if transport.rank == 0:
+            return self._collect(transport, blob)
+        transport.send_control(0, _STARTUP.pack(_MARK, self._turn, _BLOB) + blob)
+        # Rank 0, which may come last, names the missing rank.
+        kind, body = self._receive(transport, [0], 2 * self._timeout_seconds + VERDICT_SECONDS)[0]
+        if kind == _FAILURE:
+            rank, text = json.loads(body)
+            raise PeerLostError(text, rank)
+        return _unpacked(body)
+
+    def _collect(self, transport: Transport, blob: bytes) -> list[bytes]:
+        others = range(1, transport.size)
+        try:
+            came = self._receive(transport, others, self._timeout_seconds)
+        except PeerLostError as error:
+            self._answer(transport, _FAILURE, json.dumps([error.rank, str(error)]).encode())
+            raise
+        blobs = [blob, *(came[rank][1] for rank in others)]
+        self._answer(transport, _BLOB, _packed(blobs))
+        return blobs
+
+    def _answer(self, transport: Transport, kind: int, body: bytes) -> None:
+        for rank in range(1, transport.size):
+            transport.send_control(rank, _STARTUP.pack(_MARK, self._turn, kind) + body)
+
+    def _receive(self, transport: Transport, ranks: Sequence[int], seconds: float) -> dict[int, tuple[int, bytes]]:
+        """Return the kind and bytes of the message of each of ``ranks``. Raises PeerLostError for a missing rank."""
+        came: dict[int, tuple[int, bytes]] = {}
+        me = f"hvd.init() on rank {transport.rank}"
+
+        def over() -> bool:
+            for rank, payload in transport.poll_control():
+                if payload[:1] != _MARK:
+                    self.leftover.append((rank, payload))
+                    continue
+                _, turn, kind = _STARTUP.unpack_from(payload)
+                if turn != self._turn or rank not in ranks or len(payload) > MOST_BYTES:
+                    raise HorovodInternalError(
+                        f"{me} does not understand what rank {rank} said in {len(payload)} bytes."
+                    )
+                came[rank] = kind, payload[_STARTUP.size :]
+            return len(came) == len(ranks)
+
+        _wait(transport, over, lambda: set(ranks) - came.keys(), seconds)
+        return came
+
+
+def _packed(blobs: Sequence[bytes]) -> bytes:
+    """Compress the bytes of all ranks, which are mostly the same."""
+    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
+    return zlib.compress(b"".join((_COUNT.pack(len(blobs)), lengths, *blobs)), 1)
+
+
+def _unpacked(body: bytes) -> list[bytes]:
+    """Return the bytes of all ranks. Raises ValueError for bytes that rank 0 does not send."""
+    unpacking = zlib.decompressobj()
+    raw = unpacking.decompress(body, MOST_BYTES)
+    if not unpacking.eof:
+        raise ValueError(f"more than {MOST_BYTES} bytes of introductions")
+    (count,) = _COUNT.unpack_from(raw)
+    lengths = struct.unpack_from(f"<{count}I", raw, _COUNT.size)
+    begin, blobs = _COUNT.size + struct.calcsize(f"<{count}I"), []
+    for length in lengths:
+        blobs.append(raw[begin : begin + length])
+        begin += length
+    return blobs
+
+
+def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, pause: float = 0.0002) -> Any:
+    """Drive an algorithm to its end without an engine. Raises PeerLostError if ranks do not come.
+
+    ``pause``: seconds between two polls of a transport that must be polled.
+    """
+    result: list[Any] = []
+    operation = Operation("hvd.init()", steps, transport, result.append)
+    _wait(transport, lambda: bool(operation.advance()), operation.awaited_peers, timeout_seconds, pause)
+    return result[0]
+
+
+def _wait(
+    transport: Transport,
+    over: Callable[[], bool],
+    awaited: Callable[[], set[int]],
+    timeout_seconds: float,
+    pause: float = 0.0002,
+) -> None:
+    """Wait without an engine until ``over()``. Raises PeerLostError for one of the ranks ``awaited()``."""
+    wakeup = transport.wakeup or new_wakeup()
+    transport.set_waker(wakeup.ring)
+    deadline = monotonic() + timeout_seconds
+    while True:
+        seen = wakeup.count()
+        lost = transport.lost_peers()  # before the poll, which then gets all that they sent
+        transport.advance()
+        if over():
+            return
+        for rank in awaited() & lost.keys():
+            raise PeerLostError(f"hvd.init() on rank {transport.rank} waits for rank {rank}: {lost[rank]}", rank)
+        if monotonic() > deadline:
+            ranks = sorted(awaited())
+            raise PeerLostError(
+                f"hvd.init() on rank {transport.rank} waited {timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) for ranks "
+                f"{ranks}.\nHINT: see what those ranks printed.",
+                ranks[0] if ranks else None,
+            )
+        wakeup.sleep(seen, pause if transport.polling else 0.05)
+
+
+def measure_network(
+    transport: Transport, nodes: Sequence[Sequence[int]], timeout_seconds: float, exchange: Exchange
+) -> Network:
+    """Return latency and bandwidth between rank 0 and a rank of another node, or of its own if there is no other.
+
+    Collective. All ranks get the same numbers, so that they decide alike.
+    """
+    first_node = next(node for node in nodes if 0 in node)
+    others = [rank for rank in range(1, transport.size) if rank not in first_node]
+    partner = others[0] if others else 1
+    blob = b""
+    if transport.rank in (0, partner):
+        steps = ping_pong(transport, partner if transport.rank == 0 else 0)
+        latency, per_byte = run_alone(transport, steps, timeout_seconds, pause=0.0)
+        blob = json.dumps([latency, per_byte]).encode()
+    return Network(*json.loads(exchange(blob)[0]))
+
+
+def ping_pong(transport: Transport, peer: int) -> Steps[tuple[float, float]]:
+    """Return half of a round trip's time and the time of a byte, in seconds, from messages both ways at once."""
+    group = Group(transport, sorted((transport.rank, peer)))
+    other = 1 - group.rank
+    small, large = np.zeros(8, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
+    small_in, large_in = small.copy(), large.copy()
+    trips, loads = [], []
+    for _ in range(PROBE_TRIPS):
+        started = perf_counter()
+        yield [group.irecv(small_in, other, PROBE_TAG), group.isend(small, other, PROBE_TAG)]
+        trips.append(perf_counter() - started)
+    for _ in range(PROBE_LOADS):
+        started = perf_counter()
+        yield [group.irecv(large_in, other, PROBE_TAG), group.isend(large, other, PROBE_TAG)]
+        loads.append(perf_counter() - started)
+    latency = sorted(trips)[len(trips) // 2]
+    return latency, max((min(loads) - latency) / PROBE_BYTES, QUICKEST_BYTE)
