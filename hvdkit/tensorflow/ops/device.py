@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.engine.life import runtime
-from hvdkit.environments.tensorflow import forced_memory_growth
+from hvdkit.environments.libraries import forced_memory_growth
 from hvdkit.tensorflow.ops.arrays import as_array, as_tensor
 
 THROUGH_HOST = "TensorFlow's GPU tensors travel through host memory here: correct, but slower than NCCL.\nHINT: %s"
