@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from hvdkit import config
 from hvdkit.launch import horovod_flags
@@ -42,7 +41,4 @@ def _row(action: argparse.Action) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--write"]:
-        config.write_into(Path(sys.argv[2]), "flags", markdown_tables())
-    else:
-        print(markdown_tables())
+    config.write_or_print(sys.argv[1:], "flags", markdown_tables())
