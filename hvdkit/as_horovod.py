@@ -21,10 +21,7 @@ FOLDER = Path(__file__).with_name("horovod_path")
 _ADAPTERS = ("", ".compression", ".functions", ".mpi_ops", ".sync_batch_norm")
 # Horovod's modules, each with hvdkit's module that takes its place.
 MODULES = {
-    **{
-        f"horovod.torch{name}": f"hvdkit.torch{name}"
-        for name in (*_ADAPTERS, ".optimizer")
-    },
+    **{f"horovod.torch{name}": f"hvdkit.torch{name}" for name in (*_ADAPTERS, ".optimizer")},
     **{f"horovod.tensorflow{name}": f"hvdkit.tensorflow{name}" for name in _ADAPTERS},
     "horovod.tensorflow.keras": "hvdkit.tensorflow.keras",
     "horovod.tensorflow.keras.callbacks": "hvdkit.tensorflow.keras.callbacks",

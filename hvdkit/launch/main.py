@@ -19,7 +19,6 @@ from hvdkit import as_horovod
 from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import controller, failures, options
-from hvdkit.launch.check_build import report
 from hvdkit.launch.errors import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError
 from hvdkit.launch.hosts import Slot, assign_slots
 from hvdkit.launch.job_environment import first_on_python_path, job_environment
@@ -38,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         chosen = options.parse(sys.argv[1:] if argv is None else argv)
         if chosen is None:
-            print(report())
+            from hvdkit.launch import doctor  # loads numpy, which jobs do without
+
+            print(doctor.check_build(doctor.look()))
             return 0
         for note in chosen.notes:
             say(note)
