@@ -24,7 +24,7 @@ import psutil
 import hvdkit
 from hvdkit import as_horovod, environments, kernels
 from hvdkit.errors import EnvironmentConflictError
-from hvdkit.launch.starters.mpi import find_mpirun
+from hvdkit.launch.mpi import find_mpirun
 
 # A framework takes seconds to import, on a slow disk many.
 PROBE_SECONDS = 120

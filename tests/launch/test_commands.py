@@ -9,14 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.config import from_environment
-from hvdkit.launch import worker
-from hvdkit.launch.errors import UsageError
+from hvdkit.launch import UsageError, gloo, mpi, worker
 from hvdkit.launch.hosts import Host, assign_slots
 from hvdkit.launch.job_environment import for_other_hosts, job_environment
 from hvdkit.launch.options import parse
 from hvdkit.launch.output import Output
-from hvdkit.launch.starters import gloo, mpi
-from hvdkit.launch.starters.ssh import Ssh, is_local
+from hvdkit.launch.ssh import Ssh, is_local
 
 SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
 
@@ -25,7 +23,7 @@ def mpirun_argv(**changes):
     arguments = {
         "mpirun": "/bin/mpirun",
         "command": ["python", "a b.py"],
-        "slots": SLOTS,
+        "placements": SLOTS,
         "environment": {"HVDKIT_JOB": "1", "PATH": "/bin", "BASH_FUNC_x%%": "() {", "SSH_TTY": "x"},
         "interfaces": [],
         "ssh": Ssh(),
@@ -85,7 +83,7 @@ def test_mpirun_does_without_tcp_where_all_ranks_are_here_and_memory_has_room(mo
 def test_over_several_hosts_mpirun_has_the_time_to_hear_who_died():
     assert after(mpirun_argv(), "opal_abort_delay") == "1"
     assert mpirun_argv(mpi_args=["--mca", "opal_abort_delay", "5"]).count("opal_abort_delay") == 1
-    assert "opal_abort_delay" not in mpirun_argv(slots=assign_slots([Host("a", 2)], 2))
+    assert "opal_abort_delay" not in mpirun_argv(placements=assign_slots([Host("a", 2)], 2))
 
 
 def test_flags_become_horovods_variables():
@@ -229,7 +227,7 @@ def test_ranks_meet_where_rank_0_runs():
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match="no-such"):
-        gloo.interface_address("no-such")
+        gloo.own_address("other", ["no-such"], 22)
 
 
 def test_the_worker_needs_nothing_but_the_standard_library():
