@@ -20,6 +20,7 @@ _LOG_LEVELS = {
     "error": "error",
     "fatal": "critical",
 }
+_BOOLEANS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 _ALLREDUCES = ("auto", "all_to_all", "two_phase", "ring", "tree", "butterfly", "round_robin", "master_worker")
 TRANSPORTS = ["auto", "mpi", "torch", "horovod", "solo"]  # registered transports are appended
 
@@ -52,11 +53,10 @@ def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _parse_boolean(text: str) -> bool:
-    if text.strip().lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.strip().lower() in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("expected 0 or 1")
+    word = text.strip().lower()
+    if word not in _BOOLEANS:
+        raise ValueError("expected 0 or 1")
+    return _BOOLEANS[word]
 
 
 _parse_seconds = _zero_or_more(float, "expected seconds, zero or more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +16,7 @@ from hvdkit.environments import network
 from hvdkit.environments.network import LOOPBACK
 from hvdkit.launch import LaunchError, UsageError
 from hvdkit.launch.hosts import Placement
-from hvdkit.launch.job_environment import for_other_hosts
-from hvdkit.launch.output import Output
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.job import Job, for_other_hosts
 from hvdkit.launch.supervise import WORKER, Child
 
 _PORTS = (20000, 32767)  # below the ports that Linux hands out itself
@@ -35,22 +33,20 @@ class MeetingPoint:
 
 
 @contextmanager
-def meeting_point(
-    placements: list[Placement], remote: set[str], interfaces: list[str], ssh_port: int
-) -> Iterator[MeetingPoint]:
+def meeting_point(job: Job) -> Iterator[MeetingPoint]:
     """Choose where the ranks meet, and hold the port open for rank 0 if rank 0 runs on this machine.
 
     ``children`` takes the socket: a copy that stays open here would keep the port open for the whole job.
     """
-    first = placements[0].host
-    if first in remote:
+    first = job.placements[0].host
+    if first in job.remote:
         # No port can be opened there in advance. If another program has taken it, rank 0 says so when it starts.
         yield MeetingPoint(first, random.SystemRandom().randint(*_PORTS))
         return
-    others = [placement.host for placement in placements if placement.host in remote]
-    address = own_address(others[0], interfaces, ssh_port) if others else LOOPBACK
+    others = [placement.host for placement in job.placements if placement.host in job.remote]
+    address = own_address(others[0], job.options.interfaces, job.ssh.port or 22) if others else LOOPBACK
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=len(placements)) as listener:
+    with socket.create_server((address, 0), family=family, backlog=len(job.placements)) as listener:
         yield MeetingPoint(address, listener.getsockname()[1], listener)
 
 
@@ -72,11 +68,10 @@ def own_address(other: str, interfaces: list[str], port: int) -> str:
         ) from error
 
 
-def rank_environment(
-    placement: Placement, point: MeetingPoint, interfaces: list[str], one_host: bool
-) -> dict[str, str]:
-    """Return the variables of a single rank: its place in the job, and where the ranks meet."""
+def rank_environment(job: Job, placement: Placement, point: MeetingPoint) -> dict[str, str]:
+    """Return the variables of a single rank: the job's, its place in the job, and where the ranks meet."""
     environment = {
+        **(for_other_hosts(job.environment) if placement.host in job.remote else job.environment),
         "HVDKIT_RANK": str(placement.rank),
         "HVDKIT_SIZE": str(placement.size),
         "HVDKIT_LOCAL_RANK": str(placement.local_rank),
@@ -88,40 +83,28 @@ def rank_environment(
     }
     if placement.rank == 0 and point.socket is not None:
         environment["HVDKIT_RENDEZVOUS_FD"] = str(point.socket.fileno())
-    if interfaces:
-        environment["GLOO_SOCKET_IFNAME"] = ",".join(interfaces)
-    elif one_host and "lo" in psutil.net_if_addrs():
+    if job.options.interfaces:
+        environment["GLOO_SOCKET_IFNAME"] = ",".join(job.options.interfaces)
+    elif not job.remote and "lo" in psutil.net_if_addrs():
         # Without an interface, Gloo looks up the host's name, which may lead out of the machine or nowhere.
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
 
-def children(
-    command: list[str],
-    placements: list[Placement],
-    environment: Mapping[str, str],
-    point: MeetingPoint,
-    remote: set[str],
-    interfaces: list[str],
-    ssh: Ssh,
-    output: Output,
-) -> list[Child]:
+def children(job: Job, point: MeetingPoint) -> list[Child]:
     """Return a worker for every rank, in rank order."""
     result = []
-    secret = "" if environment.get("HVDKIT_SECRET_FILE") else secrets.token_hex(_SECRET_BYTES)
-    for placement in placements:
-        is_remote = placement.host in remote
-        own = rank_environment(placement, point, interfaces, one_host=not remote)
-        if "GLOO_SOCKET_IFNAME" in environment and not interfaces:
-            own.pop("GLOO_SOCKET_IFNAME", None)  # the caller's choice counts
+    secret = "" if job.environment.get("HVDKIT_SECRET_FILE") else secrets.token_hex(_SECRET_BYTES)
+    for placement in job.placements:
+        environment = rank_environment(job, placement, point)
         listener = point.socket if placement.rank == 0 else None
         result.append(
             Child(
-                command=command,
-                environment={**(for_other_hosts(environment) if is_remote else environment), **own},
-                receive=partial(output.write, placement.rank),
+                command=job.options.command,
+                environment=environment,
+                receive=partial(job.output.write, placement.rank),
                 # hvdkit must lie at the same path there.
-                remote=ssh.argv(placement.host, WORKER) if is_remote else [],
+                remote=job.ssh.argv(placement.host, WORKER) if placement.host in job.remote else [],
                 pass_fds=() if listener is None else (listener.detach(),),  # closed here when the child has it
                 secret=secret,
             )

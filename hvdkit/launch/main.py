@@ -13,37 +13,24 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hvdkit import as_horovod
 from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError, failures, gloo, mpi, options
-from hvdkit.launch.hosts import Placement, assign_slots
-from hvdkit.launch.job_environment import first_on_python_path, job_environment
+from hvdkit.launch.hosts import assign_slots
+from hvdkit.launch.job import Job, first_on_python_path, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import STREAMS, Output
 from hvdkit.launch.ssh import Ssh, check_reachable, is_local
-from hvdkit.launch.supervise import WORKER, Child, Outcome, supervise
+from hvdkit.launch.supervise import Child, Outcome, supervise
 
 _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 # Open files of hvdkitrun and mpirun, as measured: of itself, and for each rank.
 _FILES_OF_HVDKITRUN, _FILES_OF_MPIRUN = (16, 3), (24, 4)
 # The signals by which a defect of its own ends a program.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job that is about to start. ``remote``: the hosts that are not this machine."""
-
-    options: Options
-    placements: list[Placement]
-    remote: set[str]
-    environment: dict[str, str]
-    ssh: Ssh
-    output: Output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,10 +139,8 @@ def files_of_launchers(chosen: Options, ranks_here: int, by_mpirun: bool) -> int
 def run_gloo(job: Job) -> int:
     """Run a worker for each rank. Return the exit status."""
     chosen, output = job.options, job.output
-    with gloo.meeting_point(job.placements, job.remote, chosen.interfaces, job.ssh.port or 22) as point:
-        children = gloo.children(
-            chosen.command, job.placements, job.environment, point, job.remote, chosen.interfaces, job.ssh, output
-        )
+    with gloo.meeting_point(job) as point:
+        children = gloo.children(job, point)
         if chosen.verbose:
             for placement, child in zip(job.placements, children, strict=True):
                 say(f"rank {placement.rank} on {placement.host}: {shlex.join([*child.remote, *child.command])}")
@@ -175,11 +160,7 @@ def run_mpi(job: Job, mpirun: str) -> int:
     """Run a single mpirun for all ranks. Return the exit status."""
     chosen, output = job.options, job.output
     mpi_args = mpi.split_mpi_args(chosen.mpi_args)
-    without_tcp = mpi.needs_no_tcp(job.placements, job.remote, job.environment, mpi_args)
-    command = [*WORKER, f"{chosen.stop_grace:g}", *chosen.command]
-    argv = mpi.mpirun_argv(
-        mpirun, command, job.placements, job.environment, chosen.interfaces, job.ssh, mpi_args, without_tcp
-    )
+    argv = mpi.mpirun_argv(job, mpirun, mpi_args, mpi.needs_no_tcp(job, mpi_args))
     if chosen.verbose:
         say(shlex.join(argv))
 

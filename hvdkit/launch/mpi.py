@@ -9,15 +9,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.environments import limits
 from hvdkit.launch import LaunchError, UsageError
-from hvdkit.launch.hosts import Placement
-from hvdkit.launch.job_environment import for_other_hosts
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.job import Job, for_other_hosts
+from hvdkit.launch.supervise import WORKER
 from hvdkit.transports import AUTO, candidate
 
 _TRANSPORT_OF = {"mpi": "mpi", "gloo": "torch"}
@@ -120,19 +119,17 @@ def split_mpi_args(text: str) -> list[str]:
         raise UsageError(f"cannot read --mpi-args {text!r}: {error}\nHINT: close every quote in it") from error
 
 
-def needs_no_tcp(
-    placements: list[Placement], remote: set[str], environment: Mapping[str, str], mpi_args: list[str]
-) -> bool:
+def needs_no_tcp(job: Job, mpi_args: list[str]) -> bool:
     """True if MPI can do without TCP, with which it listens on all interfaces: all ranks are on this machine.
 
     The caller's own choice of MPI's networks stays.
     """
-    hosts = {placement.host for placement in placements}
-    if len(hosts) > 1 or hosts & remote or "OMPI_MCA_btl" in environment or "btl" in mpi_args:
+    hosts = {placement.host for placement in job.placements}
+    if len(hosts) > 1 or hosts & job.remote or "OMPI_MCA_btl" in job.environment or "btl" in mpi_args:
         return False
     try:
         # Without TCP, ranks talk through files there, and a container may have too little room for these.
-        return shutil.disk_usage(_SHARED_MEMORY).free > len(placements) * _SEGMENT_BYTES
+        return shutil.disk_usage(_SHARED_MEMORY).free > len(job.placements) * _SEGMENT_BYTES
     except OSError:
         return False
 
@@ -143,17 +140,9 @@ def sessions(environment: Mapping[str, str], mpi_args: list[str]) -> str:
     return "" if any(_SESSIONS_OF_THE_CALLER.fullmatch(word) for word in words) else _SESSIONS
 
 
-def mpirun_argv(
-    mpirun: str,
-    command: Iterable[str],
-    placements: list[Placement],
-    environment: Mapping[str, str],
-    interfaces: list[str],
-    ssh: Ssh,
-    mpi_args: list[str],
-    without_tcp: bool = False,
-) -> list[str]:
-    """Return the command line of mpirun, which forwards the variables of its ``environment`` by name."""
+def mpirun_argv(job: Job, mpirun: str, mpi_args: list[str], without_tcp: bool = False) -> list[str]:
+    """Return the command line of mpirun, which forwards the variables of the job's environment by name."""
+    placements, ssh, interfaces = job.placements, job.ssh, job.options.interfaces
     argv = [mpirun]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")  # root is the usual user of a container
@@ -179,6 +168,6 @@ def mpirun_argv(
     if len(hosts) > 1 and "opal_abort_delay" not in mpi_args:
         # A rank whose connection to a dead rank broke ends the job at once, before mpirun has heard which rank died.
         argv += ["--mca", "opal_abort_delay", str(ABORT_DELAY_SECONDS)]
-    for name in sorted(for_other_hosts(environment)):
+    for name in sorted(for_other_hosts(job.environment)):
         argv += ["-x", name]
-    return [*argv, *mpi_args, *command]
+    return [*argv, *mpi_args, *WORKER, f"{job.options.stop_grace:g}", *job.options.command]

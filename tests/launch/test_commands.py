@@ -11,25 +11,22 @@ import pytest
 from hvdkit.config import from_environment
 from hvdkit.launch import UsageError, gloo, mpi, worker
 from hvdkit.launch.hosts import Host, assign_slots
-from hvdkit.launch.job_environment import for_other_hosts, job_environment
-from hvdkit.launch.options import parse
+from hvdkit.launch.job import Job, for_other_hosts, job_environment
+from hvdkit.launch.options import Options, parse
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh, is_local
 
 SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
 
 
-def mpirun_argv(**changes):
-    arguments = {
-        "mpirun": "/bin/mpirun",
-        "command": ["python", "a b.py"],
-        "placements": SLOTS,
-        "environment": {"HVDKIT_JOB": "1", "PATH": "/bin", "BASH_FUNC_x%%": "() {", "SSH_TTY": "x"},
-        "interfaces": [],
-        "ssh": Ssh(),
-        "mpi_args": [],
-    }
-    return mpi.mpirun_argv(**{**arguments, **changes})
+def job(placements=SLOTS, remote=(), environment=None, interfaces=(), ssh=None) -> Job:
+    options = Options(["python", "a b.py"], len(placements), [], interfaces=list(interfaces))
+    return Job(options, placements, set(remote), environment or {}, ssh or Ssh(), Output(len(placements)))
+
+
+def mpirun_argv(mpi_args=(), without_tcp=False, **changes) -> list[str]:
+    environment = {"HVDKIT_JOB": "1", "PATH": "/bin", "BASH_FUNC_x%%": "() {", "SSH_TTY": "x"}
+    return mpi.mpirun_argv(job(environment=environment, **changes), "/bin/mpirun", list(mpi_args), without_tcp)
 
 
 def after(argv: list[str], flag: str) -> str:
@@ -42,7 +39,7 @@ def test_mpirun_gets_hosts_room_for_more_ranks_than_cores_and_the_variables_by_n
     assert after(argv, "-np") == "3"
     assert "OVERSUBSCRIBE" in after(argv, "--map-by")
     assert [argv[index + 1] for index, word in enumerate(argv) if word == "-x"] == ["HVDKIT_JOB", "PATH"]
-    assert argv[-2:] == ["python", "a b.py"]
+    assert argv[-4:] == [worker.__file__, "10", "python", "a b.py"]
 
 
 def test_mpirun_runs_as_root_only_when_root_asks(monkeypatch):
@@ -69,13 +66,13 @@ def test_mpirun_does_without_tcp_where_all_ranks_are_here_and_memory_has_room(mo
     free = {"bytes": 1 << 30}
     monkeypatch.setattr(mpi.shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
     here = assign_slots([Host("localhost", 4)], 4)
-    assert mpi.needs_no_tcp(here, set(), {}, [])
-    assert not mpi.needs_no_tcp(here, {"localhost"}, {}, [])  # elsewhere, nobody looked whether there is room
-    assert not mpi.needs_no_tcp(SLOTS, set(), {}, [])
-    assert not mpi.needs_no_tcp(here, set(), {"OMPI_MCA_btl": "tcp,self"}, [])
-    assert not mpi.needs_no_tcp(here, set(), {}, ["--mca", "btl", "tcp,self"])
+    assert mpi.needs_no_tcp(job(here), [])
+    assert not mpi.needs_no_tcp(job(here, {"localhost"}), [])  # elsewhere, nobody looked whether there is room
+    assert not mpi.needs_no_tcp(job(), [])
+    assert not mpi.needs_no_tcp(job(here, environment={"OMPI_MCA_btl": "tcp,self"}), [])
+    assert not mpi.needs_no_tcp(job(here), ["--mca", "btl", "tcp,self"])
     free["bytes"] = 64 << 20  # what Docker gives, and 4 ranks would fill to the last byte
-    assert not mpi.needs_no_tcp(here, set(), {}, [])
+    assert not mpi.needs_no_tcp(job(here), [])
     assert after(mpirun_argv(without_tcp=True), "btl") == "^tcp"
     assert "btl" not in mpirun_argv()
 
@@ -178,8 +175,8 @@ def test_the_secret_of_another_job_is_not_inherited_but_the_users_own_is():
 @pytest.mark.parametrize(("environment", "made"), [({}, True), ({"HVDKIT_SECRET_FILE": "/s"}, False)])
 def test_all_ranks_get_one_secret_by_standard_input_unless_the_user_has_one(environment, made):
     slots = assign_slots([Host("localhost", 2), Host("other", 2)], 4)
-    with gloo.meeting_point(slots[:2], set(), [], 22) as point:
-        children = gloo.children(["x"], slots, environment, point, {"other"}, [], Ssh(), Output(4))
+    with gloo.meeting_point(job(slots[:2])) as point:
+        children = gloo.children(job(slots, {"other"}, environment), point)
     assert len({child.secret for child in children}) == 1
     for child in children:
         assert bool(child.secret) == made
@@ -211,17 +208,20 @@ def test_this_machine_is_known_by_all_its_names():
 
 def test_ranks_on_this_machine_alone_meet_on_its_loopback():
     slots = assign_slots([Host("localhost", 2)], 2)
-    with gloo.meeting_point(slots, set(), [], 22) as point:
+    with gloo.meeting_point(job(slots)) as point:
         assert point.socket.getsockname() == (gloo.LOOPBACK, point.port)
-        first = gloo.rank_environment(slots[0], point, [], one_host=True)
-        second = gloo.rank_environment(slots[1], point, [], one_host=True)
+        first = gloo.rank_environment(job(slots), slots[0], point)
+        second = gloo.rank_environment(job(slots), slots[1], point)
     assert "HVDKIT_RENDEZVOUS_FD" in first
     assert "HVDKIT_RENDEZVOUS_FD" not in second
-    assert gloo.rank_environment(slots[1], point, ["e0", "e1"], one_host=True)["GLOO_SOCKET_IFNAME"] == "e0,e1"
+    named = job(slots, interfaces=["e0", "e1"], environment={"GLOO_SOCKET_IFNAME": "e2"})
+    assert gloo.rank_environment(named, slots[1], point)["GLOO_SOCKET_IFNAME"] == "e0,e1"
+    callers = job(slots, environment={"GLOO_SOCKET_IFNAME": "e2"})
+    assert gloo.rank_environment(callers, slots[1], point)["GLOO_SOCKET_IFNAME"] == "e2"
 
 
 def test_ranks_meet_where_rank_0_runs():
-    with gloo.meeting_point(SLOTS, {"a", "b"}, [], 22) as point:
+    with gloo.meeting_point(job(remote={"a", "b"})) as point:
         assert (point.address, point.socket) == ("a", None)
 
 

@@ -1,14 +1,18 @@
-"""The environment of the ranks: the caller's variables, without those of another launcher, and those of flags."""
+"""A job that is about to start, and the environment of its ranks."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from hvdkit import config
 from hvdkit.environments.failure_record import WANTED
+from hvdkit.launch.hosts import Placement
+from hvdkit.launch.options import Options
+from hvdkit.launch.output import Output
+from hvdkit.launch.ssh import Ssh
 
 # Variables of a launcher around this one, which give a process its place and would contradict the rank's own.
 _IDENTITY = re.compile(
@@ -25,10 +29,23 @@ _MACHINE = re.compile(
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job: str) -> dict[str, str]:
-    """Return the variables that all ranks share. ``settings`` come from flags, which win over the caller's variables.
+@dataclass(frozen=True)
+class Job:
+    """A job that is about to start. ``remote``: the hosts that are not this machine."""
 
-    All names of a setting are removed: HVDKIT_CYCLE_TIME would win over the HOROVOD_CYCLE_TIME of a flag.
+    options: Options
+    placements: list[Placement]
+    remote: set[str]
+    environment: dict[str, str]
+    ssh: Ssh
+    output: Output
+
+
+def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job: str) -> dict[str, str]:
+    """Return the environment that all ranks share: the caller's, without a launcher's variables, and ``settings``.
+
+    ``settings`` come from flags and win over the caller's variables under all names of a setting: HVDKIT_CYCLE_TIME
+    would otherwise win over the HOROVOD_CYCLE_TIME of a flag.
     """
     groups = [config.names_of(setting.name) for setting in fields(config.Settings)]
     overruled = {name for names in groups if not settings.keys().isdisjoint(names) for name in names}
