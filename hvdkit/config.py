@@ -63,8 +63,7 @@ _parse_seconds = _zero_or_more(float, "expected seconds, zero or more")
 
 
 def _parse_positive_seconds(text: str) -> Any:
-    value = _parse_seconds(text)
-    if value == 0:
+    if (value := _parse_seconds(text)) == 0:
         raise ValueError("expected more than zero seconds")
     return value
 
@@ -292,10 +291,9 @@ def write_or_print(argv: Sequence[str], mark: str, text: str) -> None:
     if argv[:1] != ["--write"]:
         print(text)
         return
-    path = Path(argv[1])
-    before, rest = path.read_text().split(f"<!-- {mark} -->")
-    after = rest.split(f"<!-- /{mark} -->")[1]
-    path.write_text(f"{before}<!-- {mark} -->\n{text}\n<!-- /{mark} -->{after}")
+    path, begin, end = Path(argv[1]), f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, rest = path.read_text().split(begin)
+    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 if __name__ == "__main__":

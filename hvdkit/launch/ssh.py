@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hvdkit.environments import network
 from hvdkit.launch import LaunchError
 
 
@@ -41,18 +42,13 @@ class Ssh:
 
 
 def is_local(host: str) -> bool:
-    """True if the name means this machine: only an address of its own can be bound here."""
+    """True if the name means this machine."""
     if host in ("localhost", socket.gethostname()):
         return True
     try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        return any(map(network.is_own, network.addresses_of(host)))
     except OSError:
         return False  # ssh may know the host by its own configuration, or will say why not
-    for family, kind, protocol, _, address in addresses:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            return True
-    return False
 
 
 def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
