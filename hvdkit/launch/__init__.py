@@ -1,4 +1,4 @@
-"""``hvdkitrun``: start the ranks of a job, carry their output, and leave none behind when one fails."""
+"""``hvdkitrun``: start the ranks of a job, carry their output, and leave none behind when a rank fails."""
 
 USAGE_STATUS = 2
 NOT_EXECUTABLE_STATUS, NOT_FOUND_STATUS = 126, 127  # the shell's numbers

@@ -55,40 +55,39 @@ _REASONS = {flag: why for why, groups in _NO_EFFECT.items() for group in groups 
 _REFUSALS = {flag: refusal for refusal, flags in _REFUSED.items() for flag in flags.split()}
 
 
-class _NoEffect(argparse.Action):
+class _AddFlag(argparse.Action):
+    """An action that adds the flag itself to a list."""
+
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        assert option is not None
-        line = f"{option} has no effect: {_REASONS[option]}"
-        if line not in namespace.notes:
-            namespace.notes = [*namespace.notes, line]
-
-
-class _Refuse(argparse.Action):
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        namespace.refused = [*namespace.refused, option]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), option])
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add these flags to the parser, which collects lines for stderr as ``notes`` and refused flags as ``refused``."""
+    """Add these flags to the parser, which lists the given flags as ``without_effect`` and ``refused``."""
+
+    def add(flags: str, dest: str, nargs: Any) -> None:
+        for flag in flags.split():
+            parser.add_argument(flag, action=_AddFlag, nargs=nargs, dest=dest, help=argparse.SUPPRESS)
+
     for switches, valued in _NO_EFFECT.values():
-        for flag in switches.split():
-            parser.add_argument(flag, action=_NoEffect, nargs=0, dest="notes", help=argparse.SUPPRESS)
-        for flag in valued.split():
-            parser.add_argument(flag, action=_NoEffect, dest="notes", help=argparse.SUPPRESS)
+        add(switches, "without_effect", 0)
+        add(valued, "without_effect", None)
     for flag in _REFUSALS:
-        values = 2 if flag == _COOLDOWN else "?"
-        parser.add_argument(flag, action=_Refuse, nargs=values, dest="refused", help=argparse.SUPPRESS)
+        add(flag, "refused", 2 if flag == _COOLDOWN else "?")
     for flag in _GRANTED:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(notes=[], refused=[])
+    parser.set_defaults(without_effect=[], refused=[])
     parser.epilog = (
         "All other flags of horovodrun are known too: those for tuning what hvdkit need not tune are accepted with "
         "a note that they have no effect; elastic jobs, --jsrun and --config-file are not supported."
     )
+
+
+def notes(given: Sequence[str]) -> list[str]:
+    """Return a line for stderr about each given flag without effect."""
+    return [f"{flag} has no effect: {_REASONS[flag]}" for flag in dict.fromkeys(given)]
 
 
 def refuse(given: Sequence[str]) -> None:

@@ -192,7 +192,7 @@ def parse(argv: Sequence[str]) -> Options | None:
         stop_grace=_from_environment("stop_grace_seconds") if arguments.stop_grace is None else arguments.stop_grace,
         verbose=arguments.verbose,
         as_horovod=arguments.as_horovod,
-        notes=arguments.notes,
+        notes=horovod_flags.notes(arguments.without_effect),
     )
 
 
