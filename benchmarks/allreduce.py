@@ -98,7 +98,7 @@ def open_mpi4py(inplace: bool) -> Opened:
 
 def open_mpi4py_two_links(inplace: bool) -> Opened:
     """As hvdkit has Open MPI: with two TCP connections for each pair of ranks."""
-    from hvdkit.environments.openmpi import use_the_wire_both_ways
+    from hvdkit.environments.libraries import use_the_wire_both_ways
 
     use_the_wire_both_ways()
     return open_mpi4py(inplace)

@@ -4,12 +4,12 @@ __version__ = "0.1.0"
 
 
 def install_as_horovod() -> None:
-    """From now on ``import horovod.torch``, ``horovod.tensorflow`` and so on give hvdkit's modules in this process.
+    """Make ``import horovod.torch``, ``horovod.tensorflow`` and so on give hvdkit's modules in this process.
 
-    Whether or not Horovod is installed. A second call does nothing.
+    Horovod need not be installed. A second call does nothing.
 
     Raises:
-        RuntimeError: where Horovod itself was imported before.
+        RuntimeError: Horovod itself was imported before.
 
     Examples:
         >>> import hvdkit

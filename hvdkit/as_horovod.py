@@ -1,4 +1,4 @@
-"""``import horovod.torch`` gives hvdkit: for scripts that nobody wants to edit, whether or not Horovod is installed."""
+"""Horovod's module names for hvdkit's modules, for scripts that ``import horovod.torch`` and stay unedited."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from types import ModuleType
 
 from hvdkit import api
 
-# The release whose API this is; scripts compare it.
+# The release with this API; scripts compare it.
 HOROVOD_VERSION = "0.28.1"
 
 # The folder that hvdkitrun --as-horovod puts first on PYTHONPATH: its package horovod calls install().
 FOLDER = Path(__file__).with_name("horovod_path")
 
-_ADAPTERS = ("compression", "functions", "mpi_ops", "sync_batch_norm")
-# What scripts import of Horovod, and the module of hvdkit that it is.
+_ADAPTERS = ("", ".compression", ".functions", ".mpi_ops", ".sync_batch_norm")
+# Horovod's modules, each with hvdkit's module that takes its place.
 MODULES = {
-    **{f"horovod.torch{name}": f"hvdkit.torch{name}" for name in ("", *(f".{one}" for one in _ADAPTERS), ".optimizer")},
-    **{f"horovod.tensorflow{name}": f"hvdkit.tensorflow{name}" for name in ("", *(f".{one}" for one in _ADAPTERS))},
+    **{f"horovod.torch{name}": f"hvdkit.torch{name}" for name in (*_ADAPTERS, ".optimizer")},
+    **{f"horovod.tensorflow{name}": f"hvdkit.tensorflow{name}" for name in _ADAPTERS},
     "horovod.tensorflow.keras": "hvdkit.tensorflow.keras",
     "horovod.tensorflow.keras.callbacks": "hvdkit.tensorflow.keras.callbacks",
     "horovod.keras": "hvdkit.keras",
@@ -34,16 +34,16 @@ MODULES = {
 
 
 def install() -> None:
-    """From now on ``import horovod`` and its parts give hvdkit's in this process. A second call does nothing.
+    """Make ``import horovod`` and its parts give hvdkit's modules in this process. A second call does nothing.
 
-    Raises RuntimeError where another Horovod was imported before.
+    Raises RuntimeError if another Horovod was imported before.
     """
-    known = sys.modules.get("horovod")
-    if isinstance(known, _Horovod):
+    imported = sys.modules.get("horovod")
+    if isinstance(imported, _Horovod):
         return
-    if known is not None and getattr(known, "__file__", None) != str(FOLDER / "horovod" / "__init__.py"):
+    if imported is not None and getattr(imported, "__file__", None) != str(FOLDER / "horovod" / "__init__.py"):
         raise RuntimeError(
-            f"hvdkit.install_as_horovod(): {getattr(known, '__file__', 'horovod')} was imported before.\n"
+            f"hvdkit.install_as_horovod(): {getattr(imported, '__file__', 'horovod')} was imported before.\n"
             "HINT: call it first in the program, or start the job with hvdkitrun --as-horovod."
         )
     finder = _Finder()
@@ -63,12 +63,12 @@ class _Horovod(ModuleType):
 
     @staticmethod
     def run(*_: object, **__: object) -> None:
-        """Raises NotImplementedError: hvdkit starts jobs by a command."""
+        """Raise NotImplementedError: hvdkit starts jobs by a command."""
         raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {api.HINTS['runner']}")
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds modules of Horovod's names before anybody else does."""
+    """The finder of modules with Horovod's names, ahead of all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -85,7 +85,7 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """hvdkit's own module takes the place of this one, untouched."""
+        """Put hvdkit's own module, untouched, in the place of this module."""
         name = module.__name__
         if name in MODULES:
             sys.modules[name] = importlib.import_module(MODULES[name])

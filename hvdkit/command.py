@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import hvdkit
-from hvdkit import doctor
+from hvdkit.launch import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit status is 1 where something is wrong."""
+    """Run a subcommand. Return its exit status, 1 if a finding is bad."""
     parser = argparse.ArgumentParser(prog="hvdkit", description="See also hvdkitrun, which starts jobs.")
     parser.add_argument("-v", "--version", action="version", version=hvdkit.__version__)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,54 +1,54 @@
-"""The exceptions: what a peer or the network did wrong. What the caller did wrong is ValueError or TypeError."""
+"""The exceptions for what a peer or the network did wrong. For a caller's mistakes, ValueError and TypeError serve."""
 
 import multiprocessing
 
 
 def in_words(error: BaseException) -> str:
-    """An exception as Python prints it, without the module of its class: its HINT stays on a line of its own."""
+    """Return an exception as Python prints it, without the module of its class; its HINT keeps a line of its own."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def cut_off(text: str, longest: int) -> str:
-    """A text of at most ``longest`` characters, which says so where there were more."""
+    """Return a text of at most ``longest`` characters; a shortened text says that it is cut off."""
     return text if len(text) <= longest else f"{text[:longest]} ... (cut off here)"
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective operation failed on every rank that took part; the message names the tensor and the ranks.
+    """A collective operation that failed on every rank that took part; the message names the tensor and the ranks.
 
-    Raised by whatever waits for it: an operation, ``synchronize()``, an optimizer's ``step()``. The classes below say
-    more. What to do: where ranks asked for what does not go together, as tensors of other shapes, mend the program;
-    the job itself can go on, since no optimizer steps on half a sum. Where ranks may have trained apart, broadcast the
-    state of one, or load a checkpoint. Where a rank is lost, end the job and start it again.
+    Raised by every wait for it: an operation, ``synchronize()``, an optimizer's ``step()``. The classes below say
+    more. What to do: if ranks asked for operations that do not go together, such as tensors of different shapes,
+    correct the program; the job can go on, since no optimizer steps on half a sum. If ranks may have trained apart,
+    broadcast the state of one rank, or load a checkpoint. If a rank is lost, end the job and start it again.
     """
 
     ag_pass_through = True  # TensorFlow's autograph would raise an exception of its own in place of this one
 
 
 class MismatchError(HorovodInternalError):
-    """Ranks asked for operations, or for steps of an optimizer, that do not go together.
+    """Operations, or steps of an optimizer, of several ranks that do not go together.
 
-    Raised on every rank; the message says what each asked for. What to do: make the ranks' programs ask for the same,
-    with the same shapes and dtypes; the job can go on.
+    Raised on every rank; the message says what each rank asked for. What to do: make the ranks' programs ask for the
+    same, with the same shapes and dtypes; the job can go on.
     """
 
 
 class DuplicateNameError(HorovodInternalError, ValueError):
-    """A name was submitted again while its first operation is still in flight.
+    """A name that was submitted again while its first operation is in flight.
 
-    Raised where it was. What to do: synchronise the first one before, or give operations other names.
+    Raised on the rank that submitted it. What to do: synchronise the first operation before, or use other names.
     """
 
 
 class PeerLostError(HorovodInternalError):
-    """A rank that others wait for has died, was cut off, or gave no sign of life before the deadline.
+    """The loss of a rank that others wait for: it died, was cut off, or gave no sign of life before the deadline.
 
     Raised on every rank that waits for it: soon after its end, or once it has given no sign of life for
     ``HVDKIT_TIMEOUT_SECONDS``. What to do: look at the output of the lost rank, and start the job again from its last
-    checkpoint, since this job has no such rank any more.
+    checkpoint, since this job cannot replace the rank.
 
     Attributes:
-        rank: the lost rank where it is known, or None.
+        rank: The lost rank, or None if it is unknown.
     """
 
     rank: int | None = None
@@ -59,13 +59,14 @@ class PeerLostError(HorovodInternalError):
 
 
 class PeerFailedError(HorovodInternalError):
-    """The engine of another rank, which is not lost, cannot go on: its codec raised, or Ctrl-C came in the middle.
+    """A failed engine on another rank, which is alive: its codec raised, or Ctrl-C interrupted it.
 
-    Raised on every other rank that waits for something, or calls next; that rank itself raises what it was, or a
-    HorovodInternalError with that as its cause. What to do: mend what the message says, and start the job again.
+    Raised on every other rank that waits, or makes its next call; the failed rank itself raises the original exception,
+    or a HorovodInternalError with that as its cause. What to do: correct what the message says, and start the job
+    again.
 
     Attributes:
-        rank: whose engine has failed.
+        rank: The rank whose engine failed.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -74,23 +75,23 @@ class PeerFailedError(HorovodInternalError):
 
 
 class StallError(HorovodInternalError):
-    """Some ranks did not submit a tensor within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
+    """A tensor that some ranks did not submit within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
 
     Raised on the ranks that wait for it; the message names the tensor and the late ranks, which are alive. What to do:
-    have all ranks call the same operations equally often, or ``hvd.join()`` where one has less data; raise the limit
+    have all ranks call the same operations equally often, or ``hvd.join()`` where a rank has less data; raise the limit
     for ranks that may be so late.
     """
 
 
 class PayloadError(HorovodInternalError):
-    """A compressed payload that ``rank`` sent did not arrive as it was sent.
+    """A compressed payload that ``rank`` sent and that arrived damaged.
 
     Raised on the rank that received it; the others raise PeerFailedError, and the job ends. What to do: run the same
     version of hvdkit on all ranks; if you do, suspect memory or network of that rank.
 
     Attributes:
-        rank: who sent it.
-        problem: what is wrong with it.
+        rank: The sender.
+        problem: The damage.
     """
 
     def __init__(self, rank: int, problem: str, what: str = "") -> None:
@@ -102,18 +103,18 @@ class PayloadError(HorovodInternalError):
 
 
 class ParametersDifferError(HorovodInternalError):
-    """Ranks that train one model hold different parameters; the message names these, the ranks and the step.
+    """Parameters that differ between ranks that train one model; the message names them, the ranks and the step.
 
-    Raised by all ranks of the process set at the same place, so that they can go back to a common state and train on,
+    Raised by all ranks of the process set at the same step, so that they can go back to a common state and train on,
     as scripts do that catch HorovodInternalError. What to do: a broadcast, or a checkpoint, brings them together.
     """
 
 
 class ForkedChildError(HorovodInternalError):
-    """A process that was forked from a rank made a collective call, which only that rank can make.
+    """A collective call in a process that was forked from a rank; only the rank can make such calls.
 
-    Raised in that process alone. What to do: let children, as a DataLoader's workers, return data to the rank, which
-    calls.
+    Raised in that process alone. What to do: let child processes, such as a DataLoader's workers, return data to the
+    rank, and make the call there.
     """
 
     def __init__(self, rank: str, process: int) -> None:
@@ -126,10 +127,10 @@ class ForkedChildError(HorovodInternalError):
 
 
 class NotInitializedError(ValueError):
-    """An operation was called before ``hvd.init()`` or after ``hvd.shutdown()``.
+    """An operation that was called before ``hvd.init()`` or after ``hvd.shutdown()``.
 
-    A ValueError, as Horovod raises. Raised where it was called. What to do: call ``hvd.init()`` once in every process
-    before any other function of ``hvd``.
+    A ValueError, as in Horovod. Raised by that call. What to do: call ``hvd.init()`` once in every process before any
+    other function of ``hvd``.
     """
 
     ag_pass_through = True  # see HorovodInternalError
@@ -145,17 +146,17 @@ class NotInitializedError(ValueError):
 
 
 class UnsupportedReductionError(ValueError, NotImplementedError):
-    """A function was given a reduction that is not one of its own.
+    """A reduction that the called function does not support.
 
-    A ValueError; and a NotImplementedError, so a RuntimeError too, which is what Horovod raised from its engine. Raised
-    before anything is sent. What to do: take one of those that the message lists.
+    A ValueError; and a NotImplementedError, so a RuntimeError too, which Horovod raised from its engine. Raised before
+    anything is sent. What to do: use a reduction that the message lists.
     """
 
     ag_pass_through = True  # see HorovodInternalError
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic Horovod scripts catch)
-    """The set of hosts changed while an elastic job runs; ``skip_sync`` tells whether state must be synchronised.
+    """A change of hosts while an elastic job runs; ``skip_sync``: True if state need not be synchronised.
 
     Never raised by hvdkit, whose jobs are not elastic: scripts that catch it can import it. What to do: nothing.
     """
@@ -166,22 +167,23 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic 
 
 
 class EnvironmentConflictError(ValueError):
-    """The environment describes a launcher only by half, or two launchers that contradict each other.
+    """Variables of a launcher that are half set, or variables of two launchers that contradict each other.
 
-    Raised by ``hvd.init()``. What to do: unset the variables that the message names, or start the job by one launcher.
+    Raised by ``hvd.init()``. What to do: unset the variables that the message names, or start the job with a single
+    launcher.
     """
 
 
 class TransportUnavailableError(RuntimeError):
-    """The chosen transport cannot run here; the message says what is missing and how to get it.
+    """A chosen transport that cannot run here; the message says what is missing and how to get it.
 
-    Raised by ``hvd.init()``. What to do: install what is missing, or set ``HVDKIT_TRANSPORT`` to another one;
-    ``hvdkit doctor`` looks for more.
+    Raised by ``hvd.init()``. What to do: install what is missing, or set ``HVDKIT_TRANSPORT`` to another transport;
+    ``hvdkit doctor`` checks for more.
     """
 
 
 class AuthenticationError(TransportUnavailableError):
-    """Somebody who does not know the job's secret is where a rank should be; nothing that it sent was looked at.
+    """A peer that does not know the job's secret in the place of a rank; nothing that it sent was used.
 
     Raised by ``hvd.init()``. What to do: give all ranks the same ``HVDKIT_SECRET_FILE``, as ``hvdkitrun`` does; see
     SECURITY.md.

@@ -16,7 +16,7 @@ import hvdkit
 from hvdkit import config
 from hvdkit.api import missing_attribute
 from hvdkit.as_horovod import MODULES
-from hvdkit.launch import flags_table, horovod_flags
+from hvdkit.launch import horovod_flags, options
 from hvdkit.launch.options import build_parser
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -95,8 +95,8 @@ def test_a_how_to_page_links_each_script_that_it_includes(page):
 
 def test_the_flags_are_those_of_hvdkitrun():
     text = (DOCS / "api" / "hvdkitrun.md").read_text().split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
-    command = "python -m hvdkit.launch.flags_table --write docs/api/hvdkitrun.md"
-    assert text == flags_table.markdown_tables(), f"run: {command}"
+    command = "python -m hvdkit.launch.options --write docs/api/hvdkitrun.md"
+    assert text == options.markdown_tables(), f"run: {command}"
 
 
 def literals() -> list[str]:

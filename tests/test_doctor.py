@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from hvdkit import command, doctor
+from hvdkit import command
+from hvdkit.launch import doctor
 from tests.ranks import ROOT, rank_environment
 
 
@@ -57,14 +58,14 @@ def test_a_contradiction_of_launchers_is_told_with_what_to_do(monkeypatch, capsy
 )
 def test_what_is_installed_but_broken_is_told(program, told, monkeypatch):
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 1 if "sleep" in program else 60)
-    answer = doctor.probe("numpy", program)
+    answer = doctor.probe({"numpy": program})["numpy"]
     assert isinstance(answer, str)
     assert told in answer
 
 
 def test_without_a_framework_or_a_transport_it_says_what_to_install():
     findings = [*doctor._frameworks(*["not installed"] * 3), *doctor._transports(*["not installed"] * 3)]
-    told = {finding.what: finding for finding in findings}
+    told = {finding.subject: finding for finding in findings}
     assert told["PyTorch"].good is False
     assert "pip install" in told["PyTorch"].hint
     assert told["MPI"].good is False
@@ -73,7 +74,7 @@ def test_without_a_framework_or_a_transport_it_says_what_to_install():
 
 def test_gpus_without_nccl_are_told():
     torch = {"version": "2.13.0", "gloo": True, "nccl": False, "gpus": 2}
-    [nccl] = [one for one in doctor._transports(torch, "not installed", "not installed") if one.what == "NCCL"]
+    [nccl] = [one for one in doctor._transports(torch, "not installed", "not installed") if one.subject == "NCCL"]
     assert nccl.good is False
     assert "CUDA" in nccl.hint
     assert "2 GPUs" in str(doctor._frameworks(torch, "not installed", "not installed")[0])

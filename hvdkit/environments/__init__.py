@@ -1,39 +1,41 @@
-"""Who am I: which launcher started this process, and what place in the job it gave it.
-
-The innermost launcher counts. ``hvdkitrun``, ``horovodrun --gloo`` and ``torchrun`` set variables of their own and may
-run inside mpirun or srun, so they come first. Then MPI's launchers, which MPI itself will agree with; then RANK and
-WORLD_SIZE set by hand, then srun, whose variables everything inside an allocation inherits.
-"""
+"""The launcher that started this process, and the place in the job that it gave it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-from hvdkit.environments import hvdkitrun, openmpi, pmi, srun, torchrun
+from hvdkit.environments import launchers, srun
 from hvdkit.environments.base import Detect, Rendezvous, World
 
 __all__ = ["Detect", "Rendezvous", "World", "detect", "register"]
 
+# The innermost launcher counts. hvdkitrun, horovodrun --gloo and torchrun set variables of their own and may run inside
+# mpirun or srun, so they come first. MPI's launchers follow, with which MPI itself agrees. Then RANK and WORLD_SIZE set
+# by hand. Everything inside an allocation inherits Slurm's variables, so plain srun is last.
 _launchers: list[Detect] = [
-    hvdkitrun.detect,
-    hvdkitrun.detect_horovodrun,
-    torchrun.detect_elastic,
-    openmpi.detect,
-    pmi.detect,
-    srun.detect_with_pmi,
-    torchrun.detect,
-    srun.detect,
+    launchers.hvdkitrun,
+    launchers.horovodrun,
+    launchers.elastic_torchrun,
+    launchers.openmpi,
+    launchers.pmi,
+    srun.srun_with_pmi,
+    launchers.torchrun,
+    srun.srun,
 ]
 
 
 def register(launcher: Detect) -> None:
-    """Ask ``launcher`` before all others who this process is; before ``hvd.init()``."""
+    """Try ``launcher`` before all others. Call it before ``hvd.init()``.
+
+    Args:
+        launcher: Returns the process's World from the environment, or None if it did not start the process.
+    """
     _launchers.insert(0, launcher)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World:
-    """This process's World; one rank alone if no launcher shows.
+    """Return this process's World; a single rank if no launcher started it.
 
     Raises:
         EnvironmentConflictError: a launcher's variables are half set, or two launchers contradict each other.

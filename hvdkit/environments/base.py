@@ -1,18 +1,25 @@
-"""What a launcher tells a process about itself."""
+"""A process's place in its job, and how it is read from a launcher's variables.
+
+Variables that contradict each other stop the process. A guess would start a job in which ranks wait for ever.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from hvdkit.errors import EnvironmentConflictError
+
+BY_HAND = ("RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ``torch`` transport meets.
+    """The address at which the ranks of the ``torch`` transport meet.
 
     kind: ``"tcp"``: rank 0 serves a store at host:port. ``"agent"``: a launcher already serves that TCPStore and
-    every rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, the others
-    are clients. ``"http"``: a key-value server of ``horovodrun`` at which rank 0 publishes where its store is.
+    every rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, all other
+    ranks are clients. ``"http"``: rank 0 publishes the address of its store at a key-value server of ``horovodrun``.
     """
 
     kind: str
@@ -23,7 +30,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class World:
-    """One process's place in its job. Local and cross ranks are None where the launcher does not say."""
+    """The place of a process in its job. Local and cross ranks are None where the launcher does not set them."""
 
     launcher: str
     rank: int
@@ -34,18 +41,18 @@ class World:
     cross_size: int | None = None
     rendezvous: Rendezvous | None = None
     mpi: bool = False  # the launcher started an MPI job, so MPI_COMM_WORLD is this world
-    job: str = "0"  # the same on all ranks of a job, another one in the next job
-    members: tuple[int, ...] | None = None  # which ranks of the launcher's these are; None: all
+    job: str = "0"  # the same on all ranks of a job, different in the next job
+    members: tuple[int, ...] | None = None  # the launcher's numbers of these ranks; None: all ranks
 
     @property
     def launched(self) -> tuple[int, ...]:
-        """The number that the launcher gave to each rank."""
+        """Return the number that the launcher gave to each rank."""
         return tuple(range(self.size)) if self.members is None else self.members
 
     def part(self, members: Sequence[int]) -> World:
-        """The smaller job of some of the ranks, this one among them; ranks are the indices in ``members``."""
+        """Return the smaller job of the ranks in ``members``, this rank among them, numbered in that order."""
         index, size = members.index(self.rank), len(members)
-        here = self.local_size == self.size  # all on one host, and so is a part of them
+        here = self.local_size == self.size  # all ranks are on one host, and so are the members
         return replace(
             self,
             rank=index,
@@ -59,5 +66,120 @@ class World:
         )
 
 
-# One launcher: its World, None where it did not start this process; raises EnvironmentConflictError if it is half set.
+# A launcher's reader: its World, or None if the launcher did not start this process. Half-set variables raise
+# EnvironmentConflictError.
 Detect = Callable[[Mapping[str, str]], World | None]
+
+
+@dataclass(frozen=True)
+class Names:
+    """A launcher's variable for each field of World; None where the launcher has none."""
+
+    rank: str
+    size: str
+    local_rank: str | None = None
+    local_size: str | None = None
+    cross_rank: str | None = None
+    cross_size: str | None = None
+
+
+def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> World | None:
+    """Return the checked place in the job, or None if this launcher set neither rank nor size.
+
+    A size of 1 without a rank is a leftover in a container image or a shell, and is ignored.
+    """
+    if names.rank not in environ and (names.size not in environ or integer(environ, names.size) <= 1):
+        return None
+    if names.rank not in environ or names.size not in environ:
+        raise half_set(launcher, environ, (names.rank, names.size), hint)
+    rank, size = _pair(environ, names.rank, names.size)
+    assert rank is not None
+    assert size is not None
+    local_rank, local_size = _pair(environ, names.local_rank, names.local_size)
+    if local_size is not None and local_size > size:
+        raise EnvironmentConflictError(
+            f"{names.local_size}={local_size} is larger than {names.size}={size}\n"
+            "HINT: check whether the two variables come from different launchers"
+        )
+    cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
+    job = _job_identifier(environ)
+    return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=job)
+
+
+def half_set(launcher: str, environ: Mapping[str, str], names: Sequence[str], hint: str) -> EnvironmentConflictError:
+    """Return the error for variables of which only some are set."""
+    missing = " ".join(name for name in names if name not in environ)
+    return EnvironmentConflictError(
+        f"the environment of {launcher} is half set: found {_assignments(environ, names)}, missing {missing}\n"
+        f"HINT: {hint}"
+    )
+
+
+def integer(environ: Mapping[str, str], name: str) -> int:
+    """Return the whole number, zero or larger, that the variable holds."""
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise EnvironmentConflictError(
+            f"{name}={environ[name]!r} is not a whole number of zero or more\n"
+            f"HINT: unset {name}, or start the process with the launcher that sets it"
+        )
+    return int(text)
+
+
+def port(environ: Mapping[str, str], name: str) -> int:
+    """Return the TCP port that the variable holds."""
+    value = integer(environ, name)
+    if not 0 < value < 65536:
+        raise EnvironmentConflictError(f"{name}={value} is not a TCP port\nHINT: choose one from 1024 to 65535")
+    return value
+
+
+def master_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
+    """Return the address in MASTER_ADDR and MASTER_PORT if both are set; a single variable is an ignored leftover."""
+    if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
+        return None
+    return Rendezvous("tcp", environ["MASTER_ADDR"], port(environ, "MASTER_PORT"))
+
+
+def in_mpi_job(world: World, environ: Mapping[str, str], names: tuple[str, str]) -> World:
+    """Return the world as part of an MPI job, whose ranks may also meet at MASTER_ADDR and MASTER_PORT.
+
+    RANK and WORLD_SIZE must agree with rank and size, which MPI's launcher set in the variables ``names``.
+    """
+    for name, value in zip(BY_HAND, (world.rank, world.size), strict=True):
+        if name in environ and integer(environ, name) != value:
+            raise EnvironmentConflictError(
+                f"two launchers contradict each other: {world.launcher} says {_assignments(environ, names)}, "
+                f"but torchrun's variables say {_assignments(environ, BY_HAND)}\n"
+                "HINT: unset RANK and WORLD_SIZE where mpirun or srun starts the processes, or start without MPI"
+            )
+    return replace(world, rendezvous=master_rendezvous(environ), mpi=True)
+
+
+def _assignments(environ: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return ``A=1 B=2`` for the names that are set."""
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ) or "none of them"
+
+
+def _pair(environ: Mapping[str, str], index_name: str | None, count_name: str | None) -> tuple[int | None, int | None]:
+    """Return an index and its count, None for a variable that is not set; the index must be below the count."""
+    index = integer(environ, index_name) if index_name and index_name in environ else None
+    count = integer(environ, count_name) if count_name and count_name in environ else None
+    if count is not None and count < 1:
+        raise EnvironmentConflictError(f"{count_name}={count} must be at least 1\nHINT: unset it, or correct it")
+    if index is not None and count is not None and index >= count:
+        raise EnvironmentConflictError(
+            f"{index_name}={index} must be smaller than {count_name}={count}\n"
+            "HINT: ranks count from 0; check whether the two variables come from different launchers"
+        )
+    return index, count
+
+
+def _job_identifier(environ: Mapping[str, str]) -> str:
+    """Return a text that all ranks of this job share and the next job does not, or "0" if no launcher sets one."""
+    for name in ("HVDKIT_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"):
+        if environ.get(name):
+            return environ[name]
+    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
+        return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    return "0"

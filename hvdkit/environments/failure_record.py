@@ -1,8 +1,7 @@
-"""What a rank tells hvdkitrun of its end: a line on stderr, which hvdkitrun takes out of what the rank prints.
+"""The lines on stderr in which a rank tells hvdkitrun of its failure, and which hvdkitrun takes out of its output.
 
-Python prints the traceback of each rank, most of them of ranks that failed because another one had, and most of their
-lines of libraries. A mark before it and the record after it let hvdkitrun keep it back, and show what matters of all
-ranks together when the job has ended. Who reads the rank's stderr elsewhere finds the traceback as ever.
+A mark before the traceback that Python prints, and a record after it, let hvdkitrun keep the traceback back and show
+what matters of all ranks when the job has ended. Any other reader of the rank's stderr gets the traceback as usual.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from hvdkit.errors import cut_off
 
 logger = logging.getLogger("hvdkit")
 
-# By this hvdkitrun asks for records. What a rank starts is not asked: nobody might read it.
+# hvdkitrun sets this variable to get records. A rank removes it, since nobody may read the stderr of its children.
 WANTED = "HVDKIT_FAILURE_RECORDS"
 BEGINS = "\x1ehvdkit traceback"
 MARK = "\x1ehvdkit failure "
-# A rank's worker (launch/worker) tells hvdkitrun in such a line that the rank called hvd.init(), or has ended as told.
+# A rank's worker (launch/worker) writes such a line when the rank called hvd.init(), or ended as it was asked to.
 NOTE = "\x1ehvdkit note "
 INIT, ENDED = "init", "ended"
-# Where the rank tells its worker that it calls hvd.init().
+# The pipe on which the rank tells its worker that it calls hvd.init().
 INIT_PIPE = "HVDKIT_INIT_PIPE"
 
-ANOTHER = -1  # some rank, and it is not known which
+ANOTHER = -1  # an unknown rank
 
 LONGEST_ERROR = 3000  # characters
 MOST_FRAMES = 30  # of the user's own files
@@ -46,11 +45,11 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 @dataclass(frozen=True)
 class Record:
-    """How a rank failed. ``error``: the exception as Python prints it, without the traceback.
+    """The failure of a rank.
 
-    ``frames`` are the lines of the traceback in the user's own files, with how many of libraries come between.
-    ``after``: the rank whose loss or leaving this one's failure is due to, ANOTHER if only that is known, None if it is
-    nobody's.
+    error: the exception as Python prints it, without the traceback.
+    frames: the traceback's lines in the user's own files, with the number of library lines between them.
+    after: the rank whose loss or leaving caused this failure, ANOTHER if it is unknown, None if no rank caused it.
     """
 
     error: str
@@ -58,21 +57,21 @@ class Record:
     after: int | None = None
 
     def line(self) -> str:
-        """As it travels."""
+        """Return the record as a line of output."""
         return f"{MARK}{json.dumps(asdict(self))}\n"
 
 
 def parse(line: bytes) -> Record | None:
-    """The record in a line that a rank wrote; None if there is none that is whole."""
+    """Return the record in a line that a rank wrote, None if the record is not whole."""
     try:
-        found = json.loads(line[len(MARK.encode()) :])
-        return Record(**{field.name: found[field.name] for field in fields(Record)})
+        values = json.loads(line[len(MARK.encode()) :])
+        return Record(**{field.name: values[field.name] for field in fields(Record)})
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def take_wanted() -> bool:
-    """Whether hvdkitrun started this process and asks for a record. What this process starts is not asked."""
+    """True if hvdkitrun started this process and wants a record. Children of this process inherit no such request."""
     return os.environ.pop(WANTED, "") == "1"
 
 
@@ -82,35 +81,35 @@ def tell_init() -> None:
         try:
             pipe = os.open(path, os.O_WRONLY)
             try:
-                if stat.S_ISFIFO(os.fstat(pipe).st_mode):  # else the number is another process's, as in a container
+                if stat.S_ISFIFO(os.fstat(pipe).st_mode):  # in a container, the number may be another process's
                     os.write(pipe, b"!")
             finally:
                 os.close(pipe)
-        except OSError as error:  # as in a container of its own
+        except OSError as error:  # a container has a /proc of its own
             logger.debug("hvdkitrun is not told of hvd.init(): %s", error)
 
 
 def of_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, after: int | None = None
 ) -> Record:
-    """What there is to tell of an exception that ends this process."""
-    told = traceback.TracebackException(kind, error, trace)
-    only = "".join(told.format_exception_only()).rstrip("\n")
-    earlier = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
-    if earlier is not None and str(earlier) not in only:
-        only += f"\nCaused by {next(iter(earlier.format_exception_only()), '').rstrip()}"
-    return Record(cut_off(only, LONGEST_ERROR), "".join(_folded(told.stack)), after)
+    """Return the record of an exception that ends this process."""
+    report = traceback.TracebackException(kind, error, trace)
+    text = "".join(report.format_exception_only()).rstrip("\n")
+    cause = report.__cause__ or (None if report.__suppress_context__ else report.__context__)
+    if cause is not None and str(cause) not in text:
+        text += f"\nCaused by {next(iter(cause.format_exception_only()), '').rstrip()}"
+    return Record(cut_off(text, LONGEST_ERROR), "".join(_folded(report.stack)), after)
 
 
 def is_of_a_library(file: str) -> bool:
-    """Whether a file is hvdkit's, of an installed package or of Python."""
+    """True if a file belongs to hvdkit, an installed package or Python."""
     return file.startswith((_HVDKIT, "<frozen ", *_PYTHON)) or _INSTALLED.search(file) is not None
 
 
 def _folded(stack: traceback.StackSummary) -> Iterator[str]:
-    """The frames of the user's own files, and how many others stand between them; all, where there are no own ones.
+    """Yield the frames of the user's own files, with the number of other lines between; all frames if none is own.
 
-    Of many, as where a function calls itself without end, the first and the last.
+    Of very many frames, as in an endless recursion, yield the first and the last.
     """
     is_own = [not is_of_a_library(frame.filename) for frame in stack]
     shown = [index for index, own in enumerate(is_own) if own or not any(is_own)]
@@ -130,16 +129,24 @@ def _folded(stack: traceback.StackSummary) -> Iterator[str]:
 
 
 def sent(line: str) -> bool:
-    """Write a line where hvdkitrun reads, after what was written to stderr before. Whether that could be done."""
+    """Write a line to hvdkitrun, after all earlier output to stderr. Return True if that succeeded."""
     try:
         if sys.stderr is not None:
             sys.stderr.flush()
-        left = memoryview(line.encode(errors="replace"))
-        while left:
-            try:
-                left = left[os.write(2, left) :]
-            except BlockingIOError:  # somebody made it so
-                select.select([], [2], [])
-    except (OSError, ValueError):  # it was closed: there is nobody to tell
+        write_all(2, line.encode(errors="replace"))
+    except (OSError, ValueError):  # stderr is closed
         return False
     return True
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write to a pipe or terminal, also if it was made non-blocking.
+
+    Python's own buffered writer loses bytes where signals, such as hvdkitrun's SIGCHLD, interrupt it.
+    """
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])

@@ -1,4 +1,4 @@
-"""Limits of the system that a job runs into, each in a sentence with a hint: files, processes, memory, full disks."""
+"""The system's limits that stop a job (files, processes, memory, disks), each as a sentence with a hint."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _FILES, _PROCESSES, _ROOM = (errno.EMFILE, errno.ENFILE), (errno.EAGAIN,), (errn
 
 
 def exhausted(error: BaseException) -> str | None:
-    """Return which limit an exception tells of, and what to do; None for any other exception.
+    """Return the limit that caused an exception, and what to do; None for any other exception.
 
-    Libraries of C++ have RuntimeError with the system's words in it.
+    C++ libraries raise RuntimeError with the system's words in it.
     """
 
-    def tells(numbers: tuple[int, ...]) -> bool:
+    def is_due_to(numbers: tuple[int, ...]) -> bool:
         if isinstance(error, OSError):
             return error.errno in numbers
         return isinstance(error, RuntimeError) and any(os.strerror(number) in str(error) for number in numbers)
 
-    if tells(_FILES):
+    if is_due_to(_FILES):
         return files()
-    if tells(_PROCESSES) or str(error) == _NO_THREAD:
+    if is_due_to(_PROCESSES) or str(error) == _NO_THREAD:
         return processes()
-    if tells((errno.ENOMEM,)) or isinstance(error, MemoryError):
+    if is_due_to((errno.ENOMEM,)) or isinstance(error, MemoryError):
         return memory()
-    if tells(_ROOM):
+    if is_due_to(_ROOM):
         return room(str(getattr(error, "filename", None) or ""))
     if isinstance(error, FileNotFoundError) and _NO_FOLDER in str(error):
         return f"no folder for temporary files can be written\nHINT: name one with TMPDIR ({error.strerror})"
@@ -43,7 +43,7 @@ def too_few_files(needed: int) -> str | None:
 
 
 def files(needed: int = 0) -> str:
-    """Say that too few files may be open; ``needed``: how many are, if that is known."""
+    """Say that too few files may be open. ``needed``: the number of files, 0 if it is unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = f", and {needed} are needed" if needed else ""
     return (
@@ -72,10 +72,8 @@ def memory() -> str:
 
 def room(path: str = "") -> str:
     """Say that a disk is full."""
-    return (
-        f"there is no room left for {path or 'temporary files'}\n"
-        "HINT: make room there, or name another folder with TMPDIR"
-    )
+    where = path or "temporary files"
+    return f"there is no room left for {where}\nHINT: make room there, or name another folder with TMPDIR"
 
 
 def _shown(limit: int, unit: int = 1, words: str = "") -> str:

@@ -1,60 +1,65 @@
-"""Which of this host's addresses a job uses: those of a named interface, the loopback, or one that others reach."""
+"""The network of a job: this host's addresses that other ranks use, and the job's secret."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+import stat
 from collections.abc import Callable, Mapping
 
 import psutil
 
-LOOPBACK = "127.0.0.1"
-# Reserved for documentation: nobody has it, so the way there is the way out of this host.
-_SOMEWHERE_ELSE = "198.51.100.1"
+from hvdkit import config
+from hvdkit.errors import EnvironmentConflictError
 
-# To connect there is to connect to oneself; to listen there would be to listen everywhere.
+LOOPBACK = "127.0.0.1"
+# An address reserved for documentation: no host has it, so the route to it is the route out of this host.
+_ELSEWHERE = "198.51.100.1"
+# Connecting to an unspecified address reaches the host itself; listening there would listen on all interfaces.
 _UNSPECIFIED = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+SHORTEST_SECRET, LONGEST_SECRET = 16, 4096  # bytes
 
 
 def named_interfaces(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The network interfaces that the user, ``hvdkitrun`` or ``horovodrun`` named; empty if nobody did."""
+    """Return the network interfaces that the user, ``hvdkitrun`` or ``horovodrun`` named."""
     environ = os.environ if environ is None else environ
     text = environ.get("GLOO_SOCKET_IFNAME") or environ.get("HOROVOD_GLOO_IFACE") or ""
     return [name for name in text.split(",") if name]
 
 
 def interface_address(interface: str) -> str:
-    """The first IPv4 address of a network interface, else its first IPv6 one that is no link-local one.
+    """Return the first IPv4 address of a network interface, else its first IPv6 address that is not link-local.
 
-    Raises LookupError where there is no such interface, or none with an address; it names those that are there.
+    Raises LookupError, which lists the interfaces of this host, if there is no such interface or address.
     """
-    known = psutil.net_if_addrs()
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in known.get(interface, []):
+    interfaces = psutil.net_if_addrs()
+    for family in _INTERNET:
+        for entry in interfaces.get(interface, []):
             if entry.family == family and "%" not in entry.address:
                 return str(entry.address)
     raise LookupError(
         f"there is no network interface {interface!r} with an address on {socket.gethostname()}, "
-        f"only {', '.join(sorted(known))}"
+        f"only {', '.join(sorted(interfaces))}"
     )
 
 
 def own_addresses() -> list[str]:
-    """Every address of this host."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    entries = [entry for known in psutil.net_if_addrs().values() for entry in known if entry.family in families]
+    """Return every address of this host."""
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in _INTERNET]
     return sorted({entry.address.partition("%")[0] for entry in entries})
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that an address of this host belongs to; "" where none has it."""
-    known = psutil.net_if_addrs()
-    return next((name for name in known if any(entry.address == address for entry in known[name])), "")
+    """Return the name of the interface that has this address, or ""."""
+    interfaces = psutil.net_if_addrs()
+    return next((name for name in interfaces if any(entry.address == address for entry in interfaces[name])), "")
 
 
 def address_towards(host: str, port: int = 1) -> str:
-    """This host's address on the route to another. Raises OSError where there is no route, or no such host."""
+    """Return this host's address on the route to another host. Raises OSError if no route or host is there."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing; it only asks the kernel for the route
@@ -62,14 +67,14 @@ def address_towards(host: str, port: int = 1) -> str:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Where a connection to this host goes, IPv4 before IPv6. Raises OSError for a name that is not known."""
-    found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    found = [_UNSPECIFIED.get(address, address) for address in found]
-    return sorted(dict.fromkeys(found), key=lambda address: ":" in address)
+    """Return the addresses to connect to for a host name, IPv4 first. Raises OSError for an unknown name."""
+    addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    addresses = [_UNSPECIFIED.get(address, address) for address in addresses]
+    return sorted(dict.fromkeys(addresses), key=lambda address: ":" in address)
 
 
 def is_own(address: str) -> bool:
-    """Whether it is an address of this host: only these can be bound here."""
+    """True if this host has the address: only its own addresses can be bound."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
@@ -79,7 +84,7 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name or address means, on every host, that host itself."""
+    """True if this name or address means, on every host, that host itself."""
     try:
         return ipaddress.ip_address(_UNSPECIFIED.get(host, host).partition("%")[0]).is_loopback
     except ValueError:
@@ -87,21 +92,57 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(towards: str | None = None) -> str:
-    """One address of this host that other hosts reach.
+    """Return an address of this host that other hosts reach.
 
-    What this host's name stands for, else the address on the route to the host ``towards``, or on the one out of here;
-    the loopback where there is no network.
+    The address of this host's name comes first, then the address on the route to the host ``towards``, then on the
+    route out of this host; without a network, the loopback address.
     """
-    ways: list[Callable[[], list[str]]] = [
+    lookups: list[Callable[[], list[str]]] = [
         lambda: addresses_of(socket.gethostname()),
-        lambda: [address_towards(towards or _SOMEWHERE_ELSE)],
-        lambda: [address_towards(_SOMEWHERE_ELSE)],
+        lambda: [address_towards(towards or _ELSEWHERE)],
+        lambda: [address_towards(_ELSEWHERE)],
     ]
-    for way in ways:
+    for lookup in lookups:
         try:
-            found = [address for address in way() if not is_loopback(address) and is_own(address)]
+            for address in lookup():
+                if not is_loopback(address) and is_own(address):
+                    return address
         except OSError:
             continue
-        if found:
-            return found[0]
     return LOOPBACK
+
+
+def job_secret(environ: Mapping[str, str] | None = None) -> bytes | None:
+    """Return the content of the file that HVDKIT_SECRET_FILE names, None if it names none.
+
+    Raises EnvironmentConflictError if the file cannot be read, others can read it, or it holds too little.
+    """
+    path = config.value_of("secret_file", os.environ if environ is None else environ)
+    if not path:
+        return None
+    try:
+        # O_NONBLOCK: a pipe without a writer is refused below, not waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        hint = (
+            "the same file must be on every host, and in every container; one that you name when you start hvdkitrun "
+            "takes the place of the one that it makes"
+        )
+        raise _refused_secret(path, f"cannot be read: {error.strerror}", hint) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused_secret(path, "is no file", "name a file")
+        if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+            raise _refused_secret(path, "can be read or changed by others", "it must be yours: chown, and chmod 600")
+        secret = os.read(descriptor, LONGEST_SECRET + 1).strip()
+    finally:
+        os.close(descriptor)
+    if not SHORTEST_SECRET <= len(secret) <= LONGEST_SECRET:
+        fact = f"has not from {SHORTEST_SECRET} to {LONGEST_SECRET} bytes"
+        raise _refused_secret(path, fact, "make one: (umask 077; openssl rand -hex 32 > secret)")
+    return secret
+
+
+def _refused_secret(path: str, fact: str, hint: str) -> EnvironmentConflictError:
+    return EnvironmentConflictError(f"the job's secret HVDKIT_SECRET_FILE={path} {fact}\nHINT: {hint}")

@@ -1,32 +1,42 @@
-"""Tasks that Slurm's ``srun`` started: SLURM_PROCID and its like, inside a job step.
+"""Tasks of a job step that Slurm's ``srun`` started: SLURM_PROCID and its like, and Slurm's short forms of lists.
 
-A batch script carries most of these variables too, but it is not a task of a step, nor is a shell that srun opened.
+A batch script carries most of these variables too, but neither it nor a shell that srun opened is a task of a step.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hvdkit.environments.base import Rendezvous, World
-from hvdkit.environments.hostlist import expand_counts, expand_hosts
+from hvdkit.environments.base import (
+    Names,
+    Rendezvous,
+    World,
+    in_mpi_job,
+    integer,
+    master_rendezvous,
+    read_world,
+)
 from hvdkit.environments.network import LOOPBACK
-from hvdkit.environments.variables import Names, in_mpi_job, integer, master_rendezvous, read_world
+from hvdkit.errors import EnvironmentConflictError
 
 _HINT = "start the command with srun inside the allocation, or with hvdkitrun, or unset the SLURM_ variables"
 _INTERACTIVE_JOB_NAMES = ("bash", "interactive")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from the top
 _FIRST_PORT, _PORTS = 20000, 12000  # below the ports that Linux hands out itself (32768 and up)
+_PART = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
 
 
-def detect(environ: Mapping[str, str]) -> World | None:
-    """The World that Slurm describes, None if this process is no task of a step."""
-    if not _is_task_of_a_step(environ):
+def srun(environ: Mapping[str, str]) -> World | None:
+    """Return the World that Slurm describes, None if this process is no task of a step."""
+    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in _INTERACTIVE_JOB_NAMES:
         return None
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    if integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
+        return None
     names = Names(
         rank="SLURM_PROCID",
-        size=size_name,
+        size="SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
         local_rank="SLURM_LOCALID",
         cross_rank="SLURM_NODEID",
         cross_size="SLURM_STEP_NUM_NODES",
@@ -40,19 +50,13 @@ def detect(environ: Mapping[str, str]) -> World | None:
     return replace(world, rendezvous=master_rendezvous(environ) or _first_host(environ))
 
 
-def detect_with_pmi(environ: Mapping[str, str]) -> World | None:
-    """The same, where srun also serves PMI or PMIx, so that MPI starts in this task."""
-    return detect(environ) if _has_pmi(environ) else None
+def srun_with_pmi(environ: Mapping[str, str]) -> World | None:
+    """Return the World of ``srun`` if srun also serves PMI or PMIx, with which MPI starts in this task; else None."""
+    return srun(environ) if _has_pmi(environ) else None
 
 
 def _has_pmi(environ: Mapping[str, str]) -> bool:
     return "PMI_RANK" in environ or "PMIX_RANK" in environ
-
-
-def _is_task_of_a_step(environ: Mapping[str, str]) -> bool:
-    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in _INTERACTIVE_JOB_NAMES:
-        return False
-    return integer(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
@@ -64,14 +68,64 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Rank 0's host, and a port that every task works out alike and another step does not."""
+    """Return rank 0's host, and a port that every task of this step computes and other steps do not."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
         return None
     job = integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
     step = integer(environ, "SLURM_STEP_ID")
-    # 31 keeps the steps of neighbouring jobs apart: both numbers grow by one.
     hosts = expand_hosts(nodes)
-    # Nobody but this step's tasks looks for this place: on one host, other hosts need not see it.
+    # Only tasks of this step connect there: on one host, other hosts need not see it.
     host = hosts[0] if len(hosts) > 1 else LOOPBACK
+    # 31 keeps the steps of neighbouring jobs apart: both numbers grow by one.
     return Rendezvous("tcp", host, _FIRST_PORT + (job * 31 + step) % _PORTS)
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return all hosts of a host list such as ``node[01-03,7],gpu1``, in its order."""
+    hosts: list[str] = []
+    position = 0
+    while position <= len(text):
+        match = _PART.match(text, position)
+        assert match is not None  # the pattern also matches the empty text
+        if not match.group() or (match.end() < len(text) and text[match.end()] != ","):
+            raise _malformed(text)
+        hosts += _expand_part(match.group(), text)
+        position = match.end() + 1
+    return hosts
+
+
+def _expand_part(part: str, whole: str) -> list[str]:
+    """Return the hosts of a part that has no comma outside brackets."""
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, tail = rest.partition("]")
+    numbers: list[str] = []
+    for span in inside.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
+        if match is None:
+            raise _malformed(whole)
+        first, last = match.group(1), match.group(2) or match.group(1)
+        # All numbers have the width of the first: 08-11 is 08, 09, 10, 11.
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    tails = _expand_part(tail, whole)
+    return [head + number + ending for number in numbers for ending in tails]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the tasks of each node in a list such as ``2(x3),1``."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            raise _malformed(text)
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts
+
+
+def _malformed(text: str) -> EnvironmentConflictError:
+    return EnvironmentConflictError(
+        f"cannot read Slurm's list {text!r}\n"
+        "HINT: set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints what Slurm means"
+    )

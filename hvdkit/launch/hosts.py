@@ -1,11 +1,11 @@
-"""From ``-H h1:2,h2:2`` or a host file to who runs where: a list of slots in rank order."""
+"""The placement of ranks: from ``-H h1:2,h2:2`` or a host file to the host of every rank."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from hvdkit.launch.errors import UsageError
+from hvdkit.launch import UsageError
 
 _NAME = r"(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])"  # a leading dash would be an option of ssh
 _HOST = re.compile(rf"(?P<name>{_NAME}):(?P<slots>\d+)", re.ASCII)
@@ -21,8 +21,8 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One rank's place. Cross rank: its number among the ranks with the same local rank, one a host."""
+class Placement:
+    """The host and the numbers of a rank. Cross ranks count the ranks with the same local rank, over all hosts."""
 
     host: str
     rank: int
@@ -34,21 +34,21 @@ class Slot:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of ``h1:2,h2:2``."""
+    """Return the hosts of ``h1:2,h2:2``."""
     hosts = []
-    for piece in text.split(","):
-        match = _HOST.fullmatch(piece.strip())
+    for entry in text.split(","):
+        match = _HOST.fullmatch(entry.strip())
         if match is None or int(match["slots"]) < 1:
             raise UsageError(
-                f"cannot read {piece.strip()!r} in the host list {text!r}\n"
+                f"cannot read {entry.strip()!r} in the host list {text!r}\n"
                 "HINT: write each host as name:slots, joined by commas, as in -H host1:2,host2:4"
             )
-        hosts.append(Host(_bare(match["name"]), int(match["slots"])))
+        hosts.append(_host(match, int(match["slots"])))
     return _without_doubles(hosts, text)
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
-    """The hosts of a file with a line ``name slots=N`` for each; ``#`` starts a comment, no slots means one."""
+    """Return the hosts of a file with lines ``name slots=N``; ``#`` starts a comment, the default is a single slot."""
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.partition("#")[0].strip()
@@ -61,15 +61,15 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
                 f"cannot read line {number} of the host file {path}: {line!r}\n"
                 "HINT: write each host on its own line as: host1 slots=2"
             )
-        hosts.append(Host(_bare(match["name"]), slots))
+        hosts.append(_host(match, slots))
     if not hosts:
         raise UsageError(f"the host file {path} names no host\nHINT: write a line such as: host1 slots=2")
     return _without_doubles(hosts, path)
 
 
-def _bare(name: str) -> str:
-    """An IPv6 address without the brackets that keep its colons from the slots."""
-    return name.strip("[]")
+def _host(match: re.Match[str], slots: int) -> Host:
+    # Brackets keep the colons of an IPv6 address from the slots.
+    return Host(match["name"].strip("[]"), slots)
 
 
 def _without_doubles(hosts: list[Host], where: str) -> list[Host]:
@@ -82,8 +82,8 @@ def _without_doubles(hosts: list[Host], where: str) -> list[Host]:
     return hosts
 
 
-def assign_slots(hosts: list[Host], size: int) -> list[Slot]:
-    """Ranks 0 to size - 1, each host filled before the next."""
+def assign_slots(hosts: list[Host], size: int) -> list[Placement]:
+    """Return the placements of ranks 0 to size - 1; each host is filled before the next."""
     available = sum(host.slots for host in hosts)
     if size > available:
         raise UsageError(
@@ -94,14 +94,13 @@ def assign_slots(hosts: list[Host], size: int) -> list[Slot]:
     used: list[tuple[str, int]] = []
     remaining = size
     for host in hosts:
-        count = min(host.slots, remaining)
-        if count:
+        if count := min(host.slots, remaining):
             used.append((host.name, count))
         remaining -= count
-    slots: list[Slot] = []
+    placements: list[Placement] = []
     for index, (name, count) in enumerate(used):
         for local_rank in range(count):
             cross_size = sum(other > local_rank for _, other in used)
             cross_rank = sum(other > local_rank for _, other in used[:index])
-            slots.append(Slot(name, len(slots), size, local_rank, count, cross_rank, cross_size))
-    return slots
+            placements.append(Placement(name, len(placements), size, local_rank, count, cross_rank, cross_size))
+    return placements

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,18 +12,20 @@ from typing import Any, NoReturn
 
 import hvdkit
 from hvdkit import config
-from hvdkit.launch import horovod_flags
-from hvdkit.launch.errors import UsageError
+from hvdkit.launch import UsageError, horovod_flags
 from hvdkit.launch.hosts import Host, parse_hostfile, parse_hosts
 
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+_TITLES = {"positional arguments": "what runs", "options": "the job"}  # argparse's titles, and the documentation's
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller asked for. ``controller``: ``"mpi"``, ``"gloo"`` or None where no flag says which.
+    """The job that the command line describes.
 
-    ``transport`` is what HVDKIT_TRANSPORT says; ``notes`` are lines for stderr about flags without effect.
+    controller: ``"mpi"``, ``"gloo"`` or None without such a flag. transport: the value of HVDKIT_TRANSPORT.
+    settings: HOROVOD_ variables that flags set. notes: lines for stderr about flags without effect.
+    start_timeout, stop_grace: seconds.
     """
 
     command: list[str]
@@ -51,14 +54,24 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _at_least(lowest: float, kind: Callable[[str], float]) -> Callable[[str], float]:
+class _Setting(argparse.Action):
+    """An action that puts a variable into ``settings``. ``const``: the variable, and its value for a switch."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        variable, value = self.const
+        namespace.settings = {**namespace.settings, variable: str(values) if value is None else value}
+
+
+def _at_least(lowest: float, kind: Callable[[str], float], factor: int = 1) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
         if not value >= lowest:
             raise argparse.ArgumentTypeError(f"{text} is smaller than {lowest}")
         if value == float("inf"):
             raise argparse.ArgumentTypeError(f"{text} is too large")
-        return value
+        return value * factor
 
     # argparse puts this name into its message about text that is no number.
     parse.__name__ = "whole number" if kind is int else "number"
@@ -75,123 +88,82 @@ def _above_zero(text: str) -> float:
 _above_zero.__name__ = "number"
 
 
-def _add_switch(group: argparse._ArgumentGroup, on: str, off: str, name: str, variable: str, inverse: bool) -> None:
-    """Two flags of which one may be given; None where neither is, which leaves the caller's environment alone."""
-    which = group.add_mutually_exclusive_group()
-    which.add_argument(on, action="store_true", dest=name, default=None, help=f"{variable}={int(not inverse)}")
-    which.add_argument(off, action="store_false", dest=name, default=None, help=f"{variable}={int(inverse)}")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """All flags, in groups as ``--help`` shows them."""
+    """Return the parser of all flags, in groups as ``--help`` shows them."""
     parser = _Parser(
         prog="hvdkitrun", usage="hvdkitrun -np N [flags] command ...", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("-v", "--version", action="version", version=hvdkit.__version__)
-    parser.add_argument(
-        "-np", "--num-proc", dest="size", type=_at_least(1, int), metavar="N", help="number of processes"
+    add = parser.add_argument
+    add("-v", "--version", action="version", version=hvdkit.__version__)
+    add("-np", "--num-proc", dest="size", type=_at_least(1, int), metavar="N", help="number of processes")
+    add("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
+    add("--verbose", action="store_true", help="print hosts and command lines")
+    start_help = "seconds to reach all hosts, and for all processes to meet (30)"
+    add("--start-timeout", type=_above_zero, metavar="S", help=start_help)
+    grace_help = "seconds that all processes have to save after SIGTERM, before SIGKILL (10)"
+    add("--stop-grace", type=_at_least(0, float), metavar="S", help=grace_help)
+    add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
+    names, stamp_help = (
+        ("-prefix-timestamp", "--prefix-output-with-timestamp"),
+        "begin each line of output with the time",
     )
-    parser.add_argument("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
-    parser.add_argument("--verbose", action="store_true", help="print hosts and command lines")
-    parser.add_argument(
-        "--start-timeout",
-        type=_above_zero,
-        metavar="S",
-        help="seconds to reach all hosts, and for all processes to meet (30)",
-    )
-    parser.add_argument(
-        "--stop-grace",
-        type=_at_least(0, float),
-        metavar="S",
-        help="seconds that all processes have to save after SIGTERM, before SIGKILL (10)",
-    )
-    parser.add_argument("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
-    parser.add_argument(
-        "-prefix-timestamp",
-        "--prefix-output-with-timestamp",
-        action="store_true",
-        dest="timestamps",
-        help="begin each line of output with the time",
-    )
-    parser.add_argument(
-        "--network-interfaces",
-        "--network-interface",
-        action="append",
-        dest="interfaces",
-        metavar="I1,I2",
-        default=[],
-        help="the networks that the job uses, as eth1",
-    )
-    parser.add_argument("--as-horovod", action="store_true", help="scripts that import horovod get hvdkit, as they are")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what every process runs")
+    add(*names, action="store_true", dest="timestamps", help=stamp_help)
+    names, networks_help = ("--network-interfaces", "--network-interface"), "the networks that the job uses, as eth1"
+    add(*names, action="append", dest="interfaces", metavar="I1,I2", default=[], help=networks_help)
+    add("--as-horovod", action="store_true", help="scripts that import horovod get hvdkit, as they are")
+    add("command", nargs=argparse.REMAINDER, help="what every process runs")
 
     group = parser.add_argument_group("hosts")
-    which = group.add_mutually_exclusive_group()
-    which.add_argument(
-        "-H", "--hosts", metavar="HOSTS", help="host1:2,host2:4: names and how many processes fit (localhost:NP)"
-    )
-    which.add_argument(
-        "-hostfile", "--hostfile", metavar="FILE", help="a file with a line 'host1 slots=2' for each host"
-    )
-    group.add_argument("-p", "--ssh-port", type=_at_least(1, int), metavar="PORT", help="where hosts listen for ssh")
-    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the key for ssh")
+    add = group.add_mutually_exclusive_group().add_argument
+    hosts_help = "host1:2,host2:4: names and how many processes fit (localhost:NP)"
+    add("-H", "--hosts", metavar="HOSTS", help=hosts_help)
+    add("-hostfile", "--hostfile", metavar="FILE", help="a file with a line 'host1 slots=2' for each host")
+    add = group.add_argument
+    add("-p", "--ssh-port", type=_at_least(1, int), metavar="PORT", help="where hosts listen for ssh")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="the key for ssh")
 
-    group = parser.add_argument_group(
-        "what carries the bytes", "without either flag HVDKIT_TRANSPORT decides, else whether there is an mpirun"
-    )
-    which = group.add_mutually_exclusive_group()
-    which.add_argument("--mpi", action="store_const", const="mpi", dest="controller", help="start with mpirun")
-    which.add_argument("--gloo", action="store_const", const="gloo", dest="controller", help="no MPI; uses Gloo")
+    decides = "without either flag HVDKIT_TRANSPORT decides, else whether there is an mpirun"
+    group = parser.add_argument_group("what carries the bytes", decides)
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--mpi", action="store_const", const="mpi", dest="controller", help="start with mpirun")
+    add("--gloo", action="store_const", const="gloo", dest="controller", help="no MPI; uses Gloo")
     group.add_argument("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, as one word")
 
     group = parser.add_argument_group("settings, handed to every process")
-    group.add_argument(
-        "--fusion-threshold-mb", type=_at_least(0, int), metavar="MIB", help="HOROVOD_FUSION_THRESHOLD, in MiB"
-    )
-    group.add_argument("--cycle-time-ms", type=_at_least(0, float), metavar="MS", help="HOROVOD_CYCLE_TIME")
-    group.add_argument("--cache-capacity", type=_at_least(0, int), metavar="N", help="HOROVOD_CACHE_CAPACITY")
-    group.add_argument("--timeline-filename", metavar="FILE", help="HOROVOD_TIMELINE")
-    mark, check = "HOROVOD_TIMELINE_MARK_CYCLES", "HOROVOD_STALL_CHECK_DISABLE"
-    _add_switch(group, "--timeline-mark-cycles", "--no-timeline-mark-cycles", "mark_cycles", mark, inverse=False)
-    _add_switch(group, "--stall-check", "--no-stall-check", "stall_check", check, inverse=True)
-    group.add_argument(
-        "--stall-check-warning-time-seconds",
-        type=_at_least(0, int),
-        metavar="S",
-        help="HOROVOD_STALL_CHECK_TIME_SECONDS",
-    )
-    group.add_argument(
-        "--stall-check-shutdown-time-seconds",
-        type=_at_least(0, int),
-        metavar="S",
-        help="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    )
-    group.add_argument("--log-level", choices=_LOG_LEVELS, help="HOROVOD_LOG_LEVEL")
+    whole, number = _at_least(0, int), _at_least(0, float)
+    _add_setting(group, "--fusion-threshold-mb", "FUSION_THRESHOLD", "MIB", _at_least(0, int, 1 << 20), ", in MiB")
+    _add_setting(group, "--cycle-time-ms", "CYCLE_TIME", "MS", number)
+    _add_setting(group, "--cache-capacity", "CACHE_CAPACITY", "N", whole)
+    _add_setting(group, "--timeline-filename", "TIMELINE", "FILE", str)
+    _add_switch(group, ("--timeline-mark-cycles", "--no-timeline-mark-cycles"), "TIMELINE_MARK_CYCLES", ("1", "0"))
+    _add_switch(group, ("--stall-check", "--no-stall-check"), "STALL_CHECK_DISABLE", ("0", "1"))
+    _add_setting(group, "--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", "S", whole)
+    _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", "S", whole)
+    level, to = "HOROVOD_LOG_LEVEL", "settings"
+    group.add_argument("--log-level", action=_Setting, dest=to, const=(level, None), choices=_LOG_LEVELS, help=level)
     horovod_flags.add_to(parser)
+    parser.set_defaults(settings={})
     return parser
 
 
-def settings_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables that the settings' flags stand for, under the names and in the units of Horovod."""
-    fusion_mb, start_timeout = arguments.fusion_threshold_mb, arguments.start_timeout
-    mark, check = arguments.mark_cycles, arguments.stall_check
-    values = {
-        "HOROVOD_START_TIMEOUT": None if start_timeout is None else f"{start_timeout:g}",
-        "HOROVOD_FUSION_THRESHOLD": None if fusion_mb is None else fusion_mb * 1024 * 1024,
-        "HOROVOD_CYCLE_TIME": arguments.cycle_time_ms,
-        "HOROVOD_CACHE_CAPACITY": arguments.cache_capacity,
-        "HOROVOD_TIMELINE": arguments.timeline_filename,
-        "HOROVOD_TIMELINE_MARK_CYCLES": None if mark is None else int(mark),
-        "HOROVOD_STALL_CHECK_DISABLE": None if check is None else int(not check),
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": arguments.stall_check_warning_time_seconds,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": arguments.stall_check_shutdown_time_seconds,
-        "HOROVOD_LOG_LEVEL": arguments.log_level,
-    }
-    return {name: str(value) for name, value in values.items() if value is not None}
+def _add_setting(
+    group: argparse._ArgumentGroup, flag: str, name: str, metavar: str, parse: Callable[[str], Any], unit: str = ""
+) -> None:
+    variable = f"HOROVOD_{name}"
+    const, about = (variable, None), f"{variable}{unit}"
+    group.add_argument(flag, action=_Setting, dest="settings", const=const, type=parse, metavar=metavar, help=about)
+
+
+def _add_switch(group: argparse._ArgumentGroup, flags: tuple[str, str], name: str, values: tuple[str, str]) -> None:
+    """Add two flags of which at most one may be given. Without either, the caller's environment stays as it is."""
+    which, variable = group.add_mutually_exclusive_group(), f"HOROVOD_{name}"
+    for flag, value in zip(flags, values, strict=True):
+        const, about = (variable, value), f"{variable}={value}"
+        which.add_argument(flag, action=_Setting, nargs=0, dest="settings", const=const, help=about)
 
 
 def parse(argv: Sequence[str]) -> Options | None:
-    """The options, or None if ``--check-build`` asks for its table instead."""
+    """Return the options, or None for ``--check-build``, which starts no job."""
     arguments = build_parser().parse_args(argv)
     horovod_flags.refuse(arguments.refused)
     if arguments.check_build:
@@ -201,6 +173,8 @@ def parse(argv: Sequence[str]) -> Options | None:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise UsageError("what shall the processes run? The command is missing\nHINT: hvdkitrun -np 4 python train.py")
+    if arguments.start_timeout is not None:
+        arguments.settings = {**arguments.settings, "HOROVOD_START_TIMEOUT": f"{arguments.start_timeout:g}"}
     return Options(
         command=command,
         size=arguments.size,
@@ -209,36 +183,67 @@ def parse(argv: Sequence[str]) -> Options | None:
         transport=_from_environment("transport"),
         ssh_port=arguments.ssh_port,
         ssh_identity_file=arguments.ssh_identity_file,
-        interfaces=[name for piece in arguments.interfaces for name in piece.split(",") if name],
+        interfaces=[name for names in arguments.interfaces for name in names.split(",") if name],
         mpi_args=arguments.mpi_args,
-        settings=settings_environment(arguments),
+        settings=arguments.settings,
         output_folder=None if arguments.output_filename is None else Path(arguments.output_filename),
         timestamps=arguments.timestamps,
         start_timeout=arguments.start_timeout or _from_environment("start_timeout_seconds"),
         stop_grace=_from_environment("stop_grace_seconds") if arguments.stop_grace is None else arguments.stop_grace,
         verbose=arguments.verbose,
         as_horovod=arguments.as_horovod,
-        notes=arguments.notes,
+        notes=horovod_flags.notes(arguments.without_effect),
     )
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
     if arguments.hosts is not None:
         return parse_hosts(arguments.hosts)
-    if arguments.hostfile is not None:
-        try:
-            text = Path(arguments.hostfile).read_text()
-        except OSError as error:
-            raise UsageError(
-                f"cannot read the host file: {error}\nHINT: give --hostfile a file with lines such as: host1 slots=2"
-            ) from error
-        return parse_hostfile(text, arguments.hostfile)
-    return [Host("localhost", arguments.size)]
+    if arguments.hostfile is None:
+        return [Host("localhost", arguments.size)]
+    try:
+        text = Path(arguments.hostfile).read_text()
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the host file: {error}\nHINT: give --hostfile a file with lines such as: host1 slots=2"
+        ) from error
+    return parse_hostfile(text, arguments.hostfile)
 
 
 def _from_environment(setting: str) -> Any:
-    """A setting that also matters to the launcher."""
+    """Return a setting that the launcher uses too."""
     try:
         return config.value_of(setting, os.environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def markdown_tables() -> str:
+    """Return a table for each group of flags in ``--help``, then a table of horovodrun's other flags."""
+    tables = []
+    for group in build_parser()._action_groups:
+        rows = [_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+        title = _TITLES.get(group.title or "", group.title or "")
+        tables.append(_table(title, group.description, "flag | what it does", rows))
+    others: dict[str, list[str]] = {}
+    for flag, text in horovod_flags.reasons().items():
+        others.setdefault(text, []).append(f"`{flag}`")
+    rows = [f"{', '.join(flags)} | {text}" for text, flags in others.items()]
+    return "\n\n".join([*tables, _table("other flags of horovodrun", None, "flag | what becomes of it", rows)])
+
+
+def _table(title: str, about: str | None, columns: str, rows: list[str]) -> str:
+    lines = [f"### {title[0].upper()}{title[1:]}", "", *((f"{about[0].upper()}{about[1:]}.", "") if about else ())]
+    return "\n".join([*lines, f"| {columns} |", "|---|---|", *(f"| {row} |" for row in rows)])
+
+
+def _row(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{action.dest} ...` | {action.help}"
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    value = "" if action.nargs == 0 else f" `{action.metavar or ', '.join(action.choices or ()) or 'N'}`"
+    return f"{names}{value} | {action.help}"
+
+
+if __name__ == "__main__":
+    config.write_or_print(sys.argv[1:], "flags", markdown_tables())

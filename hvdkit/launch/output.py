@@ -1,6 +1,6 @@
-"""Every line that a rank prints, with its rank in front: ``[1]<stdout>: text``; and, if asked, in files of its own.
+"""The output of ranks: every line with its rank in front, as ``[1]<stdout>: text``, and the same in files.
 
-What a rank tells of its end (``environments/failure_record``) is taken out.
+Lines in which a rank tells of its failure (``environments/failure_record``) are taken out.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.environments.failure_record import BEGINS, ENDED, INIT, MARK, NOTE, parse
-from hvdkit.launch.errors import LaunchError
+from hvdkit.environments.failure_record import BEGINS, ENDED, INIT, MARK, NOTE, parse, write_all
+from hvdkit.launch import LaunchError
 from hvdkit.launch.failures import Failures
-from hvdkit.launch.writing import write_all
 
 _BEGINS, _MARK, _NOTE = BEGINS.encode(), MARK.encode(), NOTE.encode()
 _MARKS = re.compile(b"(?:%b|%b[^\n]*|%b[^\n]*)\n" % (_BEGINS, _MARK, _NOTE))
 STREAMS = ("stdout", "stderr")
-_LONGEST = 1 << 20  # bytes of a line without an end that are kept waiting
-# A carriage return alone ends a state of a progress bar; followed by a line feed, it is one line's end.
+_LONGEST = 1 << 20  # bytes of an unfinished line that are kept waiting
+# A carriage return alone ends a state of a progress bar; with a line feed, it ends a line.
 _END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines with their ends, wherever the stream was cut before."""
+    """A splitter of a stream of bytes into lines with their ends, wherever the stream was cut before."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are now complete."""
+        """Return the lines that are now complete."""
         data = self._rest + data
         lines, start = [], 0
-        # What was kept back has no end in it, save perhaps a carriage return as its last byte.
+        # The rest has no line end in it, except perhaps a carriage return as its last byte.
         for match in _END.finditer(data, max(0, len(self._rest) - 1)):
             lines.append(data[start : match.end()])
             start = match.end()
@@ -46,13 +45,13 @@ class LineSplitter:
         return lines
 
     def flush(self) -> list[bytes]:
-        """What is left of a line whose end never came, ended."""
+        """Return the unfinished line, ended."""
         rest, self._rest = self._rest, b""
         return [rest.rstrip(b"\r") + b"\n"] if rest else []
 
 
 def without_marks(data: bytes) -> tuple[bytes, bytes]:
-    """What a rank wrote, less the lines in which it tells of its end; and apart, what may be the beginning of one."""
+    """Return a rank's output without lines for hvdkitrun, and apart its end if that may begin such a line."""
     data = _MARKS.sub(b"", data)
     begin = data.rfind(_MARK[:1])
     rest = data[begin:] if begin >= 0 else b""
@@ -64,46 +63,46 @@ def without_marks(data: bytes) -> tuple[bytes, bytes]:
 
 
 class Output:
-    """Where the ranks' output goes: this process's streams, line by line, and files, byte by byte."""
+    """The destination of the ranks' output: this process's streams, line by line, and files, byte by byte."""
 
     def __init__(self, size: int, folder: Path | None = None, timestamps: bool = False, verbose: bool = False) -> None:
-        self._clock: Callable[[], str] | None = time.ctime if timestamps else None
+        self._clock: Callable[[], str] = time.ctime if timestamps else lambda: ""
         self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
         self._files = {} if folder is None else _open_files(size, folder)
         self.failures = Failures(verbose)
         self._noted: dict[str, set[int]] = {INIT: set(), ENDED: set()}
-        self._rest: dict[tuple[int, str], bytes] = {}  # for a file: what may become a mark
+        self._rest: dict[tuple[int, str], bytes] = {}  # for a file: bytes that may begin a mark
         self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
     def write(self, rank: int, stream: str, raw: bytes) -> None:
-        """Bytes that a rank wrote; complete lines are printed at once."""
+        """Take bytes that a rank wrote, and print complete lines at once."""
         if (rank, stream) in self._files:
             data, self._rest[rank, stream] = without_marks(self._rest.get((rank, stream), b"") + raw)
             self._files[rank, stream].write(data)
         self._print(rank, stream, self._splitters[rank, stream].feed(raw))
 
     def have_noted(self, note: str) -> set[int]:
-        """The ranks that have sent a note: INIT or ENDED."""
+        """Return the ranks that have sent a note: INIT or ENDED."""
         return self._noted[note]
 
     def close(self) -> None:
         """Print unfinished lines and close the files."""
         for (rank, stream), splitter in self._splitters.items():
             self._print(rank, stream, splitter.flush())
-        for (rank, stream), lines in self._held.items():  # who was killed while it told of its end
+        for (rank, stream), lines in self._held.items():  # the rank was killed before it sent the record
             self._show(rank, stream, lines)
         for source, file in self._files.items():
             file.write(self._rest.get(source, b""))
             file.close()
 
     def _shown(self, source: tuple[int, str], lines: list[bytes]) -> Iterator[bytes]:
-        """Those of a rank's lines that are no part of what it tells of its end."""
+        """Yield a rank's lines, without notes, records, and tracebacks that have a record."""
         for line in lines:
             before, mark, rest = line.partition(_NOTE)
             if mark:
                 self._noted.setdefault(rest.decode(errors="replace").strip(), set()).add(source[0])
-                if before:
-                    yield before + b"\n"  # which was begun before
+                if before:  # an unfinished line of the rank
+                    yield before + b"\n"
                 continue
             before, mark, rest = line.partition(_BEGINS if _BEGINS in line else _MARK)
             record = parse(mark + rest) if mark == _MARK else None
@@ -111,35 +110,35 @@ class Output:
                 held = self._held.pop(source, [])
                 if not self.failures.take(source[0], record, b"".join(held).decode(errors="replace")):
                     yield from held
-            elif mark == _MARK:  # not whole
+            elif mark == _MARK:  # not a whole record
                 yield from self._held.pop(source, [])
                 before = line
             elif mark == _BEGINS:
-                self._held[source] = self._held.get(source, [])
+                self._held.setdefault(source, [])
             elif source in self._held:
                 self._held[source].append(line)
                 continue
             else:
                 before = line
-            if before:
-                yield before if before is line else before + b"\n"  # which was begun when the rank failed
+            if before:  # the line, or an unfinished line of the rank
+                yield before if before is line else before + b"\n"
 
     def _print(self, rank: int, stream: str, lines: list[bytes]) -> None:
         self._show(rank, stream, list(self._shown((rank, stream), lines)))
 
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
-        # A bar that begins with a carriage return leaves an empty line in front of it.
+        # A progress bar that begins with a carriage return leaves an empty line in front of it.
         lines = [line for line in lines if line != b"\r"]
         if not lines:
             return
-        prefix = f"{self._clock() if self._clock else ''}[{rank}]<{stream}>: ".encode()
+        prefix = f"{self._clock()}[{rank}]<{stream}>: ".encode()
         target = sys.stdout if stream == "stdout" else sys.stderr
         target.flush()
         write_all(target.fileno(), b"".join(prefix + line for line in lines))
 
 
 def _open_files(size: int, folder: Path) -> dict[tuple[int, str], BinaryIO]:
-    """``folder/rank.N/stdout`` and ``stderr``, N with leading zeros so that names sort as ranks do."""
+    """Open ``folder/rank.N/stdout`` and ``stderr``; leading zeros in N make names sort as ranks do."""
     width = len(str(size - 1))
     files: dict[tuple[int, str], BinaryIO] = {}
     try:

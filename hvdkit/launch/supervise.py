@@ -1,7 +1,7 @@
-"""Keep the processes of a job together: carry their output, and let the first that fails, or a signal, end them all.
+"""The supervisor of a job's processes: it carries their output, and ends all at the first failure or at a signal.
 
-One thread and one select loop. Every child is a ``worker`` (or an ssh to one) that ends its rank when its standard
-input closes; so stopping is closing, and it also happens if this process is killed.
+It is a single thread with a select loop. Every child is a ``worker`` (or an ssh to a worker) that ends its rank when
+its standard input closes. So the supervisor stops a job by closing pipes, which also happens if it is killed.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from subprocess import PIPE
 
 import psutil
 
 from hvdkit.environments import limits
-from hvdkit.launch import worker
-from hvdkit.launch.errors import LaunchError
+from hvdkit.launch import LaunchError, worker
 from hvdkit.launch.output import STREAMS
 
-# From the first failure to the last process gone: SIGTERM at once, SIGKILL from the leash, then from here.
+# From the first failure to the last process gone: SIGTERM at once, SIGKILL from the worker, then from here.
 GRACE_SECONDS = 2.5
-_LEASH_SECONDS = GRACE_SECONDS + 1.0
+_WORKER_SECONDS = GRACE_SECONDS + 1.0
 _LATE_SECONDS = 1.0  # for the workers' own SIGKILL after the grace period of ``--stop-grace``
-# How long what has said that it ends may take: mpirun waits for ever for a host that was cut off.
-ENDING_SECONDS = 10.0
-_DRAIN_SECONDS = 1.0  # for output still on its way when all children have ended
+ENDING_SECONDS = 10.0  # for an mpirun that announced its end: it waits for ever for a host that was cut off
+_DRAIN_SECONDS = 1.0  # for output that is on its way when all children have ended
 
 WORKER = (sys.executable, "-I", "-S", worker.__file__)
 
 
 @dataclass
 class Child:
-    """A worker to start. ``remote`` is the ssh command in front of it, empty for this machine.
+    """A worker to start.
 
-    ``secret`` goes to the worker with the header, by its standard input, and from there to the command in a file.
-    ``pass_fds`` are descriptors that the command gets; they are closed here when it has started.
-    ``scratch`` is a folder of the command's, which goes with it, also where nobody here is left to remove it.
-    ``has_ended`` is given for mpirun alone: True once each of its ranks has told that it has ended as it was told to.
+    command, environment: of the rank, or of mpirun.
+    receive: called with the stream's name and what the command printed.
+    remote: the ssh command that starts the worker, empty for this machine.
+    pass_fds: descriptors that the command gets; they are closed here when it has started.
+    secret: goes to the worker by its standard input, and from there to the command in a file.
+    scratch: a folder of the command that its worker removes, even if this process was killed.
+    is_ending: for mpirun: True once it has announced its end.
+    has_ended: for mpirun: True once each of its ranks has ended as it was asked to.
     """
 
     command: list[str]
@@ -54,17 +56,17 @@ class Child:
     pass_fds: tuple[int, ...] = ()
     secret: str = field(default="", repr=False)
     scratch: str = ""
-    is_ending: Callable[[], bool] = lambda: False  # whether it has said that it ends
+    is_ending: Callable[[], bool] = lambda: False
     has_ended: Callable[[], bool] | None = None
 
     @property
     def argv(self) -> list[str]:
-        """What is started here."""
+        """Return the command line of the process to start here."""
         return self.remote or list(WORKER)
 
     def header(self, stop_grace: float) -> bytes:
-        """What the worker reads first."""
-        header: dict[str, Any] = {
+        """Return the first line of the worker's input."""
+        header = {
             "command": self.command,
             "environment": self.environment,
             "keep_environment": bool(self.remote),
@@ -82,11 +84,11 @@ class Child:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended: by a signal to this process, or with the first child that failed, or well (both None)."""
+    """The end of a job: by a signal to this process, by the first child that failed, or well (both None)."""
 
     signal: int | None = None
     failed: int | None = None  # index of the child
-    code: int = 0  # as subprocess has it: negative for a signal
+    code: int = 0  # as in subprocess: negative for a signal
     at: float = field(default=math.inf, compare=False)  # monotonic time from which the other children are ended
 
 
@@ -94,19 +96,19 @@ def supervise(children: list[Child], stop_grace: float) -> Outcome:
     """Start the children and stay until all have ended. ``stop_grace``: the seconds that SIGTERM leaves to ranks."""
     worker.adopt_orphans()
     with _wake_on_signals() as wake:
-        run = _Run(children, wake, stop_grace)
+        supervisor = _Supervisor(children, wake, stop_grace)
         outcome = None
         try:
-            outcome = run.loop()
+            outcome = supervisor.loop()
         finally:
-            # After success, what has left its rank's process group on purpose may stay.
+            # After success, processes that left their rank's process group on purpose may stay.
             if outcome is None or outcome != Outcome():
-                run.kill()
+                supervisor.kill()
     return outcome
 
 
-class _Run:
-    """The state of one ``supervise``."""
+class _Supervisor:
+    """The state of a call of ``supervise``."""
 
     def __init__(self, children: list[Child], wake: int, stop_grace: float) -> None:
         self.children = children
@@ -128,12 +130,16 @@ class _Run:
             self.start(child)
         ended_at: float | None = None
         while True:
-            self.read(timeout=self.patience(ended_at))
+            if ended_at is not None:
+                timeout: float | None = 0.1
+            else:
+                timeout = 0.25 if (self.ending_since or self.is_stopping) and not self.killed else None
+            self.read(timeout)
             self.note_failures()
             now = time.monotonic()
             self.note_endless(now)
             self.note_saved(now)
-            if self.stopped_at is not None and now - self.stopped_at > _LEASH_SECONDS and not self.killed:
+            if self.stopped_at is not None and now - self.stopped_at > _WORKER_SECONDS and not self.killed:
                 self.kill()
             if all(process.returncode is not None for process in self.processes):
                 ended_at = now if ended_at is None else ended_at
@@ -141,18 +147,10 @@ class _Run:
                 if self.open_streams == 0 or now - ended_at > _DRAIN_SECONDS:
                     return self.outcome
 
-    def patience(self, ended_at: float | None) -> float | None:
-        """How long to wait for something to happen."""
-        if ended_at is not None:
-            return 0.1
-        is_ending = self.ending_since or self.is_stopping
-        return 0.25 if is_ending and not self.killed else None
-
     def start(self, child: Child) -> None:
-        pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(  # noqa: S603 (the worker, or ssh to it)
-                child.argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, pass_fds=child.pass_fds
+                child.argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, pass_fds=child.pass_fds
             )
         except OSError as error:
             words = limits.exhausted(error) or f"{error}\nHINT: check that it is installed and on PATH"
@@ -160,11 +158,7 @@ class _Run:
         for descriptor in child.pass_fds:
             os.close(descriptor)
         self.processes.append(process)
-        assert process.stdin is not None
-        # A worker that is gone already says so by its exit status.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(child.header(self.stop_grace))
-            process.stdin.flush()
+        _write(process, child.header(self.stop_grace))
         for stream, file in zip(STREAMS, (process.stdout, process.stderr), strict=True):
             assert file is not None
             self.selector.register(file, selectors.EVENT_READ, (child, stream))
@@ -186,7 +180,7 @@ class _Run:
     def note_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number not in worker.STOP_SIGNALS:
-                continue  # SIGCHLD: a poll will show who
+                continue  # SIGCHLD: a poll will show the child
             if not self.is_stopping:
                 self.outcome = Outcome(signal=number)
                 if number == signal.SIGTERM:
@@ -194,7 +188,7 @@ class _Run:
                 else:
                     self.stop()
             elif self.outcome.signal is not None:
-                self.kill()  # asked a second time
+                self.kill()  # on a second signal
 
     def note_failures(self) -> None:
         for index, process in enumerate(self.processes):
@@ -204,7 +198,7 @@ class _Run:
                 self.stop()
 
     def note_endless(self, now: float) -> None:
-        """End a child that has said that it ends the job, and does not come to it: a host of its may be cut off."""
+        """End an mpirun that announced its end and does not end, since one of its hosts may be cut off."""
         for index, (child, process) in enumerate(zip(self.children, self.processes, strict=True)):
             if process.returncode is not None or self.is_stopping or not child.is_ending():
                 continue
@@ -222,20 +216,17 @@ class _Run:
 
     @property
     def is_stopping(self) -> bool:
-        """True once the job ends, whatever for."""
+        """True once the job ends, for whatever reason."""
         return self.stop_at is not None or self.stopped_at is not None
 
     def let_save(self) -> None:
         """Tell the workers to send SIGTERM to their ranks, and SIGKILL after the grace period."""
         self.stop_at = time.monotonic() + self.stop_grace + _LATE_SECONDS
         for process in self.processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(worker.STOP)
-                process.stdin.flush()
+            _write(process, worker.STOP)
 
     def stop(self) -> None:
-        """Let go of every leash: the workers end what they started."""
+        """Close the workers' input: they end what they started."""
         self.stopped_at = time.monotonic()
         self.outcome = replace(self.outcome, at=self.stopped_at)
         for process in self.processes:
@@ -252,18 +243,22 @@ class _Run:
                     process.kill()
 
 
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Write to a worker. A worker that has ended already tells why by its exit status."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(data)
+        process.stdin.flush()
+
+
 @contextlib.contextmanager
 def _wake_on_signals() -> Iterator[int]:
-    """A descriptor on which the numbers of signals arrive as bytes, so that none falls between two system calls."""
-    receiving, sending = os.pipe()
-    os.set_blocking(sending, False)
-    numbers = (signal.SIGCHLD, *worker.STOP_SIGNALS)
-    before = {number: signal.getsignal(number) for number in numbers}
-    previous = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    for number in numbers:
-        # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
-        if before[number] is not signal.SIG_IGN or number == signal.SIGCHLD:
-            signal.signal(number, lambda number, frame: None)
+    """Yield a descriptor on which signals arrive as bytes, so that none falls between two system calls."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *worker.STOP_SIGNALS)}
+    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+    receiving, sending, previous = worker.wake_on_signals(
+        [number for number in worker.STOP_SIGNALS if before[number] is not signal.SIG_IGN]
+    )
     try:
         yield receiving
     finally:

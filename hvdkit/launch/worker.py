@@ -1,15 +1,15 @@
-"""The leash: starts one command in a session of its own, and ends it when standard input closes.
+"""The worker: it starts a command in a session of its own, and ends it when its standard input closes.
 
-``hvdkitrun`` runs this file between itself and every rank, here or by ssh. It holds the other end of standard input, so
-when it stops the job, is killed, or the connection breaks, the rank and what the rank started end too. The first line
-on standard input is a JSON object that says what to run (and keeps the environment out of what ``ps`` shows). A second
-line, ``stop``, gives the command the time to save: SIGTERM goes to the command alone. What the command leaves behind
-when it ends, as a shell leaves the program that it ran, gets SIGTERM then. Its other children get none, for a training
-whose data loaders are killed cannot save. SIGKILL ends what is left after the grace period.
+``hvdkitrun`` runs this file between itself and every rank, here or by ssh, and holds the other end of standard input:
+the rank and its processes end too when it stops the job, is killed, or the connection breaks. The first line on
+standard input is a JSON object with the command and its environment, which ``ps`` therefore does not show. A second
+line, ``stop``, gives the command time to save: SIGTERM goes to the command alone, since a training whose data loaders
+are killed cannot save, and then to the processes that the command leaves behind, such as the program that a shell ran.
+SIGKILL ends what is left after the grace period.
 
 Under mpirun the file also runs between mpirun and each rank (``python worker.py GRACE COMMAND ...``), since mpirun
-itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which no other
-process minds. A rank that has ended tells so, and its worker stays: mpirun would end the other ranks otherwise.
+itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which other
+processes ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise.
 
 Only the standard library: the file runs by its path, without hvdkit being importable, and starts in milliseconds.
 """
@@ -27,70 +27,41 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP = b"stop\n"
-# Lines on stderr that hvdkitrun takes out, and a variable, of environments/failure_record: the rank called hvd.init(),
-# or has ended as it was told to.
+# The lines on stderr that hvdkitrun takes out, and the variable, are those of environments/failure_record.
 INIT, ENDED = b"\x1ehvdkit note init\n", b"\x1ehvdkit note ended\n"
 INIT_PIPE = "HVDKIT_INIT_PIPE"
 RELAY = signal.SIGURG
 LOOK_SECONDS = 0.5  # between two looks at what is left, and two signals to an mpirun that may not listen yet
-# What mpirun forwards to the process group of a rank, and its worker does not die of.
-FORWARDED = (
-    "TERM",
-    "INT",
-    "HUP",
-    "QUIT",
-    "USR1",
-    "USR2",
-    "ABRT",
-    "ALRM",
-    "VTALRM",
-    "PROF",
-    "PWR",
-    "XCPU",
-    "XFSZ",
-    "SYS",
-)
+# Signals that mpirun forwards to the process group of a rank, and that its worker must survive.
+FORWARDED = "TERM INT HUP QUIT USR1 USR2 ABRT ALRM VTALRM PROF PWR XCPU XFSZ SYS"
 
 
 def read_header() -> dict[str, Any] | None:
-    """The first line of standard input, read byte for byte past any buffer; None if it ends before."""
-    line = bytearray()
+    """Read the first line of standard input without a buffer; return None if the input ends before."""
+    line = b""
     while not line.endswith(b"\n"):
-        piece = os.read(0, 65536)
-        if not piece:
+        if not (data := os.read(0, 65536)):
             return None
-        line += piece
+        line += data
     header: dict[str, Any] = json.loads(line)
     return header
 
 
-def offer(secret: str) -> str:
-    """Where the command can read the secret: a file without a name, which is gone when this process is.
+def secret_file(secret: str) -> str:
+    """Return the path of a nameless file with the secret, which ends with this process and only its user can read.
 
-    Only its user can read it, whatever became of descriptors on the way, and ``ps`` shows where it is, not what it is.
+    It needs no inherited descriptor, and ``ps`` shows the path, not the secret.
     """
     descriptor = os.memfd_create("hvdkit-secret")
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, secret.encode())
     return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-@contextlib.contextmanager
-def removing(folder: str) -> Iterator[None]:
-    """Remove this folder in the end, if there is one: a command that must be killed cannot clean up behind itself."""
-    try:
-        yield
-    finally:
-        if folder:
-            import shutil  # takes longer to load than all else here, and most commands have no such folder
-
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -101,22 +72,17 @@ def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     if header["keep_environment"]:
         environment = {**os.environ, **environment}
     if header["secret"] and hasattr(os, "memfd_create"):
-        environment = {**environment, "HVDKIT_SECRET_FILE": offer(header["secret"])}
+        environment = {**environment, "HVDKIT_SECRET_FILE": secret_file(header["secret"])}
     try:
         os.chdir(header["folder"])
     except OSError as error:
         print(f"hvdkitrun: starting in {os.getcwd()}, for there is no {header['folder']}: {error}", file=sys.stderr)
-    return popen(
-        header["command"],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        pass_fds=header["pass_fds"],
-    )
+    pass_fds, null = header["pass_fds"], subprocess.DEVNULL
+    return popen(header["command"], env=environment, stdin=null, start_new_session=True, pass_fds=pass_fds)
 
 
 def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command, or say why it does not start, and exit with the shell's status for that."""
+    """Start a command. If it does not start, say why and exit with the shell's status for that."""
     try:
         return subprocess.Popen(command, **options)  # noqa: S603 (the caller's own command, as an argv list)
     except OSError as error:
@@ -129,21 +95,19 @@ def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def signal_group(child: subprocess.Popen[bytes], number: int) -> None:
-    """Signal the command and everything it started; they may all have ended just now."""
-    try:
+    """Signal the command and its process group, which may have ended just now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
         os.killpg(child.pid, number)
-    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-        return
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what the command leaves behind, so that it can be found. Linux only; elsewhere it stays."""
+    """Become the parent of processes that the command leaves behind, so that they are found. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def bury_orphans(child: subprocess.Popen[bytes]) -> None:
-    """Take the status of adopted processes that have ended, but leave the command's own to Popen."""
+    """Take the status of adopted processes that have ended; Popen takes the command's own."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child.pid:
             os.waitpid(ended.si_pid, 0)
@@ -156,7 +120,7 @@ def send(pid: int, number: int) -> None:
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """The living children of each process, as /proc tells them; none where there is no /proc."""
+    """Return the living children of each process from /proc, or nothing without a /proc."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit():
@@ -169,31 +133,23 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def own_children() -> list[int]:
-    """The children of this process, with those that it has adopted."""
+    """Return the children of this process, including adopted processes."""
     return children_by_parent().get(os.getpid(), [])
-
-
-def descendants() -> list[int]:
-    """Every process below this one."""
-    children = children_by_parent()
-    found, unvisited = [], [os.getpid()]
-    while unvisited:
-        below = children.get(unvisited.pop(), [])
-        found += below
-        unvisited += below
-    return found
 
 
 def sweep() -> None:
     """Kill all descendants, also those that left the command's process group."""
-    for pid in descendants():
-        send(pid, signal.SIGKILL)
+    children, parents = children_by_parent(), [os.getpid()]
+    while parents:
+        for pid in children.get(parents.pop(), []):
+            parents.append(pid)
+            send(pid, signal.SIGKILL)
 
 
 def init_pipe() -> int | None:
-    """Put into the environment where a rank says that it calls hvd.init(); the descriptor from which that is read.
+    """Put a pipe into the environment for a rank's word that it calls hvd.init(); return the end to read from.
 
-    None where there is no /proc. A redirection of the rank's output leaves this way open.
+    Return None without a /proc. The pipe works even if the rank's output is redirected.
     """
     os.environ.pop(INIT_PIPE, None)
     if not os.path.isdir("/proc/self/fd"):
@@ -204,35 +160,27 @@ def init_pipe() -> int | None:
 
 
 class Leash:
-    """One command, and its end: quickly, or gently with the time to save."""
+    """The end of a command: quickly, or gently with time to save."""
 
     def __init__(
-        self,
-        child: subprocess.Popen[bytes],
-        grace: float,
-        stop_grace: float,
-        init: int | None = None,
-        relays: bool = False,
+        self, child: subprocess.Popen[bytes], grace: float, stop_grace: float, init: int | None, relays: bool = False
     ) -> None:
-        """``grace``: seconds for a quick end; ``stop_grace``: for a gentle one; ``relays``: the command is mpirun.
-
-        ``init``: of ``init_pipe``.
-        """
+        """Take the seconds for a quick and for a gentle end, the pipe of ``init_pipe``, and True for mpirun."""
         self._child = child
         self._init = init
         self._grace, self._stop_grace = grace, stop_grace
         self._relays = relays
         self._kill_at: float | None = None
-        self._asked: set[int] = set()  # processes that have got SIGTERM each by itself
+        self._terminated: set[int] = set()  # processes that have each got SIGTERM
         self.is_stopped = False  # gently
 
     def wait(self, sources: list[int], wake: int, gently: int, quickly: Collection[int] = ()) -> int:
-        """Wait for the command; when told to stop, or left alone, end it. Returns Popen's return code.
+        """Wait for the command, and end it on request or if standard input closes. Return Popen's return code.
 
-        ``gently`` and ``quickly``: the signals to this process that ask for such an end.
+        ``gently`` and ``quickly``: the signals to this process that request such an end.
         """
         sources = sources if self._init is None else [*sources, self._init]
-        while (code := self._child.poll()) is None or (self._asked and own_children()):
+        while (code := self._child.poll()) is None or (self._terminated and own_children()):
             ready, _, _ = select.select(sources, [], [], self._pause())
             if 0 in ready:
                 if os.read(0, 65536):
@@ -251,7 +199,7 @@ class Leash:
                     self._end_quickly()
             self._go_on_ending()
         self._tell_init(sources)
-        # Its own processes shall not outlive it, but after success those may that left its group on purpose.
+        # The command's processes end with it; after success, those may stay that left its group on purpose.
         signal_group(self._child, signal.SIGKILL)
         if code != 0 or self.is_stopped or self._kill_at is not None:
             sweep()
@@ -269,7 +217,7 @@ class Leash:
         return min(pauses, default=None)
 
     def _end_quickly(self) -> None:
-        if self._asked:  # it has had its time
+        if self._terminated:  # it has had its time
             self._kill_at = time.monotonic()
         elif self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace
@@ -278,40 +226,40 @@ class Leash:
     def _end_gently(self) -> None:
         if self._kill_at is None:
             self.is_stopped = True
-            if not self._relays:  # else hvdkitrun learns from each rank when mpirun can end
+            if not self._relays:  # hvdkitrun learns from each rank when mpirun can end
                 self._kill_at = time.monotonic() + self._stop_grace
 
     def _go_on_ending(self) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self._kill_at += LOOK_SECONDS  # what is not gone by then is killed again
+            self._kill_at += LOOK_SECONDS  # processes that are not gone by then are killed again
             signal_group(self._child, signal.SIGKILL)
             if self.is_stopped:
                 sweep()
         elif self.is_stopped and not self._relays:
-            to_ask = {self._child.pid} if self._child.poll() is None else set(own_children())
-            for pid in to_ask - self._asked:
+            targets = {self._child.pid} if self._child.poll() is None else set(own_children())
+            for pid in targets - self._terminated:
                 send(pid, signal.SIGTERM)
-            self._asked |= to_ask
+            self._terminated |= targets
         elif self.is_stopped and self._kill_at is None:
             send(self._child.pid, RELAY)
 
 
-def wake_on_signals(numbers: Iterable[int] = STOP_SIGNALS) -> int:
-    """A descriptor that becomes readable, with the signal's number as a byte, on SIGCHLD and on these signals."""
+def wake_on_signals(numbers: Iterable[int] = STOP_SIGNALS) -> tuple[int, int, int]:
+    """Have SIGCHLD and these signals write their numbers into a pipe; return its two ends and the former wakeup fd."""
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
-    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, *numbers):
         signal.signal(number, lambda number, frame: None)
-    return receiving
+    return receiving, sending, previous
 
 
 def end_like(code: int, by_signal: bool) -> None:
-    """End as the command ended: by its signal where the parent can see one, else with 128 plus its number."""
+    """End as the command ended: by its signal if the parent can see a signal, else with 128 plus its number."""
     if code >= 0:
         sys.exit(code)
     if by_signal:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command's own core is the one worth having
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command's own core is the useful core
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -319,37 +267,41 @@ def end_like(code: int, by_signal: bool) -> None:
 
 
 def main() -> None:
-    """Read what to run, run it on the leash, end as it ended."""
-    wake = wake_on_signals()
+    """Run the command of the header, and end as it ended."""
+    wake, _, _ = wake_on_signals()
     adopt_orphans()
     header = read_header()
     if header is None:
-        return  # hvdkitrun was gone before it could say what to run
+        return  # hvdkitrun ended before it could send the header
     init = None if header["relays"] else init_pipe()
-    with removing(header.get("scratch", "")):
+    try:
         child = start(header)
         for descriptor in header["pass_fds"]:
             os.close(descriptor)
         leash = Leash(child, header["grace"], header["stop_grace"], init, header["relays"])
         code = leash.wait([0, wake], wake, signal.SIGTERM, (signal.SIGINT, signal.SIGHUP))
+    finally:
+        if header["scratch"]:  # a command that must be killed cannot clean up behind itself
+            import shutil  # takes longer to load than all else here, and most commands have no such folder
+
+            shutil.rmtree(header["scratch"], ignore_errors=True)
     end_like(code, header["by_signal"])
 
 
 def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
     """Run a rank's command in the process group that mpirun made for it, which mpirun signals as a whole."""
     mpirun = os.getppid()
-    wake = wake_on_signals(
-        [RELAY, *(signal.Signals[f"SIG{name}"] for name in FORWARDED if hasattr(signal, f"SIG{name}"))]
-    )
+    forwarded = [getattr(signal, f"SIG{name}") for name in FORWARDED.split() if hasattr(signal, f"SIG{name}")]
+    wake, _, _ = wake_on_signals([RELAY, *forwarded])
     adopt_orphans()
-    init = init_pipe()
+    init = init_pipe()  # before the command starts
     leash = Leash(popen(command), 0.0, stop_grace, init)
     code = leash.wait([wake], wake, RELAY)
     if leash.is_stopped or code == 0:
-        os.write(2, ENDED)  # also of a rank that was through before: hvdkitrun waits for all when it is told to stop
+        os.write(2, ENDED)  # also if the rank ended before: hvdkitrun waits for all ranks when it is stopped
     if leash.is_stopped:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        while os.getppid() == mpirun:  # which ends this process, unless it is killed itself
+        while os.getppid() == mpirun:  # mpirun ends this process, unless it is killed itself
             time.sleep(LOOK_SECONDS)
     end_like(code, by_signal=True)
 

@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from hvdkit.environments.base import World
-from hvdkit.environments.openmpi import use_the_wire_both_ways
+from hvdkit.environments.libraries import use_the_wire_both_ways
 from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport
 from hvdkit.transports.last_resort import ends_process_after

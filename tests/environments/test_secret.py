@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.environments.secret import LONGEST_BYTES, job_secret
+from hvdkit.environments.network import LONGEST_SECRET, job_secret
 from hvdkit.errors import EnvironmentConflictError
 
 SECRET = "0123456789abcdef" * 2
@@ -50,7 +50,7 @@ def test_a_file_of_another_user_is_refused(path):
         secret_of(path)
 
 
-@pytest.mark.parametrize("text", ["", " " * 40, "short", "x" * (LONGEST_BYTES + 1)])
+@pytest.mark.parametrize("text", ["", " " * 40, "short", "x" * (LONGEST_SECRET + 1)])
 def test_a_file_with_too_little_or_too_much_is_refused(path, text):
     path.write_text(text)
     with pytest.raises(EnvironmentConflictError, match=r"from 16 to 4096 bytes\nHINT: make one") as caught:

@@ -9,29 +9,24 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.config import from_environment
-from hvdkit.launch import worker
-from hvdkit.launch.errors import UsageError
+from hvdkit.launch import UsageError, gloo, mpi, worker
 from hvdkit.launch.hosts import Host, assign_slots
-from hvdkit.launch.job_environment import for_other_hosts, job_environment
-from hvdkit.launch.options import parse
+from hvdkit.launch.job import Job, for_other_hosts, job_environment
+from hvdkit.launch.options import Options, parse
 from hvdkit.launch.output import Output
-from hvdkit.launch.starters import gloo, mpi
-from hvdkit.launch.starters.ssh import Ssh, is_local
+from hvdkit.launch.ssh import Ssh, is_local
 
 SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
 
 
-def mpirun_argv(**changes):
-    arguments = {
-        "mpirun": "/bin/mpirun",
-        "command": ["python", "a b.py"],
-        "slots": SLOTS,
-        "environment": {"HVDKIT_JOB": "1", "PATH": "/bin", "BASH_FUNC_x%%": "() {", "SSH_TTY": "x"},
-        "interfaces": [],
-        "ssh": Ssh(),
-        "mpi_args": [],
-    }
-    return mpi.mpirun_argv(**{**arguments, **changes})
+def job(placements=SLOTS, remote=(), environment=None, interfaces=(), ssh=None) -> Job:
+    options = Options(["python", "a b.py"], len(placements), [], interfaces=list(interfaces))
+    return Job(options, placements, set(remote), environment or {}, ssh or Ssh(), Output(len(placements)))
+
+
+def mpirun_argv(mpi_args=(), without_tcp=False, **changes) -> list[str]:
+    environment = {"HVDKIT_JOB": "1", "PATH": "/bin", "BASH_FUNC_x%%": "() {", "SSH_TTY": "x"}
+    return mpi.mpirun_argv(job(environment=environment, **changes), "/bin/mpirun", list(mpi_args), without_tcp)
 
 
 def after(argv: list[str], flag: str) -> str:
@@ -44,7 +39,7 @@ def test_mpirun_gets_hosts_room_for_more_ranks_than_cores_and_the_variables_by_n
     assert after(argv, "-np") == "3"
     assert "OVERSUBSCRIBE" in after(argv, "--map-by")
     assert [argv[index + 1] for index, word in enumerate(argv) if word == "-x"] == ["HVDKIT_JOB", "PATH"]
-    assert argv[-2:] == ["python", "a b.py"]
+    assert argv[-4:] == [worker.__file__, "10", "python", "a b.py"]
 
 
 def test_mpirun_runs_as_root_only_when_root_asks(monkeypatch):
@@ -71,13 +66,13 @@ def test_mpirun_does_without_tcp_where_all_ranks_are_here_and_memory_has_room(mo
     free = {"bytes": 1 << 30}
     monkeypatch.setattr(mpi.shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
     here = assign_slots([Host("localhost", 4)], 4)
-    assert mpi.needs_no_tcp(here, set(), {}, [])
-    assert not mpi.needs_no_tcp(here, {"localhost"}, {}, [])  # elsewhere, nobody looked whether there is room
-    assert not mpi.needs_no_tcp(SLOTS, set(), {}, [])
-    assert not mpi.needs_no_tcp(here, set(), {"OMPI_MCA_btl": "tcp,self"}, [])
-    assert not mpi.needs_no_tcp(here, set(), {}, ["--mca", "btl", "tcp,self"])
+    assert mpi.needs_no_tcp(job(here), [])
+    assert not mpi.needs_no_tcp(job(here, {"localhost"}), [])  # elsewhere, nobody looked whether there is room
+    assert not mpi.needs_no_tcp(job(), [])
+    assert not mpi.needs_no_tcp(job(here, environment={"OMPI_MCA_btl": "tcp,self"}), [])
+    assert not mpi.needs_no_tcp(job(here), ["--mca", "btl", "tcp,self"])
     free["bytes"] = 64 << 20  # what Docker gives, and 4 ranks would fill to the last byte
-    assert not mpi.needs_no_tcp(here, set(), {}, [])
+    assert not mpi.needs_no_tcp(job(here), [])
     assert after(mpirun_argv(without_tcp=True), "btl") == "^tcp"
     assert "btl" not in mpirun_argv()
 
@@ -85,7 +80,7 @@ def test_mpirun_does_without_tcp_where_all_ranks_are_here_and_memory_has_room(mo
 def test_over_several_hosts_mpirun_has_the_time_to_hear_who_died():
     assert after(mpirun_argv(), "opal_abort_delay") == "1"
     assert mpirun_argv(mpi_args=["--mca", "opal_abort_delay", "5"]).count("opal_abort_delay") == 1
-    assert "opal_abort_delay" not in mpirun_argv(slots=assign_slots([Host("a", 2)], 2))
+    assert "opal_abort_delay" not in mpirun_argv(placements=assign_slots([Host("a", 2)], 2))
 
 
 def test_flags_become_horovods_variables():
@@ -180,8 +175,8 @@ def test_the_secret_of_another_job_is_not_inherited_but_the_users_own_is():
 @pytest.mark.parametrize(("environment", "made"), [({}, True), ({"HVDKIT_SECRET_FILE": "/s"}, False)])
 def test_all_ranks_get_one_secret_by_standard_input_unless_the_user_has_one(environment, made):
     slots = assign_slots([Host("localhost", 2), Host("other", 2)], 4)
-    with gloo.meeting_point(slots[:2], set(), [], 22) as point:
-        children = gloo.children(["x"], slots, environment, point, {"other"}, [], Ssh(), Output(4))
+    with gloo.meeting_point(job(slots[:2])) as point:
+        children = gloo.children(job(slots, {"other"}, environment), point)
     assert len({child.secret for child in children}) == 1
     for child in children:
         assert bool(child.secret) == made
@@ -213,23 +208,26 @@ def test_this_machine_is_known_by_all_its_names():
 
 def test_ranks_on_this_machine_alone_meet_on_its_loopback():
     slots = assign_slots([Host("localhost", 2)], 2)
-    with gloo.meeting_point(slots, set(), [], 22) as point:
+    with gloo.meeting_point(job(slots)) as point:
         assert point.socket.getsockname() == (gloo.LOOPBACK, point.port)
-        first = gloo.rank_environment(slots[0], point, [], one_host=True)
-        second = gloo.rank_environment(slots[1], point, [], one_host=True)
+        first = gloo.rank_environment(job(slots), slots[0], point)
+        second = gloo.rank_environment(job(slots), slots[1], point)
     assert "HVDKIT_RENDEZVOUS_FD" in first
     assert "HVDKIT_RENDEZVOUS_FD" not in second
-    assert gloo.rank_environment(slots[1], point, ["e0", "e1"], one_host=True)["GLOO_SOCKET_IFNAME"] == "e0,e1"
+    named = job(slots, interfaces=["e0", "e1"], environment={"GLOO_SOCKET_IFNAME": "e2"})
+    assert gloo.rank_environment(named, slots[1], point)["GLOO_SOCKET_IFNAME"] == "e0,e1"
+    callers = job(slots, environment={"GLOO_SOCKET_IFNAME": "e2"})
+    assert gloo.rank_environment(callers, slots[1], point)["GLOO_SOCKET_IFNAME"] == "e2"
 
 
 def test_ranks_meet_where_rank_0_runs():
-    with gloo.meeting_point(SLOTS, {"a", "b"}, [], 22) as point:
+    with gloo.meeting_point(job(remote={"a", "b"})) as point:
         assert (point.address, point.socket) == ("a", None)
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match="no-such"):
-        gloo.interface_address("no-such")
+        gloo.own_address("other", ["no-such"], 22)
 
 
 def test_the_worker_needs_nothing_but_the_standard_library():

@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from hvdkit.launch import controller
-from hvdkit.launch.errors import LaunchError, UsageError
-from hvdkit.launch.starters import mpi
+from hvdkit.launch import LaunchError, UsageError, mpi
 from tests.launch.launching import call, call_bare
 
 MPIRUN = mpi.Mpirun("/bin/mpirun")
@@ -35,8 +33,8 @@ SHOW = "import os; print(os.environ.get('OMPI_COMM_WORLD_SIZE'), os.environ['HVD
 )
 def test_what_was_asked_for_is_what_ranks_get(monkeypatch, flag, asked, size, mpirun, transport):
     monkeypatch.setattr(mpi, "find_mpirun", lambda: MPIRUN)
-    found = controller.find(flag, asked, size)
-    assert (found.mpirun, found.transport) == (MPIRUN.path if mpirun else None, transport)
+    chosen = mpi.choose_controller(flag, asked, size)
+    assert (chosen.mpirun, chosen.transport) == (MPIRUN.path if mpirun else None, transport)
 
 
 @pytest.mark.parametrize(
@@ -45,24 +43,24 @@ def test_what_was_asked_for_is_what_ranks_get(monkeypatch, flag, asked, size, mp
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_flag_and_a_variable_that_contradict_each_other_are_both_named(flag, asked, size):
     with pytest.raises(UsageError, match=f"--{flag} and HVDKIT_TRANSPORT={asked} contradict each other"):
-        controller.find(flag, asked, size)
+        mpi.choose_controller(flag, asked, size)
 
 
 def test_several_processes_cannot_be_solo():
     with pytest.raises(UsageError, match="HVDKIT_TRANSPORT=solo is for one process, but -np 2"):
-        controller.find(None, "solo", 2)
+        mpi.choose_controller(None, "solo", 2)
 
 
 def test_without_an_mpirun_ranks_are_started_one_by_one_unless_mpi_was_asked_for(monkeypatch):
     monkeypatch.setattr(mpi, "find_mpirun", lambda: NO_MPIRUN)
-    assert controller.find(None, "auto", 2) == controller.Controller(
+    assert mpi.choose_controller(None, "auto", 2) == mpi.Controller(
         None, "torch", "without MPI: mpi4py is not installed"
     )
-    assert controller.find(None, "horovod", 2).transport == "horovod"
+    assert mpi.choose_controller(None, "horovod", 2).transport == "horovod"
     with pytest.raises(LaunchError, match="--mpi cannot be used: mpi4py is not installed"):
-        controller.find("mpi", "auto", 2)
+        mpi.choose_controller("mpi", "auto", 2)
     with pytest.raises(LaunchError, match="HVDKIT_TRANSPORT=mpi cannot be used: mpi4py is not installed"):
-        controller.find(None, "mpi", 2)
+        mpi.choose_controller(None, "mpi", 2)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hvdkit.launch.errors import UsageError
+from hvdkit.launch import UsageError
 from hvdkit.launch.options import parse
 from tests.launch.launching import call_bare
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.launch.errors import UsageError
-from hvdkit.launch.hosts import Host, Slot, assign_slots, parse_hostfile, parse_hosts
+from hvdkit.launch import UsageError
+from hvdkit.launch.hosts import Host, Placement, assign_slots, parse_hostfile, parse_hosts
 
 
 def test_host_strings():
@@ -43,11 +43,11 @@ def test_malformed_host_files_are_refused(text):
 def test_slots_count_local_and_cross_ranks():
     slots = assign_slots([Host("a", 2), Host("b", 1), Host("c", 3)], 5)
     assert slots == [
-        Slot("a", 0, 5, 0, 2, 0, 3),
-        Slot("a", 1, 5, 1, 2, 0, 2),
-        Slot("b", 2, 5, 0, 1, 1, 3),
-        Slot("c", 3, 5, 0, 2, 2, 3),
-        Slot("c", 4, 5, 1, 2, 1, 2),
+        Placement("a", 0, 5, 0, 2, 0, 3),
+        Placement("a", 1, 5, 1, 2, 0, 2),
+        Placement("b", 2, 5, 0, 1, 1, 3),
+        Placement("c", 3, 5, 0, 2, 2, 3),
+        Placement("c", 4, 5, 1, 2, 1, 2),
     ]
 
 

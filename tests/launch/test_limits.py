@@ -12,7 +12,7 @@ import pytest
 
 from hvdkit.environments import limits
 from hvdkit.launch import main
-from hvdkit.launch.starters.mpirun_output import find_shortage
+from hvdkit.launch.mpirun_output import find_shortage
 from tests.launch.launching import PATIENCE_SECONDS, environment
 from tests.ranks import ROOT
 

@@ -11,8 +11,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure
 from hvdkit.launch.output import LineSplitter
-from hvdkit.launch.starters.mpirun_output import Failure, MpirunStream, find_failure
 from tests.ranks import ROOT
 
 DASHES = b"-" * 74 + b"\n"
@@ -101,10 +101,10 @@ def test_what_mpi_says_of_its_end_in_a_ranks_name_is_left_out(places, end):
 
 
 def test_mpiruns_reports_name_the_first_rank_that_failed():
-    assert find_failure(EXITED, 3) == Failure(1, 3)
-    assert find_failure(KILLED, 137) == Failure(2, -9, "h1")
-    assert find_failure(ABORTED, 7) == Failure(1, 7, "h1", "aborted")
-    assert find_failure(LEFT, 1) == Failure(1, 1, "h1", "left without MPI_Finalize")
+    assert find_failure(EXITED, 3) == RankFailure(1, 3)
+    assert find_failure(KILLED, 137) == RankFailure(2, -9, "h1")
+    assert find_failure(ABORTED, 7) == RankFailure(1, 7, "h1", "aborted")
+    assert find_failure(LEFT, 1) == RankFailure(1, 1, "h1", "left without MPI_Finalize")
     assert find_failure(b"something else went wrong", 1) is None
 
 
@@ -145,7 +145,7 @@ def test_that_a_rank_has_called_for_the_end_of_the_job_is_seen(places):
     for piece in cut(ABORTING, places):
         stream.feed(piece)
     assert stream.aborting
-    assert stream.aborted == Failure(1, 7, how="aborted")
+    assert stream.aborted == RankFailure(1, 7, how="aborted")
 
 
 def test_the_rank_of_another_communicator_is_no_rank_of_the_job():

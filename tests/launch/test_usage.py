@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.launch.errors import CommandNotFoundError
+from hvdkit.launch import CommandNotFoundError
 from hvdkit.launch.main import check_command
 from tests.launch.launching import call, call_bare, environment
 

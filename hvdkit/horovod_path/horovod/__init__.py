@@ -1,4 +1,4 @@
-"""Found in place of Horovod where hvdkitrun --as-horovod started the process."""
+"""The package ``horovod`` in processes that hvdkitrun --as-horovod started."""
 
 if __name__ == "horovod":
     from hvdkit.as_horovod import install

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hvdkit.environments.hvdkitrun import HOROVODRUN
+from hvdkit.environments.launchers import HOROVODRUN
 from hvdkit.transports import AUTO, Candidate, Job, choose, register
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from hvdkit.environments.horovod_engine import variables
-from hvdkit.environments.variables import for_a_while
+from hvdkit.environments.libraries import for_a_while, horovod_variables
 from hvdkit.transports.waiters import Call
 
 logger = logging.getLogger("hvdkit")
@@ -101,7 +100,7 @@ class NativeHorovod:
         self._shutdown = Call(self._calls.horovod_shutdown, THREAD)
         numbers = (ctypes.c_int * len(members))(*members)
         start = Call(lambda: bool(self._calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
-        with for_a_while(variables(controller, rank, size, meeting, silence_seconds, interface)):
+        with for_a_while(horovod_variables(controller, rank, size, meeting, silence_seconds, interface)):
             if not start.within(timeout_seconds):
                 self._stuck = f"it was not ready after {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"
                 return self._stuck

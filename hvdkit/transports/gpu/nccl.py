@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hvdkit.environments.variables import for_a_while, nccl_host
+from hvdkit.environments.libraries import for_a_while, nccl_host
 from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.gpu.device import CudaStream, TorchDeviceCollectives
 from hvdkit.transports.security.admission import unsealed

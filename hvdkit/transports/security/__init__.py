@@ -12,7 +12,7 @@
   nonce of its own there; rank 0 answers with a digest of all. A rank that follows a dead rank 0 finds no answer, or one
   that is not to its own nonce, and goes over to the next rank 0; a rank 0 that was only taken for dead sees its
   successor before it answers, and gives up.
-- A secret of the job (``environments/secret``): from ``hvdkitrun`` by the standard input of its workers, which keep it
+- A secret of the job (``environments/network``): from ``hvdkitrun`` by the standard input of its workers, which keep it
   in a memory file that the rank opens by ``/proc``; under mpirun by MPI; else the user's file, or none.
 - Proofs (``transports/security/credentials``, pure; ``transports/security/admission``): all HMACs are over the job, the
   generation and a label, so nothing can be shown twice or elsewhere. Each rank tells a nonce, and the secret of the

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hvdkit.environments.base import Rendezvous, World
-from hvdkit.environments.secret import job_secret
+from hvdkit.environments.network import job_secret
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.mpi import MEETING_TAG, start_mpi

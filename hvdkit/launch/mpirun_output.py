@@ -1,6 +1,6 @@
-"""What mpirun prints, taken apart: the bytes of each rank and stream, and mpirun's own words about how the job ended.
+"""A parser of mpirun's output: the bytes of each rank and stream, and mpirun's own report of the job's end.
 
-``mpirun --output tag:raw`` writes ``[1,0]<stdout>: `` in front of every piece that a rank wrote, as it comes, so that
+``mpirun --output tag:raw`` writes ``[1,0]<stdout>: `` in front of everything that a rank writes, as it comes, so that
 a progress bar shows at once. Its own reports stand between two lines of dashes, without a tag.
 """
 
@@ -17,22 +17,32 @@ _PARTIAL_TAG = re.compile(rb"\[(\d+(,(\d+(\](<([a-z]*(>:?)?)?)?)?)?)?)?\Z")
 _DASHES = rb"-{60,76}"
 _REPORT = re.compile(_DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
 _PARTIAL_REPORT = re.compile(rb"(?:-{1,76}|" + _DASHES + rb"\n[^\n]*)\Z")
-# What MPI says when a rank calls for the end of the job.
+_REPORT_END = re.compile(rb"\n" + _DASHES + rb"\n")
+# MPI's message when a rank calls for the end of the job.
 _ABORTING = re.compile(
     _DASHES + rb"\nMPI_ABORT was invoked on rank \d+ in communicator"
     rb"(?: MPI_COMM_WORLD\n  Proc: \[\[\d+,\d+\],(?P<rank>\d+)\]\n  Errorcode: (?P<code>\d+)\n)?"
 )
 _LONGEST_ABORTING = 400
-# What it says to users then, in a rank's name, and what may become that at the end of a piece. Who ended the job is
-# told once, by hvdkitrun; the byte at its end would have grep take a log for a binary file.
+# The banner that MPI then prints in a rank's name, and what may become a banner at the end of the data. It is left out:
+# hvdkitrun says once which rank ended the job, and the zero byte at its end makes grep take a log for a binary file.
 _BANNER_BEGIN = b"MPI_ABORT was invoked on rank "
 _BANNER = re.compile(_DASHES + rb"\n" + _BANNER_BEGIN + rb".*?\n" + _DASHES + rb"\n\0?", re.DOTALL)
 _PARTIAL_BANNER = re.compile(rb"-{1,76}\Z|" + _DASHES + rb"\n")
-_REPORT_END = re.compile(rb"\n" + _DASHES + rb"\n")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The first rank that failed, as mpirun reports it. ``code`` is negative for a signal."""
+
+    rank: int
+    code: int
+    host: str | None = None
+    how: str = "exited"  # "exited", "aborted" or "left without MPI_Finalize"
 
 
 class MpirunStream:
-    """One of mpirun's two streams. ``write(rank, stream, data)`` gets what ranks wrote."""
+    """A parser of one of mpirun's two streams. ``write(rank, stream, data)`` receives what ranks wrote."""
 
     def __init__(self, write: Callable[[int, str, bytes], None]) -> None:
         self._write = write
@@ -41,24 +51,24 @@ class MpirunStream:
         self._in_report = False
         self.own_words = b""
         self.aborting = False  # a rank has called for the job's end
-        self.aborted: Failure | None = None  # the rank that called, and its exit code, once they are known
+        self.aborted: RankFailure | None = None  # that rank and its exit code, once they are read
         self._latest = b""
-        self._held: dict[tuple[int, str], bytes] = {}  # what may be the beginning of a banner
+        self._held: dict[tuple[int, str], bytes] = {}  # data that may begin a banner
         self._after_banner: set[tuple[int, str]] = set()
 
     def feed(self, data: bytes) -> None:
-        """More bytes from mpirun; a piece that may be the start of a tag waits for the rest."""
+        """Parse more bytes of mpirun. Bytes that may begin a tag wait for the rest."""
         self._buffer += data
         self._latest = self._latest[-_LONGEST_ABORTING:] + data
         if self.aborted is None and (match := _ABORTING.search(self._latest)):
             self.aborting = True
             if match["rank"]:
-                self.aborted = Failure(int(match["rank"]), int(match["code"]), how="aborted")
+                self.aborted = RankFailure(int(match["rank"]), int(match["code"]), how="aborted")
         while self._step():
             pass
 
     def close(self) -> None:
-        """No more bytes will come."""
+        """Hand on what is left, at the end of the stream."""
         self._hand_on(self._buffer)
         self._buffer = b""
         for source, data in self._held.items():
@@ -66,7 +76,7 @@ class MpirunStream:
         self._held.clear()
 
     def _step(self) -> bool:
-        """Take one piece off the buffer; whether more may follow."""
+        """Take a report, or the data up to a tag, off the buffer. Return True if more may follow."""
         buffer = self._buffer
         if self._in_report:
             end = _REPORT_END.search(buffer)
@@ -92,11 +102,9 @@ class MpirunStream:
         return False
 
     def _hand_on(self, data: bytes) -> None:
-        if not data:
-            return
         if self._source is None or self._in_report:
             self.own_words += data
-        else:
+        elif data:
             self._write_without_banner(self._source, data)
 
     def _write_without_banner(self, source: tuple[int, str], data: bytes) -> None:
@@ -117,20 +125,10 @@ class MpirunStream:
             self._write(*source, data)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first rank that failed, as mpirun tells it. ``code`` is negative for a signal."""
-
-    rank: int
-    code: int
-    host: str | None = None
-    how: str = "exited"  # "exited", "aborted" or "left without MPI_Finalize"
-
-
 def find_shortage(own_words: bytes) -> str | None:
-    """The limit of the system because of which mpirun did not start the ranks, in a sentence; None for other reasons.
+    """Return a sentence about the system's limit that kept mpirun from starting the ranks; None for other reasons.
 
-    mpirun tells of it in words of its own code, or not at all.
+    mpirun reports limits by internal names, if at all.
     """
     text = own_words.decode(errors="replace")
     if re.search(r"Too many open files|PMIX_ERR_SYS_LIMITS", text):
@@ -145,15 +143,16 @@ def find_shortage(own_words: bytes) -> str | None:
     return None
 
 
-def find_failure(own_words: bytes, status: int) -> Failure | None:
-    """Read mpirun's report; ``status`` is its exit status. None if it does not speak of a rank."""
+def find_failure(own_words: bytes, status: int) -> RankFailure | None:
+    """Return the failure in mpirun's report, None if it names no rank. ``status``: mpirun's exit status."""
     text = " ".join(own_words.decode(errors="replace").split())
     if match := re.search(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)", text):
-        return Failure(int(match[1]), int(match[2]))
-    if match := re.search(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)", text):
-        return Failure(int(match[1]), -int(match[3]), match[2])
-    if match := re.search(r'process rank (\d+) with PID \d+ on node (\S+) calling "abort"', text):
-        return Failure(int(match[1]), status, match[2], "aborted")
-    if match := re.search(r"process rank (\d+) with PID \d+ on node (\S+) exiting improperly", text):
-        return Failure(int(match[1]), status, match[2], "left without MPI_Finalize")
+        return RankFailure(int(match[1]), int(match[2]))
+    process = r"process rank (\d+) with PID \d+ on node (\S+) "
+    if match := re.search(process + r"exited on signal (\d+)", text):
+        return RankFailure(int(match[1]), -int(match[3]), match[2])
+    if match := re.search(process + r'calling "abort"', text):
+        return RankFailure(int(match[1]), status, match[2], "aborted")
+    if match := re.search(process + r"exiting improperly", text):
+        return RankFailure(int(match[1]), status, match[2], "left without MPI_Finalize")
     return None

@@ -1,4 +1,4 @@
-"""Other hosts: which are this machine, can the rest be reached, and the command that runs a worker there."""
+"""Other hosts: which names are this machine, which hosts can be reached, and the command that runs a worker there."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hvdkit.launch.errors import LaunchError
-from hvdkit.launch.supervise import WORKER
+from hvdkit.environments import network
+from hvdkit.launch import LaunchError
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """How to call ssh. ``connect_timeout`` is in seconds."""
+    """The options of ssh calls. ``connect_timeout`` is in seconds."""
 
     port: int | None = None
     identity_file: str | None = None
     connect_timeout: float = 30.0
 
     def login_options(self) -> list[str]:
-        """The options that say where and as whom."""
+        """Return the options for port and key."""
         options = [] if self.port is None else ["-p", str(self.port)]
         return options if self.identity_file is None else [*options, "-i", self.identity_file]
 
     def argv(self, host: str, command: Iterable[str]) -> list[str]:
-        """The ssh command that runs ``command`` on ``host``, every word quoted for the shell there."""
+        """Return the ssh command that runs ``command`` on ``host``, every word quoted for the shell there."""
         settings = (
             "BatchMode=yes",  # never ask: nobody would see the question
             "StrictHostKeyChecking=accept-new",  # a key that changed is still refused
@@ -40,39 +40,23 @@ class Ssh:
         options = [word for setting in settings for word in ("-o", setting)]
         return ["ssh", *options, *self.login_options(), host, shlex.join(command)]
 
-    def worker(self, host: str) -> list[str]:
-        """The command that runs a worker on ``host``; hvdkit must lie at the same path there."""
-        return self.argv(host, WORKER)
-
 
 def is_local(host: str) -> bool:
-    """Whether the name means this machine: only an address of its own can be bound here."""
+    """True if the name means this machine."""
     if host in ("localhost", socket.gethostname()):
         return True
     try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        return any(map(network.is_own, network.addresses_of(host)))
     except OSError:
-        return False  # ssh may know it by its own configuration, or will say why not
-    for family, kind, protocol, _, address in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-        except OSError:
-            continue
-    return False
+        return False  # ssh may know the host by its own configuration, or will say why not
 
 
 def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
-    """Log in to all hosts at the same time.
-
-    Raises:
-        LaunchError: it names every host that cannot be reached, and ssh's reason.
-    """
+    """Log in to all hosts at the same time. Raises LaunchError with every unreachable host and ssh's reason."""
     with contextlib.ExitStack() as stack:
-        calls = {host: stack.enter_context(_Login(host, ssh)) for host in hosts}
+        logins = {host: stack.enter_context(_Login(host, ssh)) for host in hosts}
         deadline = time.monotonic() + ssh.connect_timeout
-        reasons = {host: call.problem(deadline) for host, call in calls.items()}
+        reasons = {host: login.problem(deadline) for host, login in logins.items()}
     unreachable = {host: reason for host, reason in reasons.items() if reason is not None}
     if unreachable:
         problems = [f"cannot reach host {host} by ssh: {reason}" for host, reason in unreachable.items()]
@@ -82,7 +66,7 @@ def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
 
 
 class _Login:
-    """One attempt to log in, ended when the ``with`` block is left."""
+    """An attempt to log in, which ends with the ``with`` block."""
 
     def __init__(self, host: str, ssh: Ssh) -> None:
         self._timeout = ssh.connect_timeout
@@ -104,7 +88,7 @@ class _Login:
         self._errors.close()
 
     def problem(self, deadline: float) -> str | None:
-        """Why the login failed, None if it worked."""
+        """Return why the login failed, None if it succeeded."""
         try:
             status = self._call.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

