@@ -1,9 +1,8 @@
-"""torch.distributed carries the bytes: a Gloo process group of our own, a thread waiting for each batch.
+"""A transport over torch.distributed: a Gloo process group of hvdkit's own, and NCCL for tensors on CUDA.
 
-Of Gloo's connections those are made over which buffers go. Each end tells the other that it wants one, since Gloo,
-which makes it when both use it, would have the first one wait. ``GlooTransport`` carries between ranks that know each
-other, ``TorchTransport`` lets the ranks of a job meet. There tensors on CUDA may travel by NCCL, in process groups of
-our own too.
+``GlooTransport`` carries buffers between ranks that know each other; in ``TorchTransport`` the ranks of a job meet
+first. Gloo connects two ranks when both use the connection, and makes the first one wait for the second. Therefore each
+rank tells the other that it wants the connection, and uses it when both want it.
 """
 
 from __future__ import annotations
@@ -46,12 +45,14 @@ logger = logging.getLogger("hvdkit")
 # Gloo breaks every connection when one of its own waits times out; deadlines are the engine's, per peer.
 NEVER = timedelta(days=3650)
 PROOF_TAG = 1 << 26  # above every tag of a collective
-# Gloo waits so long for a rank that wants a connection too, but whose Python may be busy.
+# Gloo waits this long for the peer of a new connection, whose Python may be busy.
 CONNECTING_SECONDS = 600.0
+# Transfers of at most so many bytes never wait for others: there latency counts.
+SMALL_BYTES = 1 << 16
 
 
 class TorchTransfer:
-    """One send or receive of the process group. A waiter thread finishes it; see ``GlooTransport.watch``."""
+    """A send or receive of the process group, which a waiter thread completes; see ``GlooTransport.watch``."""
 
     __slots__ = ("_begun", "_buffer", "_error", "_finished", "_work", "peer")
 
@@ -63,8 +64,13 @@ class TorchTransfer:
         self._finished = False
         self._error: Exception | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the buffer."""
+        return self._buffer.nbytes
+
     def begin(self, call: Callable[..., Any], tag: int) -> None:
-        """Hand it to Gloo. An error is kept for ``done()``."""
+        """Hand the buffer to Gloo. An error is kept for ``done()``."""
         try:
             self._work = call([torch.from_numpy(self._buffer)], self.peer, tag)
         except RuntimeError as error:
@@ -73,11 +79,11 @@ class TorchTransfer:
             self._begun.set()
 
     def wait_for_connection(self) -> None:
-        """It begins, or fails, later."""
+        """Have ``wait`` block until ``begin`` or ``fail`` is called."""
         self._begun = threading.Event()
 
     def fail(self, error: Exception) -> None:
-        """There will be no connection."""
+        """Keep ``error`` for ``done()``: the connection was not made."""
         self._error = error
         if self._begun is not None:
             self._begun.set()
@@ -89,11 +95,12 @@ class TorchTransfer:
         if self._work is not None:
             try:
                 self._work.wait(NEVER)
-            except Exception as error:  # kept, and raised by done() where the engine names tensor and rank
+            except Exception as error:  # raised by done(), where the engine names tensor and rank
                 self._error = error
         self._finished = True
 
     def done(self) -> bool:
+        """True if the buffer may be used again. Raises PeerLostError if the connection broke."""
         if self._finished and self._error is not None:
             reason = str(self._error).splitlines()[0]
             raise PeerLostError(f"the connection to rank {self.peer} broke: {reason}", self.peer) from self._error
@@ -101,22 +108,22 @@ class TorchTransfer:
 
 
 class _Pair:
-    """Gloo's connection to a peer: both ends want it, then it is open, or has failed."""
+    """The state of Gloo's connection to a peer: both ends want it, then it is made and proven, or has failed."""
 
     __slots__ = ("error", "is_made", "is_open", "is_wanted", "peer_wants", "waiting")
 
     def __init__(self) -> None:
-        # Made: who is there has not shown yet who he is.
+        # After is_made, before is_open, the peer has not proven yet that it is a rank of the session.
         self.is_wanted = self.peer_wants = self.is_made = self.is_open = False
         self.error: Exception | None = None
         self.waiting: list[tuple[TorchTransfer, str, int]] = []
 
 
 class GlooTransport(Transport):
-    """Carries between the ranks of ``group``, a ProcessGroupGloo that connects late, on which nobody else sends.
+    """A transport between the ranks of ``group``, a ProcessGroupGloo that connects late and that nothing else uses.
 
-    ``store`` is what it was made with. Others connect to ``listener`` to say something; ``meeting`` has where they
-    listen for that.
+    ``store`` is the store of ``group``. Other ranks open connections for control messages to ``listener``; ``meeting``
+    has the addresses at which they themselves listen.
     """
 
     name = "gloo"
@@ -124,7 +131,7 @@ class GlooTransport(Transport):
 
     def __init__(self, rank: int, size: int, group: Any, store: Any, listener: socket.socket, meeting: Meeting) -> None:
         self.rank, self.size, self._group, self._session = rank, size, group, meeting.session
-        self._store = store  # kept, since the group asks it, which may be an object of Python, whenever it connects
+        self._store = store  # kept alive: it may be a Python object, and the group reads it when it connects
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
         self._inbox: deque[tuple[int, bytes]] = deque()
@@ -132,17 +139,18 @@ class GlooTransport(Transport):
         self._pairs = [_Pair() for _ in range(size)]
         self._pairs_lock = threading.Lock()
         self._device_collectives: list[DeviceCollectives] = []
-        self._control = ControlConnections(rank, listener, meeting.places, meeting.session, self._heard, self._loses)
+        self._control = ControlConnections(rank, listener, meeting.places, meeting.session, self._receive, self._lose)
         if rank:
-            self._control.send(0, MESSAGE, b"")  # that this rank dies before it has said anything is noticed too
+            # Rank 0 so notices the end of this rank also before this rank has sent a message.
+            self._control.send(0, MESSAGE, b"")
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
-        return self._posted("send", buffer, peer, tag)
+        return self._post("send", buffer, peer, tag)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
-        return self._posted("recv", buffer, peer, tag)
+        return self._post("recv", buffer, peer, tag)
 
-    def _posted(self, call: str, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
+    def _post(self, call: str, buffer: Bytes, peer: int, tag: int) -> TorchTransfer:
         transfer, pair = TorchTransfer(buffer, peer), self._pairs[peer]
         if not pair.is_open:
             with self._pairs_lock:
@@ -152,8 +160,8 @@ class GlooTransport(Transport):
                 if not pair.is_open:
                     transfer.wait_for_connection()
                     pair.waiting.append((transfer, call, tag))
-                    asks, pair.is_wanted = not pair.is_wanted, True
-                    if asks:
+                    if not pair.is_wanted:
+                        pair.is_wanted = True
                         self._control.send(peer, PAIR, b"")
                         if pair.peer_wants:
                             self._waiters.run(partial(self._connect, peer))
@@ -162,7 +170,7 @@ class GlooTransport(Transport):
         return transfer
 
     def _connect(self, peer: int) -> None:
-        """On a waiter thread, once both ends want it: have Gloo connect, and see who is there."""
+        """Have Gloo connect to ``peer``, which wants it too, and check its proof. Runs on a waiter thread."""
         pair, group = self._pairs[peer], self._group
         error: Exception | None = None
         try:
@@ -180,9 +188,9 @@ class GlooTransport(Transport):
             pair.is_open = pair.error is None
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
-        """Finish these transfers on one waiter thread, then wake the engine."""
-        # What waits for several is done when these are, which are watched by themselves.
-        transfers = [one for one in transfers if not hasattr(one, "awaited")]
+        """Complete these transfers on a waiter thread, then call the waker."""
+        # A transfer with ``awaited`` is done when others are, which are watched by themselves.
+        transfers = [transfer for transfer in transfers if not hasattr(transfer, "awaited")]
         if not transfers:
             return
 
@@ -192,7 +200,13 @@ class GlooTransport(Transport):
                 transfer.wait()
             self._waker()
 
-        self._waiters.run(wait_for_all)
+        nbytes = sum(transfer.nbytes for transfer in transfers if isinstance(transfer, TorchTransfer))
+        run = self._waiters.run if nbytes <= SMALL_BYTES else self._waiters.run_in_turn
+        run(wait_for_all)
+
+    def advance(self) -> bool:
+        self._waiters.relieve()
+        return False
 
     def send_control(self, peer: int, payload: bytes) -> None:
         self._control.send(peer, MESSAGE, payload)
@@ -209,7 +223,7 @@ class GlooTransport(Transport):
     def lost_peers(self) -> dict[int, str]:
         return dict(self._lost)
 
-    def _heard(self, peer: int, kind: int, payload: bytes) -> None:
+    def _receive(self, peer: int, kind: int, payload: bytes) -> None:
         if kind == PAIR:
             pair = self._pairs[peer]
             with self._pairs_lock:
@@ -220,14 +234,14 @@ class GlooTransport(Transport):
             self._inbox.append((peer, payload))
             self._waker()
 
-    def _loses(self, peer: int, how: str) -> None:
-        self._lost[peer] = how
+    def _lose(self, peer: int, reason: str) -> None:
+        self._lost[peer] = reason
         self._waker()
 
     def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
         needless = {*carried, *unspoken}
         for peer in set(range(self.rank)) - needless:
-            self._control.send(peer, MESSAGE, b"")  # who is spoken with is watched from now on
+            self._control.send(peer, MESSAGE, b"")  # from now on the end of that connection tells of a loss
         self._control.let_go(needless)  # before another rank breaks its connection to this one
         agree()
         if len(carried) == self.size - 1:
@@ -237,15 +251,15 @@ class GlooTransport(Transport):
             self._control.drop()
 
     def close(self, graceful: bool) -> None:
-        """Break the connections, so that every thread of ours ends before the process does."""
+        """Break the connections, so that all threads of this transport end before the process does."""
         self._waker = lambda: None
         for collectives in self._device_collectives:
-            collectives.close()  # ends what waiter threads may be waiting for
+            collectives.close()  # ends the waits of waiter threads for a device
         self._device_collectives.clear()
         self._end()
 
     def _end(self) -> None:
-        """Give back connections, threads and what Gloo has."""
+        """Give back connections, threads and Gloo's memory."""
         self._control.close()
         with self._pairs_lock:
             for pair in self._pairs:
@@ -260,7 +274,7 @@ class GlooTransport(Transport):
         self._group = self._store = None
 
     def _break_connection(self, peer: int) -> None:
-        """Gloo has no call for it, but it closes a connection on which a wait has timed out."""
+        """Break a connection by a wait that times out, since Gloo has no other call that closes it."""
         if self._group is None:
             return
         try:
@@ -270,11 +284,11 @@ class GlooTransport(Transport):
             logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
 
     def abort(self, code: int) -> None:
-        """Peers notice the broken connections when this process ends; there is no job-wide end to call for."""
+        """Do nothing: when this process ends, the peers notice their broken connections."""
 
 
 class TorchTransport(GlooTransport):
-    """Ranks that meet at a store. Construction is collective."""
+    """The transport of ranks that meet at a store. Construction is collective."""
 
     name = "torch"
 
@@ -309,7 +323,7 @@ class TorchTransport(GlooTransport):
         meeting, members = self._meeting, list(members)
         if meeting is None or device.partition(":")[0] not in self.device_types:
             return None
-        # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
+        # The prefix has the members, since jobs of different ranks (init(comm=[...])) may share the store.
         prefix = f"device/{label}/{'-'.join(map(str, members))}"
         store = SealedStore(meeting.store, prefix, meeting.session)
         if members.index(self.rank) == 0:
@@ -326,7 +340,7 @@ class TorchTransport(GlooTransport):
 
     def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
         super().settle(carried, unspoken, agree)
-        if self._group is None and not self.device_types:  # else more is agreed on at the store
+        if self._group is None and not self.device_types:  # device collectives would meet at the store
             self._meeting = None
 
     def close(self, graceful: bool) -> None:
@@ -336,14 +350,14 @@ class TorchTransport(GlooTransport):
 
 
 def open_gloo(store: Any, rank: int, size: int, addresses: Sequence[str], timeout_seconds: float) -> Any:
-    """A ProcessGroupGloo that listens at the addresses, and connects two ranks when both use it.
+    """Return a ProcessGroupGloo that listens at the addresses, and connects two ranks when both use it.
 
     Raises TransportUnavailableError.
     """
-    gloo: Any = dist.ProcessGroupGloo  # its point-to-point calls are missing from the stubs
+    gloo: Any = dist.ProcessGroupGloo  # the stubs lack its point-to-point calls
     options = gloo._Options()
     options._timeout = timedelta(seconds=CONNECTING_SECONDS)
-    # Left to itself, Gloo looks up the host's name, which may lead out of the machine or nowhere.
+    # By default, Gloo looks up the host's name, which may lead out of the machine or nowhere.
     options._devices = [gloo.create_device(hostname=address, lazy_init=True) for address in addresses]
     options._threads = 2 * len(options._devices)
     late = f"rank {rank} was not answered by the store where the ranks say where they listen.\n{STOPPED}"

@@ -83,7 +83,8 @@ class NodeTransport(Layer):
             self._messages.send_control(index, payload)
 
     def advance(self) -> bool:
-        return self._messages.progress()
+        moved = self._messages.progress()
+        return self.inner.advance() or moved if len(self.members) < self.size else moved
 
     def poll_control(self) -> list[tuple[int, bytes]]:
         messages = [(self.members[index], payload) for index, payload in self._messages.take_control()]
