@@ -81,11 +81,9 @@ class Solo(Candidate):
     most_ranks = 1
 
     def unavailable(self, job: Job) -> str | None:
-        """Return the problem if there are several ranks."""
         return None if job.world.size == 1 else f"is for one rank, this job has {job.world.size}."
 
     def open(self, job: Job) -> Transport:
-        """Connect nothing."""
         from hvdkit.transports.solo import SoloTransport
 
         return SoloTransport()
@@ -99,7 +97,6 @@ class Mpi(Candidate):
     carries_one_rank = True
 
     def unavailable(self, job: Job) -> str | None:
-        """Return the problem if mpi4py is missing or the ranks are no MPI job."""
         world = job.world
         if not job.installed("mpi4py"):
             return (
@@ -121,7 +118,6 @@ class Mpi(Candidate):
         return f"started by {job.world.launcher}, mpi4py is here"
 
     def open(self, job: Job) -> Transport:
-        """Start MPI, unless the script has started it."""
         from hvdkit.transports.mpi import open_mpi
 
         return open_mpi(job.world, job.start_timeout_seconds)
@@ -134,7 +130,6 @@ class TorchDistributed(Candidate):
     carries_one_rank = True
 
     def unavailable(self, job: Job) -> str | None:
-        """Return the problem if PyTorch is missing. Problems with the store show when the ranks meet."""
         if job.installed("torch"):
             return None
         return "needs PyTorch.\nHINT: pip install 'hvdkit[torch]', or start the job with mpirun and hvdkit[mpi]."
@@ -146,7 +141,6 @@ class TorchDistributed(Candidate):
         return "tensors on CUDA" if job.world.mpi else f"started by {job.world.launcher}"
 
     def open(self, job: Job) -> Transport:
-        """Meet the other ranks at a store."""
         from hvdkit.transports.torch_distributed import TorchTransport
 
         return TorchTransport(job.world, job.generation, job.start_timeout_seconds)
