@@ -22,7 +22,7 @@ Wait = Callable[[], None]
 
 CALLS_IN_TURN = 2
 STUCK_SECONDS = 0.1
-MOST_IDLE = 2  # idle threads that stay; further ones end
+MOST_IDLE = 4  # idle threads that stay; further ones end
 
 
 class Waiters:
