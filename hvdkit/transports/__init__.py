@@ -1,6 +1,6 @@
-"""Which transport carries this job, and why: the first of a list that is there and suits, or the one asked for.
+"""The choice of the transport of a job: the one asked for, or the first candidate that suits and is available.
 
-Imports no transport, for which see ``base``; ``hvdkitrun`` asks here too.
+This module imports no transport, so that ``hvdkitrun`` can use it; the contract of transports is in ``base``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hvdkit import config
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.transports.candidates import AUTO, Candidate, Job, Mpi, Solo, Torch
+from hvdkit.transports.candidates import AUTO, Candidate, Job, Mpi, Solo, TorchDistributed
 
 if TYPE_CHECKING:
     from hvdkit.transports.base import Transport
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "Candidate", "Job", "candidate", "choose", "open_transport", "register"]
 
 _SOLO = Solo()
-# In the order in which they are asked where nobody said which.
-_candidates: list[Candidate] = [_SOLO, Mpi(), Torch()]
+# In the order of preference.
+_candidates: list[Candidate] = [_SOLO, Mpi(), TorchDistributed()]
 
 
 def register(new: Candidate) -> None:
-    """Let ``HVDKIT_TRANSPORT`` name ``new``, which is also asked before all others.
+    """Let ``HVDKIT_TRANSPORT`` name ``new``, and prefer it to all other candidates.
 
-    Before ``hvd.init()``, and on all ranks. ``hvdkitrun``, another process, knows what is built in.
-    Raises ValueError where there is one of that name.
+    Call this before ``hvd.init()`` on all ranks; ``hvdkitrun`` is another process and knows built-in candidates only.
+    Raises ValueError if a candidate has this name.
     """
-    if new.name == AUTO or any(one.name == new.name for one in _candidates):
+    if new.name == AUTO or any(other.name == new.name for other in _candidates):
         raise ValueError(f"there is a transport {new.name!r} already")
     _candidates.insert(0, new)
     if new.name not in config.TRANSPORTS:
@@ -38,47 +38,50 @@ def register(new: Candidate) -> None:
 
 
 def candidate(name: str) -> Candidate:
-    """The one of that name. Raises TransportUnavailableError where nobody registered it."""
-    for one in _candidates:
-        if one.name == name:
-            return one
+    """Return the candidate of that name. Raises TransportUnavailableError if none is registered."""
+    for registered in _candidates:
+        if registered.name == name:
+            return registered
     raise TransportUnavailableError(
         f"there is no transport {name!r}.\nHINT: import what registers it before hvd.init()."
     )
 
 
 def choose(job: Job) -> tuple[Candidate, str]:
-    """What carries ``job``, and why it. Raises TransportUnavailableError that says what is missing and what to do."""
+    """Return the candidate that carries ``job``, and the reason.
+
+    Raises TransportUnavailableError that says what is missing and what to do.
+    """
     world = job.world
-    if world.size == 1 and not (job.asked != AUTO and candidate(job.asked).carries_one_rank):
+    if world.size == 1 and not (job.requested != AUTO and candidate(job.requested).carries_one_rank):
         return _SOLO, "one rank"
-    if job.asked != AUTO:
-        asked = candidate(job.asked)
-        if problem := asked.unavailable(job):
-            raise TransportUnavailableError(f"HVDKIT_TRANSPORT={asked.name} {problem}")
-        return asked, "HVDKIT_TRANSPORT"
-    suited = [(one, reason) for one in _candidates if (reason := one.suits(job))]
-    for one, reason in suited:
-        if one.unavailable(job) is None:
-            return one, reason
+    if job.requested != AUTO:
+        requested = candidate(job.requested)
+        if problem := requested.unavailable(job):
+            raise TransportUnavailableError(f"HVDKIT_TRANSPORT={requested.name} {problem}")
+        return requested, "HVDKIT_TRANSPORT"
+    suited = [(other, reason) for other in _candidates if (reason := other.suits(job))]
+    for other, reason in suited:
+        if other.unavailable(job) is None:
+            return other, reason
     hint = "start the job with hvdkitrun, torchrun or mpirun."
     if not job.installed("torch"):
         hint = "pip install 'hvdkit[torch]' or start the job with mpirun and hvdkit[mpi]."
-    problem = "".join(f": {one.name} {one.unavailable(job)}" for one, _ in suited[:1]) or f".\nHINT: {hint}"
+    problem = "".join(f": {other.name} {other.unavailable(job)}" for other, _ in suited[:1]) or f".\nHINT: {hint}"
     raise TransportUnavailableError(f"no transport for {world.size} ranks started by {world.launcher}{problem}")
 
 
 def open_transport(job: Job, members: Sequence[int] | None = None) -> Transport:
-    """Choose and open the transport; collective over ``members`` of the job's world (all ranks, if None).
+    """Choose and open the transport. Collective over ``members`` of the job's world (all ranks, if None).
 
-    The ranks of the transport are the places in ``members``.
+    A rank of the transport is an index in ``members``.
     """
     chosen, _ = choose(job)
     if members is not None:
         job = replace(job, world=job.world.part(members))
-        if job.world.size == 1 and not (job.asked != AUTO and chosen.carries_one_rank):
+        if job.world.size == 1 and not (job.requested != AUTO and chosen.carries_one_rank):
             chosen = _SOLO
     return chosen.open(job)
 
 
-importlib.import_module("hvdkit.plugins")  # here, so that its room may stand above this one
+importlib.import_module("hvdkit.plugins")  # by name, since the plug-ins import this package

@@ -1,5 +1,4 @@
-"""The contract every transport keeps: tagged bytes from rank to rank, small control messages, and perhaps collectives
-of a device."""
+"""The contract of transports: tagged bytes from rank to rank, control messages, and perhaps collectives of a device."""
 
 from __future__ import annotations
 
@@ -14,16 +13,17 @@ from hvdkit.compression import LossyCodec
 from hvdkit.kernels import ReduceOp, Scale
 
 Bytes = npt.NDArray[np.uint8]
-# Everyone's bytes on every rank, from one's own.
+# Takes this rank's bytes, and returns the bytes of all ranks.
 Exchange = Callable[[bytes], list[bytes]]
 
 CACHE_LINE = 64
 
 
 class Transfer(Protocol):
-    """One nonblocking send or receive."""
+    """A nonblocking send or receive."""
 
-    peer: int  # -1: several; which, a method ``awaited()`` tells where there is one, else all ranks of the group
+    # -1: several ranks. A method ``awaited()``, if there is one, returns them; otherwise all ranks of the group count.
+    peer: int
 
     def done(self) -> bool:
         """True when the buffer may be used again. Raises PeerLostError if the peer's connection broke."""
@@ -38,18 +38,18 @@ def aligned_empty(nbytes: int, alignment: int = CACHE_LINE) -> Bytes:
 
 
 class DeviceCollectives(ABC):
-    """Collectives on memory of a device, for the ranks of one group. All of them call these in the same order.
+    """Collectives on memory of a device for the ranks of a group, which call them in the same order.
 
-    Buffers are opaque here: contiguous tensors of a framework. ``after`` holds marks (or None) that the work waits for.
+    Buffers are contiguous tensors of a framework. The work waits for the marks ``after``, of which some may be None.
     """
 
     @abstractmethod
     def allocate(self, elements: int, dtype: str) -> Any:
-        """Flat memory of zeros that can be sliced and assigned to, like an array."""
+        """Return flat memory of zeros that can be sliced and assigned to, like an array."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """What the calling thread has given the device to do so far."""
+        """Return a mark behind the work that the calling thread has given the device so far."""
 
     @abstractmethod
     def allreduce(
@@ -65,16 +65,16 @@ class DeviceCollectives(ABC):
     ) -> Transfer:
         """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``.
 
-        ``debtors`` are those of them, and where each begins in ``memory``, to which what is owed there is added once
-        they are multiplied with ``prescale``.
+        ``debtors`` are the buffers that get residuals, each with the offset in ``memory`` at which its residual begins.
+        The residual is added after the buffer was multiplied by ``prescale``.
         """
 
     @abstractmethod
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> Any:
-        """What a codec keeps on the device of a flat buffer: arrays of these names, zeros at first.
+        """Return a codec's arrays of these names on the device for a flat buffer, filled with zeros.
 
-        ``gaps`` are the elements that belong to no tensor. It can ``pull`` what it keeps into a Memory of the host, and
-        ``push`` what is there to the device.
+        ``gaps`` are the elements that belong to no tensor. The returned object can ``pull`` the arrays into a Memory of
+        the host, and ``push`` them to the device.
         """
 
     @abstractmethod
@@ -92,55 +92,54 @@ class DeviceCollectives(ABC):
         after: Sequence[Any],
         debtors: Sequence[tuple[int, Any]] = (),
     ) -> Transfer:
-        """Replace tensors by ``scale * prescale`` times their sums, as far as the codec lets it through.
+        """Replace tensors by ``scale * prescale`` times their sums, as far as the codec transmits them.
 
-        ``parts`` are where each begins in ``buffer``, and the tensor; all are flat, and the buffer's content is lost.
-
-        ``way`` (that of the codec: two_phase, gather, sums), ``matrices`` (where tensors begin, their rows and columns)
-        and ``turn`` (how often the buffer was reduced before) are the same on all ranks. ``debtors``: as above.
+        ``parts`` has each flat tensor with its offset in ``buffer``, whose content is lost. ``way`` is the codec's
+        algorithm (two_phase, gather, sums), ``matrices`` has the offset, rows and columns of matrices, and ``turn``
+        counts earlier reductions of the buffer; these three are the same on all ranks. ``debtors``: see ``allreduce``.
         """
 
     @abstractmethod
     def broadcast(self, buffers: Sequence[Any], root: int, after: Sequence[Any]) -> Transfer:
-        """Replace each buffer by that of the member ``root``."""
+        """Replace each buffer by the buffer of the member ``root``."""
 
     @abstractmethod
     def allgather(
         self, buffers: Sequence[Any], rows: Sequence[Sequence[int]], after: Sequence[Any]
     ) -> tuple[list[Any], Transfer]:
-        """New buffers with every member's rows; ``rows[i][p]`` is the first dimension of member p's buffer i."""
+        """Return new buffers with all members' rows; ``rows[i][p]`` is the first dimension of member p's buffer i."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; what is in flight is lost."""
+        """Release everything; operations in flight are lost."""
 
 
-# Flat arrays of host memory, each with a flat tensor of a device of as many elements.
+# Flat arrays in host memory, each with a flat tensor of as many elements on a device.
 Pairs = Sequence[tuple[Any, Any]]
 
 
 class HostCopies(ABC):
-    """Copies between tensors of a device and memory of the host, one after the other; nothing but ``close`` blocks."""
+    """A queue of copies between tensors of a device and host memory. Only ``close`` blocks."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return what the calling thread has given the device to do so far."""
+        """Return a mark behind the work that the calling thread has given the device so far."""
 
     @abstractmethod
     def to_host(self, pairs: Pairs, after: Sequence[Any]) -> Transfer:
-        """Copy tensors into the arrays beside them, behind the marks ``after``, of which some may be None."""
+        """Copy tensors into their arrays, behind the marks ``after``, of which some may be None."""
 
     @abstractmethod
     def to_device(self, pairs: Pairs) -> Transfer:
-        """Copy arrays into the tensors beside them."""
+        """Copy arrays into their tensors."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, and let go of the host's memory. Nothing can be copied afterwards."""
+        """Wait for the copies under way, and release the host's memory. Nothing can be copied afterwards."""
 
 
 class Transport(ABC):
-    """Moves bytes between the ranks of one job.
+    """A transport moves bytes between the ranks of a job.
 
     Data messages match by (peer, tag) in the order in which they were posted. Control messages from one peer arrive in
     the order in which they were sent. Nothing here blocks.
@@ -149,41 +148,41 @@ class Transport(ABC):
     name: str
     rank: int
     size: int
-    # True: done() and poll_control() must be called for anything to advance (MPI). False: events call the waker.
+    # True: transfers advance only in done() and poll_control() (MPI). False: the transport calls the waker.
     polling: bool
-    # Ranks that share memory, by node; empty: no two do.
+    # The ranks of each node that share memory; empty if no two do.
     nodes: Sequence[Sequence[int]] = ()
-    # Where threads that wait for this transport sleep, if others ring it; see hvdkit.engine.loop.wakeup.
+    # The event counter on which waiting threads sleep, if other ranks ring it; see hvdkit.engine.loop.wakeup.
     wakeup: Any = None
-    # The window, and the place in it, where this node's ranks count the signs of life of all; None: each by itself.
+    # The window, and the offset in it, where this node's ranks count the signs of life of all ranks; None: each has its
+    # own counters.
     signs_of_life: Any = None
-    # Whether ranks must beat for others to see that they live; not if they are threads of one process.
+    # False for ranks that are threads of one process, which need no signs of life.
     beats = True
     # The devices ("cuda", "cpu") for which there may be collectives; tensors on others are staged in host memory.
     device_types: frozenset[str] = frozenset()
-    # Those of them ("cpu") whose memory is the host's, where our own kernels encode quicker than PyTorch's operations.
+    # The device types ("cpu") whose memory is the host's, where hvdkit's kernels encode faster than PyTorch.
     host_types: frozenset[str] = frozenset()
-
-    # What a bucket of gradients, but for the first one, should have at least; 0: what latency makes it.
+    # The least size of a bucket of gradients, except the first; 0: latency decides.
     worthwhile_bytes = 0
 
     @property
     def carrier(self) -> str:
-        """The name of the transport that carries messages, which layers may stand before."""
+        """Return the name of the transport below all layers, which carries messages."""
         return self.name
 
     def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
-        """Give back what was needed to meet, and connections to the ranks ``carried``, who are reached otherwise.
+        """Release what only the meeting needed, and the connections to the ranks ``carried``, which a layer reaches.
 
-        To those ``unspoken`` nothing is said any more but where a rank is lost; buffers go to them as before.
-        ``agree`` returns when all ranks have called it: then nothing is under way to those.
+        This rank sends ranks ``unspoken`` control messages only about lost ranks, and buffers as before. ``agree``
+        returns when all ranks have called it: then no message to these ranks is under way.
         """
         agree()
 
     def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
-        """Start, now that all ranks are connected, what else carries buffers; the transport to use from here on.
+        """Start other carriers of buffers once all ranks are connected, and return the transport to use from then on.
 
-        Collective. ``start_seconds``: how long that may take; ``silence_seconds``: how long a rank may be silent later.
+        Collective. ``start_seconds`` limits the start; later a rank may be silent for ``silence_seconds``.
         """
         return self
 
@@ -197,49 +196,48 @@ class Transport(ABC):
 
     @abstractmethod
     def send_control(self, peer: int, payload: bytes) -> None:
-        """Send a small message of any length; the payload is copied.
+        """Send a message; the payload is copied.
 
-        Nothing is raised for a peer that cannot be reached: it is one of ``lost_peers()`` once all that it said has
-        come in.
+        Raises nothing if the peer cannot be reached: ``lost_peers()`` has it once all its messages have come in.
         """
 
     def advance(self) -> bool:
-        """Move what does not move by itself; called in every round of the engine. True if anything moved."""
+        """Advance what does not advance by itself; called in every round of the engine. True if anything moved."""
         return False
 
     @abstractmethod
     def poll_control(self) -> list[tuple[int, bytes]]:
-        """The control messages that have come in since the last call, as (sender, payload)."""
+        """Return the control messages since the last call, as (sender, payload)."""
 
     def lost_peers(self) -> dict[int, str]:
-        """The peers whose connection is known to have broken, and how. Empty where the engine below cannot tell."""
+        """Return the peers whose connections broke, with reasons. Always empty if the library below cannot tell."""
         return {}
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
-        """Call the waker when all of these are done. A polling transport has nothing to do."""
+        """Call the waker when all ``transfers`` are done. A polling transport does nothing."""
 
     def set_waker(self, waker: Callable[[], None]) -> None:
-        """Register what an event-driven transport calls when a transfer or a control message has come in."""
+        """Set the function that an event-driven transport calls when a transfer or a control message has come in."""
 
     def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        """New collectives of ``members`` (ascending) on this rank's ``device`` ("cuda:0"). Blocks.
+        """Return new collectives of ``members`` (ascending) on this rank's ``device`` ("cuda:0"). Blocks.
 
-        All members call this with the same ``label``, used once; all get None where their tensors must be staged in
-        host memory. Raises PeerLostError where not all come.
+        All members call this with the same ``label``, used once. All get None if their tensors must be staged in host
+        memory. Raises PeerLostError if a member does not come.
         """
         return None
 
     @abstractmethod
     def close(self, graceful: bool) -> None:
-        """Give everything back. ``graceful`` says that all ranks close now, so collective clean-up cannot block."""
+        """Release everything. ``graceful``: all ranks close now, so collective clean-up cannot block."""
 
     @abstractmethod
     def abort(self, code: int) -> None:
-        """End the whole job now with this exit code, as far as the engine below can; return where it cannot."""
+        """End the whole job now with this exit code; return if the library below cannot."""
 
 
 class Layer(Transport):
-    """Stands before the transport ``inner``, and leaves to it what it does not do itself."""
+    """A transport in front of ``inner``, which does everything that a subclass does not override."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""What can carry a job: each candidate says whether it is there and why not, without importing what it would use."""
+"""The candidates for the transport of a job. A candidate tells why it is unavailable, without importing its library."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from hvdkit.transports.base import Transport
 
 AUTO = "auto"
-ANSWER_SECONDS = 60.0  # of a process that only loads MPI or PyTorch
+ANSWER_SECONDS = 60.0  # the limit for a process that only loads MPI or PyTorch
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; it is not imported."""
+    """True if a module can be found; it is not imported."""
     return importlib.util.find_spec(module) is not None
 
 
 def succeeds(program: str) -> bool:
-    """Whether a few words of Python do, in a process of their own: what they import is not imported here."""
+    """True if a Python program succeeds in a new process, so that nothing is imported into this one."""
     command = [sys.executable, "-c", program]
     try:
-        answer = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS)  # noqa: S603 (our own words)
+        answer = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS)  # noqa: S603 (hvdkit's own program)
     except subprocess.TimeoutExpired:
         return False
     return answer.returncode == 0
@@ -36,14 +36,14 @@ def succeeds(program: str) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a job when its transport is chosen.
+    """The facts by which the transport of a job is chosen.
 
-    ``asked``: HVDKIT_TRANSPORT. ``cuda``, ``for_torch``: whether tensors of GPUs shall travel by NCCL, and whether
-    tensors are PyTorch's. ``generation``: how often these ranks have met. ``installed``: is_installed, or a test's.
+    ``requested``: HVDKIT_TRANSPORT. ``cuda``: tensors of GPUs shall travel by NCCL. ``for_torch``: they are
+    PyTorch's. ``generation``: the number of times that these ranks have met. ``installed``: is_installed, or a test's.
     """
 
     world: World
-    asked: str = AUTO
+    requested: str = AUTO
     cuda: bool = False
     for_torch: bool = False
     generation: int = 1
@@ -52,21 +52,21 @@ class Job:
 
 
 class Candidate(ABC):
-    """One way to carry a job."""
+    """A way to carry a job."""
 
     name: ClassVar[str]
-    # How ``hvdkitrun`` starts ranks for it: "mpi" with mpirun, "gloo" one by one, None either way.
+    # The way in which ``hvdkitrun`` starts ranks: "mpi" with mpirun, "gloo" one by one, None either way.
     controller: ClassVar[str | None] = "gloo"
     most_ranks: ClassVar[int | None] = None
-    # False: one rank alone does without, also where it was asked for.
+    # False: a single rank uses SoloTransport although this candidate was requested.
     carries_one_rank: ClassVar[bool] = False
 
     @abstractmethod
     def unavailable(self, job: Job) -> str | None:
-        """Why it cannot carry ``job``, as words behind its name and perhaps a HINT; None where it can."""
+        """Return why this cannot carry ``job``, as the end of a sentence that begins with the name; None if it can."""
 
     def suits(self, job: Job) -> str:
-        """Why it is taken, where it can be, though nobody asked for it; "": it is not."""
+        """Return the reason for taking this candidate if no transport is requested; "" if there is none."""
         return ""
 
     @abstractmethod
@@ -75,31 +75,28 @@ class Candidate(ABC):
 
 
 class Solo(Candidate):
-    """One rank alone."""
+    """No transport, for one rank."""
 
     name = "solo"
     most_ranks = 1
 
     def unavailable(self, job: Job) -> str | None:
-        """Whether there are several."""
         return None if job.world.size == 1 else f"is for one rank, this job has {job.world.size}."
 
     def open(self, job: Job) -> Transport:
-        """Nothing to connect."""
         from hvdkit.transports.solo import SoloTransport
 
         return SoloTransport()
 
 
 class Mpi(Candidate):
-    """MPI, where its launcher has started the ranks."""
+    """MPI, if its launcher has started the ranks."""
 
     name = "mpi"
     controller = "mpi"
     carries_one_rank = True
 
     def unavailable(self, job: Job) -> str | None:
-        """Whether mpi4py is missing, or the ranks are no MPI job."""
         world = job.world
         if not job.installed("mpi4py"):
             return (
@@ -115,38 +112,35 @@ class Mpi(Candidate):
         return None
 
     def suits(self, job: Job) -> str:
-        """MPI's own launchers decide for it, unless NCCL shall be used, for whose ranks MPI is a place to meet."""
+        """Suit jobs of MPI's launchers, unless NCCL shall be used, whose ranks meet over MPI."""
         if not job.world.mpi or (job.cuda and job.installed("torch") and job.installed("mpi4py")):
             return ""
         return f"started by {job.world.launcher}, mpi4py is here"
 
     def open(self, job: Job) -> Transport:
-        """Start MPI, if the script has not."""
         from hvdkit.transports.mpi import open_mpi
 
         return open_mpi(job.world, job.start_timeout_seconds)
 
 
-class Torch(Candidate):
-    """torch.distributed's Gloo, and NCCL for tensors of GPUs."""
+class TorchDistributed(Candidate):
+    """Gloo of torch.distributed, and NCCL for tensors of GPUs."""
 
     name = "torch"
     carries_one_rank = True
 
     def unavailable(self, job: Job) -> str | None:
-        """Whether PyTorch is missing. Where its ranks meet is asked when they do."""
         if job.installed("torch"):
             return None
         return "needs PyTorch.\nHINT: pip install 'hvdkit[torch]', or start the job with mpirun and hvdkit[mpi]."
 
     def suits(self, job: Job) -> str:
-        """Wherever a launcher says where ranks can meet, or MPI can."""
+        """Suit all jobs whose launcher names a place to meet, or whose ranks can meet over MPI."""
         if job.world.rendezvous is None and not (job.world.mpi and job.installed("mpi4py")):
             return ""
         return "tensors on CUDA" if job.world.mpi else f"started by {job.world.launcher}"
 
     def open(self, job: Job) -> Transport:
-        """Meet at a store."""
         from hvdkit.transports.torch_distributed import TorchTransport
 
         return TorchTransport(job.world, job.generation, job.start_timeout_seconds)

@@ -1,7 +1,7 @@
-"""Control messages over sockets: a connection to a rank is made when the first word is for it, one thread serves all.
+"""Control messages over sockets: two ranks connect when one of them has a message, and one thread serves all.
 
-Who connects and who is connected to prove to each other that they belong to the session (``security/greeting``) before
-anything else that they say is looked at. A connection that ends tells at once that its rank is lost.
+Both ends prove to each other that they belong to the session (``security/greeting``) before anything else that comes
+over the connection is read. The end of a connection tells at once that its rank is lost.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from time import monotonic, sleep
 
-from hvdkit.transports.link import AT_ONCE, Link
+from hvdkit.transports.link import ADMITTED, AT_ONCE, FRAME, LONGEST_MESSAGE, MESSAGE, PAIR, Link, Reader, dialled
 from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.security.greeting import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Connected, Connecting
 
@@ -27,24 +27,20 @@ logger = logging.getLogger("hvdkit")
 
 Place = tuple[str, int]  # an address, and a port
 
-LONGEST_MESSAGE = 1 << 28  # a plan has some hundred bytes for each parameter
-GREETING_SECONDS = 10.0  # for who has connected to show that he is a rank
-# Connections on which nobody has shown who he is, or two for each rank; then the oldest one goes. A rank comes again.
+GREETING_SECONDS = 10.0  # a process that has connected must prove within this time that it is a rank
+# The most connections without a proof, if that is more than two a rank; the oldest is ended. A rank connects again.
 MOST_STRANGERS = 256
 AGAIN_SECONDS, ACCEPTING_PAUSE = 0.1, 0.01
-# What this process has too many of, or the system too little.
+# Errors of this process or its host, not of the peer.
 OUR_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
-_FRAME = struct.Struct("<IB")  # the bytes that follow, and what they are
-# What a frame is: a message, or that its sender wants to exchange buffers with who gets it.
-MESSAGE, PAIR = 0, 1
-_ADMITTED = _FRAME.pack(0, MESSAGE)
 
 
 class ControlConnections:
-    """This rank's connections to others, each of which listens at its one of ``places``, this one at ``listener``.
+    """The connections of ``rank``, which listens at ``listener``, to ranks that listen at ``places``.
 
-    ``heard(peer, kind, payload)`` and ``lost(peer, how)`` are called on a thread of its own, in the order of what came.
+    ``receive(peer, kind, payload)`` and ``lose(peer, reason)`` are called on a thread of its own, in the order in which
+    frames arrive.
     """
 
     def __init__(
@@ -53,11 +49,11 @@ class ControlConnections:
         listener: socket.socket,
         places: Sequence[Place],
         session: Credentials,
-        heard: Callable[[int, int, bytes], None],
-        lost: Callable[[int, str], None],
+        receive: Callable[[int, int, bytes], None],
+        lose: Callable[[int, str], None],
     ) -> None:
         self._rank, self._places, self._session = rank, places, session
-        self._heard, self._lost = heard, lost
+        self._receive, self._lose = receive, lose
         self._links: dict[int, Link] = {}  # over which this rank sends
         self._open: set[Link] = set()
         self._again: list[Link] = []  # those to connect once more
@@ -66,10 +62,10 @@ class ControlConnections:
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._rings, self._rung = socket.socketpair()
-        for one in (listener, self._rings, self._rung):
-            one.setblocking(False)
-        for one in (listener, self._rung):
-            self._selector.register(one, selectors.EVENT_READ)
+        for end in (listener, self._rings, self._rung):
+            end.setblocking(False)
+        for end in (listener, self._rung):
+            self._selector.register(end, selectors.EVENT_READ)
         _SERVED.add(self)
         self._thread = threading.Thread(target=self._serve, name="hvdkit-control", daemon=True)
         self._thread.start()
@@ -77,7 +73,7 @@ class ControlConnections:
     # -- for any thread -----------------------------------------------------------------------------------------------
 
     def send(self, peer: int, kind: int, payload: bytes) -> None:
-        """Send in the order of the calls; never waits. What is for a rank that is lost goes nowhere."""
+        """Send in the order of the calls; never waits. A message to a lost rank is dropped."""
         link = self._links.get(peer)
         if link is None or (link.ended and link.is_needless):
             if link is not None:
@@ -85,79 +81,74 @@ class ControlConnections:
             made = Link(peer)
             link = self._links.setdefault(peer, made)  # the peer may have connected just now
             if link is made:
-                self._have_done(lambda: self._connect(made))
+                self._do_later(partial(self._connect, made))
         with link.lock:
             if link.ended:
                 return
             is_first = not link.unsent
-            link.unsent += _FRAME.pack(len(payload), kind) + payload
+            link.unsent += FRAME.pack(len(payload), kind) + payload
             if not is_first or not link.greeted:
-                return  # whoever sends what is before it sends this too
+                return  # the sender of the bytes before these sends these too
             link.send_some()
             if not link.unsent:
                 return
-        self._have_done(lambda: self._watch(link))
+        self._do_later(partial(self._watch, link))
 
     def let_go(self, peers: Collection[int]) -> None:
-        """That these end the connections that there are is no loss; what is said to them later needs new ones."""
+        """Take the end of the present connections to ``peers`` for no loss; later messages make new ones."""
         for link in list(self._open):
             link.is_needless |= link.peer in peers
 
     def drop(self) -> None:
-        """End the connections to those that were let go."""
-        needless = [link for link in list(self._open) if link.is_needless]
-        for link in needless:
+        """End the connections that were let go."""
+        for link in [link for link in list(self._open) if link.is_needless]:
             if self._links.get(link.peer) is link:
                 del self._links[link.peer]
-
-        def end() -> None:
-            for link in needless:
-                self._end(link)
-
-        self._have_done(end)
+            self._do_later(partial(self._end, link))
 
     def connected(self) -> list[int]:
-        """The ranks to which there are connections."""
+        """Return the ranks to which there are connections."""
         return sorted({link.peer for link in list(self._open) if link.greeted})
 
     def close(self) -> None:
-        """Say what is still to be said, for a moment, and end all connections and the thread."""
+        """Send what is left, for a moment, and end all connections and the thread."""
         self._closing = True
         self._ring()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * (CLOSING_SECONDS + LOOK_SECONDS))
 
     def leave_to_parent(self) -> None:
-        """In a forked child: a connection of which it had a copy would not end with its parent."""
-        for one in [self._listener, self._rings, self._rung, *(link.socket for link in self._open)]:
-            if one is not None:
-                one.close()
+        """Close the copies of a forked child, with which a connection would not end when its parent does."""
+        for end in [self._listener, self._rings, self._rung, *(link.socket for link in self._open)]:
+            if end is not None:
+                end.close()
         self._selector.close()
 
-    def _have_done(self, action: Callable[[], None]) -> None:
+    def _do_later(self, action: Callable[[], None]) -> None:
+        """Have the thread of the connections do something."""
         self._todo.append(action)
         self._ring()
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # it is full, so it rings; or the thread has ended
+        with contextlib.suppress(OSError):  # the pipe is full, so the thread wakes; or the thread has ended
             self._rings.send(b"!")
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the thread of the connections --------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             self._serve_until_closed()
-        except Exception as error:  # a defect, or a limit of this process: who waits for words must learn of it
+        except Exception as error:  # a defect, or a limit of this process: threads that wait for messages must learn it
             logger.exception("connections for control messages failed")
             for peer in list(self._links):
                 if not self._closing:
-                    self._lost(peer, f"the thread of this rank that serves connections failed: {error!r}")
+                    self._lose(peer, f"the thread of this rank that serves connections failed: {error!r}")
         finally:
             _SERVED.discard(self)
             for link in list(self._open):
                 self._end(link)
-            for one in (self._listener, self._rings, self._rung):
-                one.close()
+            for end in (self._listener, self._rings, self._rung):
+                end.close()
             self._selector.close()
 
     def _serve_until_closed(self) -> None:
@@ -173,10 +164,10 @@ class ControlConnections:
             while self._todo:
                 self._todo.popleft()()
             now = monotonic()
-            for link in [one for one in self._again if now > one.since + AGAIN_SECONDS]:
+            for link in [link for link in self._again if now > link.since + AGAIN_SECONDS]:
                 self._again.remove(link)
                 self._connect(link)
-            for link in [one for one in self._open if one.peer < 0 and now > one.since + GREETING_SECONDS]:
+            for link in [link for link in self._open if link.peer < 0 and now > link.since + GREETING_SECONDS]:
                 self._end(link)
             if self._closing:
                 closing_at = min(closing_at, now + CLOSING_SECONDS)
@@ -184,21 +175,21 @@ class ControlConnections:
                     return
 
     def _has_closed(self) -> bool:
-        """Whether all has been said, and the others have seen the end of it. To close before would lose the rest."""
+        """True if all is sent and the peers have closed their ends, before which closing would lose the rest."""
         if any(link.unsent for link in self._links.values()):
             return False
         for link in list(self._open):
             if not link.greeted:
                 self._end(link)
             elif link.socket is not None:
-                with contextlib.suppress(OSError):  # it has ended there
+                with contextlib.suppress(OSError):  # the peer has closed it already
                     link.socket.shutdown(socket.SHUT_WR)
         return not self._open
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # it went away, or there are too many files
+        except OSError as error:  # the peer has gone away, or there are too many files
             logger.debug("a connection was not accepted: %s", error)
             sleep(ACCEPTING_PAUSE)
             return
@@ -206,7 +197,7 @@ class ControlConnections:
         if len(strangers) >= max(MOST_STRANGERS, 2 * len(self._places)):
             self._end(min(strangers, key=lambda link: link.since))
         link = Link()
-        link.wants, link.then = HELLO_BYTES, self._answer
+        link.read_with(self._read_accepted(link))
         self._begin(link, connection)
 
     def _connect(self, link: Link) -> None:
@@ -214,14 +205,14 @@ class ControlConnections:
         side = Connecting(self._session, self._rank, link.peer)
         link.since = monotonic()
         link.greeting[:] = side.hello
-        link.came.clear()
-        link.wants, link.then = ANSWER_BYTES, lambda link, part: self._prove(link, side, part)
+        link.received.clear()
+        link.read_with(self._read_connected(link, side))
         try:
-            connection = _dialled(host, port)
+            connection = dialled(host, port)
         except OSError as error:
-            ours = error.errno in OUR_LIMITS
-            what = f"rank {self._rank} cannot connect to it" if ours else "it cannot be reached"
-            self._end(link, f"{what} at {host} port {port}: {error.strerror}")
+            is_ours = error.errno in OUR_LIMITS
+            problem = f"rank {self._rank} cannot connect to it" if is_ours else "it cannot be reached"
+            self._end(link, f"{problem} at {host} port {port}: {error.strerror}")
             return
         self._begin(link, connection)
 
@@ -234,7 +225,7 @@ class ControlConnections:
         self._watch(link)
 
     def _watch(self, link: Link) -> None:
-        """Be told when the socket takes what it did not take, if there is something."""
+        """Wait for input, and for room in the socket if something is left to send."""
         if link in self._open and link.socket is not None:
             with link.lock:
                 more = selectors.EVENT_WRITE if link.has_more() else 0
@@ -249,27 +240,27 @@ class ControlConnections:
         if not events & selectors.EVENT_READ:
             return
         try:
-            part = link.socket.recv(AT_ONCE)
+            data = link.socket.recv(AT_ONCE)
         except BlockingIOError:
             return
         except OSError as error:
-            part, link.broke = b"", link.broke or error
-        if not part:
-            # Broken is what the sender saw, where both did: the system tells it once.
+            data, link.broke = b"", link.broke or error
+        if not data:
+            # The system reports an error once, so the sender's error counts before that of recv.
             turned_away = link.broke is None or isinstance(link.broke, (ConnectionResetError, BrokenPipeError))
             if turned_away and link.peer >= 0 and not link.greeted:
-                self._come_again(link)
+                self._connect_again_later(link)
             else:
                 self._end(link, f"Connection closed by peer{'' if link.broke is None else f': {link.broke.strerror}'}")
             return
-        link.came += part
-        while link in self._open and len(link.came) >= link.wants:
-            part = bytes(link.came[: link.wants])
-            del link.came[: link.wants]
-            link.then(link, part)
+        try:
+            link.feed(data)
+        except NotAuthenticError as error:
+            logger.debug("%s", error)
+            self._end(link, str(error))
 
-    def _come_again(self, link: Link) -> None:
-        """It was ended before it had begun, as where too many came at once. What is to be said over it waits."""
+    def _connect_again_later(self, link: Link) -> None:
+        """Retry a connection that the peer ended before the greeting, as when too many came at once."""
         with link.lock:
             self._close_socket(link)
             link.broke = None
@@ -283,99 +274,59 @@ class ControlConnections:
             link.socket.close()
             link.socket = None
 
-    def _end(self, link: Link, how: str = "") -> None:
-        """``how``: why its rank is lost, if it is."""
+    def _end(self, link: Link, reason: str = "") -> None:
+        """End a connection. ``reason``: why its rank is lost, if it is."""
         self._open.discard(link)
         with link.lock:
             link.ended = True
             link.unsent.clear()
             self._close_socket(link)
-        if how and link.peer >= 0 and not link.is_needless and not self._closing:
-            self._lost(link.peer, how)
+        if reason and link.peer >= 0 and not link.is_needless and not self._closing:
+            self._lose(link.peer, reason)
 
-    # -- greetings ----------------------------------------------------------------------------------------------------
+    # -- what comes over a connection ---------------------------------------------------------------------------------
 
-    def _answer(self, link: Link, part: bytes) -> None:
-        """To who has connected: who is here."""
-        side = Connected(self._session, self._rank, len(self._places), part)
+    def _read_accepted(self, link: Link) -> Reader:
+        """Answer a process that has connected, and admit it if it proves to be a rank."""
+        side = Connected(self._session, self._rank, len(self._places), (yield HELLO_BYTES))
+        self._greet(link, side.answer)
+        link.peer = side.admitted((yield PROOF_BYTES))
+        self._links.setdefault(link.peer, link)
         with link.lock:
-            link.greeting += side.answer
-        link.wants, link.then = PROOF_BYTES, lambda link, part: self._admit(link, side, part)
+            link.greeting += ADMITTED
+        yield from self._read_frames(link)
+
+    def _read_connected(self, link: Link, side: Connecting) -> Reader:
+        """Prove to the peer that this is the rank that it says."""
+        self._greet(link, side.proof((yield ANSWER_BYTES)))
+        # Frames follow only when the peer has admitted this rank; until then it may close, and this rank comes again.
+        if (yield FRAME.size) != ADMITTED:
+            raise NotAuthenticError("it began with what no rank says")
+        yield from self._read_frames(link)
+
+    def _greet(self, link: Link, greeting: bytes) -> None:
+        with link.lock:
+            link.greeting += greeting
         self._watch(link)
 
-    def _admit(self, link: Link, side: Connected, part: bytes) -> None:
-        try:
-            rank = side.admitted(part)
-        except NotAuthenticError as error:
-            logger.debug("%s", error)
-            self._end(link)
-            return
-        link.peer = rank
-        self._links.setdefault(rank, link)
-        with link.lock:
-            link.greeting += _ADMITTED
-        self._greet(link)
-
-    def _prove(self, link: Link, side: Connecting, part: bytes) -> None:
-        """To who was connected to: that this is the rank that it said."""
-        try:
-            proof = side.proof(part)
-        except NotAuthenticError as error:
-            self._end(link, str(error))
-            return
-        with link.lock:
-            link.greeting += proof
-        # Only then is it heard there: till then it may be turned away, and comes again.
-        link.wants, link.then = _FRAME.size, self._admitted
-        self._watch(link)
-
-    def _admitted(self, link: Link, part: bytes) -> None:
-        if part != _ADMITTED:
-            self._end(link, "it began with what no rank says")
-            return
-        self._greet(link)
-
-    def _greet(self, link: Link) -> None:
-        link.wants, link.then = _FRAME.size, self._head
+    def _read_frames(self, link: Link) -> Reader:
         with link.lock:
             link.greeted = True
             link.send_some()
         self._watch(link)
-
-    # -- frames -------------------------------------------------------------------------------------------------------
-
-    def _head(self, link: Link, part: bytes) -> None:
-        length, kind = _FRAME.unpack(part)
-        if length > LONGEST_MESSAGE or kind not in (MESSAGE, PAIR):
-            self._end(link, f"it sent a control message of kind {kind} and {length} bytes")
-            return
-
-        def take(link: Link, payload: bytes) -> None:
-            link.wants, link.then = _FRAME.size, self._head
-            self._heard(link.peer, kind, payload)
-
-        link.wants, link.then = length, take
-
-
-def _dialled(host: str, port: int) -> socket.socket:
-    """A connection that is being made. Raises OSError, also where this process has too many files."""
-    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        connection.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            connection.connect((host, port))
-    except OSError:
-        connection.close()
-        raise
-    return connection
+        while True:
+            length, kind = FRAME.unpack((yield FRAME.size))
+            if length > LONGEST_MESSAGE or kind not in (MESSAGE, PAIR):
+                raise NotAuthenticError(f"it sent a control message of kind {kind} and {length} bytes")
+            self._receive(link.peer, kind, (yield length))
 
 
 _SERVED: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
 
 
 def _begin_child() -> None:
-    for one in list(_SERVED):
-        one.leave_to_parent()
+    for connections in list(_SERVED):
+        connections.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_begin_child)

@@ -1,7 +1,7 @@
-"""A deadline for calls of libraries that know none, and that let no other thread of Python run meanwhile.
+"""A deadline for library calls that have none and let no other Python thread run.
 
-``faulthandler`` alone would end the process too, but tell neither which rank waited for what nor what to do, and a
-thread of Python cannot while MPI starts. Its one alarm may also be the user's.
+``faulthandler`` would end the process too, but it prints neither which rank waited for what nor what to do, and its
+only alarm may be in use by the user. A Python thread cannot run while MPI starts.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
     from hvdkit.kernels._native import LastResort
 
 STANDARD_ERROR = 2  # sys.stderr may be no file, as in a notebook
-LONGEST_SECONDS = 1e6  # that faulthandler takes
-# If the rank that serves the store of torch.distributed was stopped, the store's own deadlines do not hold: it may take
-# so much longer until they are given up on.
+LONGEST_SECONDS = 1e6  # faulthandler takes no more
+# The store of torch.distributed breaks its own deadlines while the rank that serves it is stopped. It is given so many
+# seconds more.
 LONGEST_ANSWER_SECONDS = 2.0
 STOPPED = "HINT: see whether that process was stopped, and whether its host can still be reached."
 
 
 @contextmanager
-def ends_process_after(seconds: float, words: str) -> Iterator[None]:
-    """End this process, with ``words`` and status 1, if what runs in this context is not through by then."""
+def ends_process_after(seconds: float, message: str) -> Iterator[None]:
+    """End this process, with ``message`` and status 1, if the block takes longer than ``seconds``."""
     seconds = min(seconds, LONGEST_SECONDS)
-    end = _counting_down(seconds, words)
-    if end is None:
-        # Its thread needs no Python either. It has a traceback for words, and one alarm: one of the user's is given up.
+    alarm = _native_alarm(seconds, message)
+    if alarm is None:
+        # This needs no Python either, but prints a traceback instead of the message and replaces an alarm of the user.
         faulthandler.dump_traceback_later(seconds, exit=True, file=STANDARD_ERROR)
     try:
         yield
     finally:
-        if end is None:
+        if alarm is None:
             faulthandler.cancel_dump_traceback_later()
         else:
-            end.cancel()
+            alarm.cancel()
 
 
-def _counting_down(seconds: float, words: str) -> LastResort | None:
+def _native_alarm(seconds: float, message: str) -> LastResort | None:
     try:
         from hvdkit.kernels._native import LastResort
     except ImportError:
         return None
-    return LastResort(seconds, f"hvdkit: {words}\n")
+    return LastResort(seconds, f"hvdkit: {message}\n")

@@ -1,4 +1,4 @@
-"""MPI carries the bytes, through mpi4py: nonblocking calls on communicators of our own, polled by the engine."""
+"""A transport over MPI, through mpi4py: nonblocking calls on communicators of hvdkit's own, polled by the engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger("hvdkit")
 # MPI counts are C ints; a larger buffer travels as several messages, which MPI delivers in order.
 LARGEST_MESSAGE = 1 << 30
 CONTROL_TAG = 0
-# Before there is a communicator of our own, ranks meet on the user's with a tag that no script is likely to use.
+# Ranks meet on the user's communicator, with a tag that no script is likely to use.
 MEETING_TAG = 31_337
 MEETING_PAUSE = 0.001
 CLOSING_SECONDS = 1.0
-# Tags of collectives reach up to here; see tags.lane_tag. MPI promises only 32767, every MPI in use has 2**22 or more.
+# Above all tags of collectives; see tags.lane_tag. MPI promises only 32767, but every MPI in use has 2**22 or more.
 LARGEST_TAG = 1 << 22
 
 
 def start_mpi(world: World, timeout_seconds: float) -> Any:
-    """mpi4py's ``MPI``, started. If MPI itself waits longer for a rank, which it alone knows, the process ends here."""
+    """Start MPI and return mpi4py's ``MPI``. If that takes longer than ``timeout_seconds``, the process ends here."""
     if "mpi4py.MPI" not in sys.modules:
         use_the_wire_both_ways()
         late = (
@@ -47,7 +47,7 @@ def start_mpi(world: World, timeout_seconds: float) -> Any:
 
 
 class MpiTransfer:
-    """The MPI requests of one buffer."""
+    """The MPI requests of a buffer."""
 
     __slots__ = ("_buffer", "_requests", "peer")
 
@@ -67,7 +67,7 @@ class MpiTransfer:
         return True
 
     def __del__(self) -> None:
-        # Given up on while MPI may still read or write the buffer: it must outlive the request.
+        # The operation was given up while MPI may still use the buffer, which must outlive the request.
         if self._requests:
             _abandoned.append((self._requests, self._buffer))
 
@@ -76,7 +76,7 @@ _abandoned: list[tuple[list[Any], Any]] = []
 
 
 class MpiTransport(Transport):
-    """Ranks of an MPI communicator. Construction is collective over ``members`` of it (all, if None).
+    """The ranks ``members`` of an MPI communicator (all, if None). Construction is collective over them.
 
     Raises TransportUnavailableError that names the ranks which did not come within ``start_timeout_seconds``.
     """
@@ -98,11 +98,11 @@ class MpiTransport(Transport):
             )
         members = list(range(world.Get_size()) if members is None else members)
         _meet(MPI, world, members, start_timeout_seconds)
-        # Collective calls have no deadline of their own; now that everyone is here they need none.
+        # Collective calls have no deadline; now that all ranks are here they need none.
         if members == list(range(world.Get_size())):
             self._data = world.Dup()
         else:
-            # Open MPI asks mpirun for the group, which a duplicate does without.
+            # Not for all ranks: here Open MPI asks mpirun, for a duplicate it does not.
             group = world.Get_group().Incl(members)
             self._data = world.Create_group(group, MEETING_TAG)
             group.Free()
@@ -118,12 +118,12 @@ class MpiTransport(Transport):
             )
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        return self._posted(self._data.Isend, buffer, peer, tag)
+        return self._post(self._data.Isend, buffer, peer, tag)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
-        return self._posted(self._data.Irecv, buffer, peer, tag)
+        return self._post(self._data.Irecv, buffer, peer, tag)
 
-    def _posted(self, call: Callable[..., Any], buffer: Bytes, peer: int, tag: int) -> Transfer:
+    def _post(self, call: Callable[..., Any], buffer: Bytes, peer: int, tag: int) -> Transfer:
         return MpiTransfer(buffer, [call([part, self._mpi.BYTE], peer, tag) for part in _parts(buffer)], peer)
 
     def send_control(self, peer: int, payload: bytes) -> None:
@@ -146,7 +146,7 @@ class MpiTransport(Transport):
             payload = bytearray(status.Get_count(self._mpi.BYTE))
             self._inbox.append((status.Get_source(), payload, message.Irecv([payload, self._mpi.BYTE])))
         arrived = []
-        # In order of arrival: a long message may hold back a short one behind it, never be overtaken by it.
+        # In the order of arrival: a short message waits for a long one before it.
         while self._inbox and self._inbox[0][2].Test():
             source, payload, _ = self._inbox.popleft()
             arrived.append((source, bytes(payload)))
@@ -162,7 +162,7 @@ class MpiTransport(Transport):
             _abandoned.extend(([request], payload) for request, payload in self._outbox)
 
     def _all_close(self) -> bool:
-        """Freeing is collective: only when all ranks are seen to be here does it not block."""
+        """True if all ranks close now, so that freeing communicators, which is collective, cannot block."""
         barrier = self._control.Ibarrier()
         deadline = monotonic() + CLOSING_SECONDS
         while not (barrier.Test() and all(request.Test() for request, _ in self._outbox)):
@@ -177,12 +177,12 @@ class MpiTransport(Transport):
 
 
 def open_mpi(world: World, start_timeout_seconds: float) -> MpiTransport:
-    """The transport over the ranks of ``world``, once MPI has started. Raises TransportUnavailableError."""
+    """Start MPI and return the transport over the ranks of ``world``. Raises TransportUnavailableError."""
     MPI = start_mpi(world, start_timeout_seconds)  # noqa: N806 (mpi4py's name)
-    seen = MPI.COMM_WORLD.Get_size()
-    if world.members is None and seen != world.size:
+    mpi_size = MPI.COMM_WORLD.Get_size()
+    if world.members is None and mpi_size != world.size:
         raise TransportUnavailableError(
-            f"{world.launcher} started {world.size} ranks, but MPI sees {seen}: mpi4py was built for another "
+            f"{world.launcher} started {world.size} ranks, but MPI sees {mpi_size}: mpi4py was built for another "
             "MPI than the one that started this job.\n"
             "HINT: use the mpirun that belongs to mpi4py's MPI (pip install 'hvdkit[mpi]' brings both), or tell mpi4py "
             "the other one's library (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM `srun --mpi=pmix`; or set "
@@ -192,24 +192,24 @@ def open_mpi(world: World, start_timeout_seconds: float) -> MpiTransport:
 
 
 def _meet(mpi: Any, world: Any, members: Sequence[int], timeout_seconds: float) -> None:
-    """Hear from every member that it is here too."""
+    """Exchange a message with every member, so that all are known to be here."""
     me = world.Get_rank()
     others = [rank for rank in members if rank != me]
-    heard = {rank: world.Irecv([bytearray(1), 1, mpi.BYTE], rank, MEETING_TAG) for rank in others}
-    sent = [world.Isend([b"!", 1, mpi.BYTE], rank, MEETING_TAG) for rank in others]
+    receives = {rank: world.Irecv([bytearray(1), 1, mpi.BYTE], rank, MEETING_TAG) for rank in others}
+    sends = [world.Isend([b"!", 1, mpi.BYTE], rank, MEETING_TAG) for rank in others]
     deadline = monotonic() + timeout_seconds
     while True:
-        heard = {rank: request for rank, request in heard.items() if not request.Test()}
-        sent = [request for request in sent if not request.Test()]
-        if not heard and not sent:
+        receives = {rank: request for rank, request in receives.items() if not request.Test()}
+        sends = [request for request in sends if not request.Test()]
+        if not receives and not sends:
             return
         if monotonic() > deadline:
-            for request in heard.values():
+            for request in receives.values():
                 request.Cancel()
                 request.Wait()
             raise TransportUnavailableError(
                 f"rank {me} waited {timeout_seconds:g} s for all {len(members)} ranks to call hvd.init(); missing: "
-                f"{sorted(heard)}\n"
+                f"{sorted(receives)}\n"
                 "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where starting takes long."
             )
         sleep(MEETING_PAUSE)

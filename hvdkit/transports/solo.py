@@ -1,4 +1,4 @@
-"""The transport of a job of one rank: nothing to send, and no MPI or process group started."""
+"""The transport of a job of one rank, which starts neither MPI nor a process group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hvdkit.transports.base import Bytes, Transfer, Transport
 
 
 class SoloTransport(Transport):
-    """One rank alone. Algorithms never send to themselves, so a transfer here is a broken invariant."""
+    """The transport of a rank alone. Algorithms never send to themselves, so a transfer is a broken invariant."""
 
     name = "solo"
     rank = 0
@@ -26,7 +26,7 @@ class SoloTransport(Transport):
         return []
 
     def close(self, graceful: bool) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def abort(self, code: int) -> None:
-        """Nobody else to end; the caller's own exit is enough."""
+        """Do nothing: the caller's own exit is enough."""

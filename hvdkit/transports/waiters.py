@@ -1,58 +1,111 @@
-"""Threads that wait for blocking calls, started when needed, reused, and never in the way of the process's exit."""
+"""Daemon threads that wait in blocking calls: started when needed, reused, and never in the way of the process's exit.
+
+Gloo tells that a transfer is complete only to a thread that waits for that transfer. Two ranks mostly post their
+transfers in the same order, and each connection completes them in that order, so a few threads that wait for one
+transfer after the other see each completion in time, at a fraction of the switches between threads. The order may also
+differ: a rank may be late with the transfer that is waited for here until this rank has seen a later transfer complete.
+Therefore ``Waiters.relieve`` gives a thread to each queued call as soon as no call has returned for a while.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from time import monotonic
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+Wait = Callable[[], None]
+
+CALLS_IN_TURN = 2
+STUCK_SECONDS = 0.1
+MOST_IDLE = 4  # idle threads that stay; further ones end
 
 
 class Waiters:
-    """Runs each job at once on a daemon thread. Unlike an executor it has no bound, so no job waits for another."""
+    """A pool of threads, each in one blocking call. The calls must not raise."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Wait | None] = SimpleQueue()  # for idle threads; None ends a thread
         self._lock = threading.Lock()
+        self._started = 0
         self._idle = 0
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
+        self._queue: deque[Wait] = deque()  # calls for which it is not yet the turn
+        self._in_turn = 0  # threads that take turns
+        self._turn_began = 0.0
 
-    def run(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which must not raise, on a thread that is idle, else on a new one."""
+    def run(self, call: Wait) -> None:
+        """Make ``call`` at once, on an idle thread or on a new one."""
         with self._lock:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                name = f"{self._name}-{len(self._threads)}"
-                thread = threading.Thread(target=self._serve, name=name, daemon=True)
-                thread.start()  # raises where the interpreter ends: then there is none to wait for
-                self._threads.append(thread)
-        self._jobs.put(job)
+                thread = threading.Thread(target=self._serve, name=f"{self._name}-{self._started}", daemon=True)
+                thread.start()  # raises while the interpreter ends; then no thread has to be joined
+                self._threads.add(thread)
+                self._started += 1
+        self._calls.put(call)
+
+    def run_in_turn(self, call: Wait) -> None:
+        """Make ``call`` behind earlier ones, ``CALLS_IN_TURN`` at a time; at once while earlier ones are stuck."""
+        with self._lock:
+            if self._in_turn == CALLS_IN_TURN:
+                self._queue.append(call)
+                return
+            self._in_turn += 1
+            self._turn_began = monotonic()
+        self.run(partial(self._take_turns, call))
+
+    def relieve(self) -> None:
+        """Make the queued calls at once if no turn has begun for ``STUCK_SECONDS``. Call this periodically."""
+        if not self._queue or monotonic() - self._turn_began < STUCK_SECONDS:
+            return
+        with self._lock:
+            calls = list(self._queue)
+            self._queue.clear()
+            self._in_turn += len(calls)
+        for call in calls:
+            self.run(partial(self._take_turns, call))
+
+    def _take_turns(self, call: Wait | None) -> None:
+        while call is not None:
+            call()
+            del call  # releases the buffers of its transfers
+            with self._lock:
+                call = self._queue.popleft() if self._queue else None
+                self._turn_began = monotonic()
+                self._in_turn -= call is None
 
     def close(self, timeout_seconds: float) -> None:
-        """Let every thread end after its present job, and wait for that up to the timeout."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        """Let every thread end when the calls made so far have returned, and wait for that up to the timeout."""
+        with self._lock:
+            threads = list(self._threads)
+        for _ in threads:
+            self._calls.put(None)
         deadline = monotonic() + timeout_seconds
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(0.0, deadline - monotonic()))
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # what it holds is not needed while this thread waits
+        while (call := self._calls.get()) is not None:
+            call()
+            del call
             with self._lock:
+                if self._idle >= MOST_IDLE:
+                    self._threads.discard(threading.current_thread())
+                    return
                 self._idle += 1
 
 
-class Call(Generic[T]):
-    """A call that has no time limit of its own, on a thread that waits for it to be due.
+class TimedCall(Generic[T]):
+    """A call of a function that has no time limit, made later on a thread that is started now.
 
-    The thread is there before: where the interpreter ends, Python 3.12 and later start none.
+    Python 3.12 and later start no thread while the interpreter ends, where such calls are made too.
     """
 
     def __init__(self, action: Callable[[], T], name: str) -> None:
@@ -71,12 +124,12 @@ class Call(Generic[T]):
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def within(self, seconds: float) -> bool:
-        """Make the call. Whether it came back in time; else it is left behind."""
+        """Make the call. True if it returned in time; otherwise its thread is left behind."""
         self._due.set()
         return self._done.wait(seconds)
 
     def result(self) -> T:
-        """What came of the call that has come back. Raises what it raised."""
+        """Return the result of the call, which has returned, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._results[0]

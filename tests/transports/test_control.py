@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from hvdkit.transports import control
-from hvdkit.transports.control import MESSAGE, PAIR, ControlConnections
+from hvdkit.transports.control import ControlConnections
+from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials
 from tests.faults.outsider import NONSENSE
 

@@ -57,9 +57,9 @@ class Horovods(Candidate):
         from hvdkit.plugins.horovod.library import find_native_part
         from hvdkit.plugins.horovod.transport import HorovodTransport
 
-        plain = replace(job, asked=AUTO, for_torch=False)
+        plain = replace(job, requested=AUTO, for_torch=False)
         inner = choose(plain)[0].open(plain)
-        return HorovodTransport(inner, find_native_part(), job.world, required=job.asked == self.name)
+        return HorovodTransport(inner, find_native_part(), job.world, required=job.requested == self.name)
 
 
 register(Horovods())

@@ -18,7 +18,7 @@ from time import sleep
 from typing import Any
 
 from hvdkit.environments.libraries import for_a_while, horovod_variables
-from hvdkit.transports.waiters import Call
+from hvdkit.transports.waiters import TimedCall
 
 logger = logging.getLogger("hvdkit")
 
@@ -55,7 +55,7 @@ class NativeHorovod:
         self._stuck = ""
         self._was_given_ranks = False
         self._stopping = threading.Event()
-        self._shutdown: Call[Any] | None = None
+        self._shutdown: TimedCall[Any] | None = None
 
     @property
     def controllers(self) -> list[str]:
@@ -97,9 +97,9 @@ class NativeHorovod:
         """
         self._stopping.clear()
         self._was_given_ranks |= bool(members)
-        self._shutdown = Call(self._calls.horovod_shutdown, THREAD)
+        self._shutdown = TimedCall(self._calls.horovod_shutdown, THREAD)
         numbers = (ctypes.c_int * len(members))(*members)
-        start = Call(lambda: bool(self._calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
+        start = TimedCall(lambda: bool(self._calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
         with for_a_while(horovod_variables(controller, rank, size, meeting, silence_seconds, interface)):
             if not start.within(timeout_seconds):
                 self._stuck = f"it was not ready after {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"

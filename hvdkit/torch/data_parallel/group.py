@@ -27,12 +27,12 @@ from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
+from hvdkit.transports.gloo import GlooTransport, open_gloo
 from hvdkit.transports.security.admission import Judge, Meeting, packed
 from hvdkit.transports.security.attempt import absent_after
 from hvdkit.transports.security.credentials import Credentials, new_nonce
 from hvdkit.transports.security.listening import addresses_for, listen
 from hvdkit.transports.solo import SoloTransport
-from hvdkit.transports.torch_distributed import GlooTransport, open_gloo
 
 logger = logging.getLogger("hvdkit")
 

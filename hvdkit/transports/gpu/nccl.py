@@ -16,7 +16,7 @@ from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.gpu.device import CudaStream, TorchDeviceCollectives
 from hvdkit.transports.security.admission import unsealed
 from hvdkit.transports.security.attempt import absent_after
-from hvdkit.transports.waiters import Call
+from hvdkit.transports.waiters import TimedCall
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float
 
 def within(timeout_seconds: float, action: Callable[[], T], what: str) -> T:
     """The result of ``action``, which has no time limit of its own. Raises PeerLostError when it fails or is late."""
-    call = Call(action, "hvdkit-connect")
+    call = TimedCall(action, "hvdkit-connect")
     if not call.within(timeout_seconds):
         raise PeerLostError(
             f"waited {timeout_seconds:g} s for {what} (HVDKIT_START_TIMEOUT_SECONDS).\n"

@@ -1,10 +1,10 @@
-"""Signs of life from below Python: which ranks see each other's, and the connections between nodes over which they go.
+"""Signs of life from below Python: which ranks watch each other, and the connections between nodes that carry beats.
 
-A library that keeps Python's lock keeps a rank from answering, but not a thread of C++ from beating. Ranks of a node
-see each other's beats in its memory. Between nodes nothing that is there can carry them (MPI and Gloo answer only to
-Python), so they have connections of their own, a byte each time: a rank with that of its index on each other node,
-whose beats it counts for all ranks of its own. Who breaks in there can at most make a rank look alive that was stopped,
-until the longer timeout.
+A library that keeps Python's lock keeps a rank from answering, but not its thread of C++ from beating. Ranks of a node
+see each other's beats in shared memory. Between nodes neither MPI nor Gloo can carry beats without Python, so beats
+have connections of their own, with a byte for each beat. A rank is connected to the rank with its index on each other
+node, and counts that rank's beats for all ranks of its own node. An intruder on such a connection can at most make a
+stopped rank look alive, until the longer timeout.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
-# So many beats in the timeout, so that a late one or two do not count.
-BEATS = 12
+BEATS = 12  # in the timeout, so that a late beat or two do not matter
 LONGEST_PAUSE = 0.25
 CONNECTING_SECONDS = 5.0
-GREETING_SECONDS = 1.0  # for who has connected to show that he is a rank
+GREETING_SECONDS = 1.0  # a process that has connected must prove within this time that it is a rank
 RANK_BYTES = 4
 
 
 def watching_pairs(nodes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The pairs of ranks, the lower one first, that have a connection so that each node sees each rank elsewhere.
+    """Return the pairs of ranks, the lower rank first, whose connections let each node watch each rank elsewhere.
 
-    A rank is watched by the one with its index on another node, modulo the number of ranks there.
+    On each other node, the rank with the same index, modulo the number of ranks there, watches a rank.
     """
     pairs = set()
     for node in nodes:
@@ -54,10 +53,9 @@ def watching_pairs(nodes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 def start_heartbeat(
     transport: Transport, world: World, exchange: Exchange, timeout_seconds: float, start_seconds: float
 ) -> Heartbeat | None:
-    """Let this rank beat, and see the others' beats; None where nothing was compiled. Collective.
+    """Let this rank beat and see the beats of other ranks; return None without native kernels. Collective.
 
-    ``exchange``: everyone's bytes on every rank. Ranks that cannot be connected are left without, which is said: they
-    are then lost when they do not answer within the timeout.
+    A warning names ranks that cannot be connected. Such a rank is lost when it does not answer within the timeout.
     """
     native = kernels.backend() == "native"
     nodes = transport.nodes or [[rank] for rank in range(transport.size)]
@@ -77,7 +75,7 @@ def start_heartbeat(
 
 
 class _Connecting:
-    """The lower rank of a pair listens for a moment, at a place and with a secret that travel over the transport."""
+    """The set-up of the connections: the lower rank of a pair listens, and its address and a secret are exchanged."""
 
     def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int]], native: bool) -> None:
         self._world = world
@@ -87,23 +85,23 @@ class _Connecting:
         self._higher = [high for low, high in pairs if low == rank]
 
     def connect(self, exchange: Exchange, seconds: float) -> dict[int, socket.socket]:
-        """The connections to the ranks that could be reached, by rank."""
+        """Return the connections to the ranks that could be reached, by rank."""
         listener, secret, problem = None, new_nonce(), ""
-        mine: dict[str, Any] = {"beats": self._native}
+        report: dict[str, Any] = {"beats": self._native}
         if self._native and self._higher:
             try:
                 listener = listen(addresses_for(self._world)[0])
-                mine |= {"place": listener.getsockname()[:2], "secret": secret.hex()}
+                report |= {"place": listener.getsockname()[:2], "secret": secret.hex()}
             except TransportUnavailableError as error:
                 problem = str(error).splitlines()[0]
         try:
-            reports = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            reports = [json.loads(blob) for blob in exchange(json.dumps(report).encode())]
             if not self._native:
                 return {}
             deadline = monotonic() + seconds
             lower = [rank for rank in self._lower if "place" in reports[rank]]
             higher = [rank for rank in self._higher if reports[rank]["beats"]]
-            with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # nobody waits for one who waits for him
+            with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # no two ranks wait for each other
                 accepting = None if listener is None else pool.submit(self._accept, listener, secret, higher, deadline)
                 connections = self._reach(lower, reports, deadline)
                 if accepting is not None:
@@ -112,7 +110,7 @@ class _Connecting:
             if listener is not None:
                 listener.close()
         unseen = [rank for rank in higher if rank not in connections]
-        if unseen:  # one rank of a pair says it
+        if unseen:  # only the lower rank of a pair warns
             logger.warning(
                 "between rank %d and ranks %s there are no signs of life from below Python: %s. A library that keeps "
                 "Python's lock on one of them for longer than HVDKIT_TIMEOUT_SECONDS ends the job.",
@@ -126,33 +124,33 @@ class _Connecting:
     def _accept(
         self, listener: socket.socket, secret: bytes, expected: Sequence[int], deadline: float
     ) -> dict[int, socket.socket]:
-        """Those of the expected ranks that came in time and showed what only a rank can know."""
+        """Accept the expected ranks that come in time and prove themselves; return their connections by rank."""
         credentials = self._credentials(secret)
-        came: dict[int, socket.socket] = {}
-        while len(came) < len(expected):
+        accepted: dict[int, socket.socket] = {}
+        while len(accepted) < len(expected):
             try:
                 listener.settimeout(max(0.001, deadline - monotonic()))
                 connection, _ = listener.accept()
-            except OSError:  # mostly TimeoutError; who is missing is said
+            except OSError:  # mostly TimeoutError; the caller warns about the missing ranks
                 break
             try:
                 connection.settimeout(GREETING_SECONDS)
                 shown = _receive(connection, RANK_BYTES + TAG_BYTES)
                 rank = int.from_bytes(shown[:RANK_BYTES], "big")
                 proof = credentials.shown_by(rank, to=self._rank)
-                if rank in expected and rank not in came and hmac.compare_digest(shown[RANK_BYTES:], proof):
+                if rank in expected and rank not in accepted and hmac.compare_digest(shown[RANK_BYTES:], proof):
                     connection.sendall(credentials.shown_by(self._rank, to=rank))
-                    came[rank] = connection
+                    accepted[rank] = connection
                     continue
             except OSError as error:
                 logger.debug("a connection for signs of life went away: %s", error)
             connection.close()
-        return came
+        return accepted
 
     def _reach(
         self, ranks: Sequence[int], reports: Sequence[dict[str, Any]], deadline: float
     ) -> dict[int, socket.socket]:
-        """Those of the ranks that answered in time and showed what only they can know."""
+        """Connect to the ranks that answer in time and prove themselves; return the connections by rank."""
         reached: dict[int, socket.socket] = {}
         for rank in ranks:
             host, port = reports[rank]["place"]
@@ -173,7 +171,7 @@ class _Connecting:
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:
-    """Exactly so many bytes. Raises OSError where the other end closes before."""
+    """Receive exactly ``nbytes`` bytes. Raises OSError if the connection is closed before."""
     received = b""
     while len(received) < nbytes:
         part = connection.recv(nbytes - len(received))

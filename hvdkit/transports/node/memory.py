@@ -1,10 +1,10 @@
-"""Memory that the ranks of one node share: an anonymous file that one of them makes and hands to the others.
+"""Memory that the ranks of a node share: an anonymous file that the lowest rank makes and hands to the other ranks.
 
-A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not hold for it; it has no name, so no other
-user can open it and nothing is left behind however its ranks end. Its descriptor travels over a socket, to processes of
-the same user that show a secret which they got over the transport. With it travel the descriptors of the ranks'
-arenas, which are memory files of their own. Each rank holds a lock on one byte of the file; the kernel drops it when
-the process ends, which is how the others notice.
+A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not apply. The file has no name, so no other
+user can open it, and nothing is left behind however the ranks end. Its descriptor is sent over an abstract socket, to
+processes of the same user that show a secret which they got over the transport. The descriptors of the ranks' arenas,
+which are memory files too, are sent with it. Each rank holds a lock on one byte of the file; the kernel drops the lock
+when the process ends, so the other ranks notice the end.
 """
 
 from __future__ import annotations
@@ -23,35 +23,30 @@ from time import monotonic
 from hvdkit.kernels._native import Window
 from hvdkit.transports.node import SEGMENT_BYTES, SEGMENTS, has_segment
 
-# The file is sparse: addresses cost nothing, so whoever needs memory under a number that all ranks know has a segment
-# of its own, and nobody allocates.
-FILE_BYTES = SEGMENTS * SEGMENT_BYTES
+FILE_BYTES = SEGMENTS * SEGMENT_BYTES  # sparse: addresses cost nothing
 
-# How long a process that has connected may take to show the secret.
-GREETING_SECONDS = 1.0
-
-# The most that one message can carry.
-MOST_DESCRIPTORS = 250
+GREETING_SECONDS = 1.0  # a process that has connected must show the secret within this time
+MOST_DESCRIPTORS = 250  # in a message over a socket
 
 _INDEX = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 
 
 class NodeMemory:
-    """The file, and this rank's index among the ``count`` ranks that have it."""
+    """The open file, and this rank's index among the ``count`` ranks that have it."""
 
     def __init__(self, descriptor: int, index: int, count: int) -> None:
         self.index, self.count = index, count
         self._descriptor = descriptor
         self._in_advance: dict[tuple[int, int], Window] = {}
-        # A POSIX lock, unlike the newer kind, is not inherited by children that outlive this process.
+        # A POSIX lock: children that outlive this process do not inherit it, as they would a lock of the newer kind.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index, os.SEEK_SET)
 
     def window(self, segment: int, nbytes: int) -> Window:
-        """Map the memory that belongs to a number; zeros until somebody writes there. Raises OSError."""
-        found = self._in_advance.pop((segment, nbytes), None)
-        if found is not None:
-            return found
+        """Map the first bytes of a segment, which are zeros until a rank writes to them. Raises OSError."""
+        window = self._in_advance.pop((segment, nbytes), None)
+        if window is not None:
+            return window
         if nbytes > SEGMENT_BYTES:
             raise OSError(errno.EFBIG, f"{nbytes} bytes in one segment", None)
         if not has_segment(segment):
@@ -59,35 +54,38 @@ class NodeMemory:
         return Window(self._descriptor, segment * SEGMENT_BYTES, nbytes)
 
     def map_in_advance(self, segment: int, nbytes: int) -> None:
-        """Map what somebody will ask for, while it can still be done without. Raises OSError."""
+        """Map a window that is needed later, while the job can still do without shared memory. Raises OSError."""
         self._in_advance[segment, nbytes] = self.window(segment, nbytes)
 
     def populate(self, window: Window, segment: int, begin: int, nbytes: int) -> None:
-        """Take memory for a part of the window of ``segment`` now.
+        """Allocate the memory of a part of the window of ``segment``.
 
-        Raises OSError where there is not enough: to touch it later would be fatal.
+        Raises OSError if there is not enough; a later write would then end the process.
         """
-        if not window.populate(begin, nbytes):  # this kernel can only set it aside
+        if not window.populate(begin, nbytes):  # this kernel can only reserve it
             os.posix_fallocate(self._descriptor, segment * SEGMENT_BYTES + begin, nbytes)
 
     def gone(self) -> list[int]:
-        """The ranks (by index) whose process has ended or closed this memory."""
+        """Return the ranks (by index) whose process has ended or closed this memory."""
         return [index for index in range(self.count) if index != self.index and not self._is_locked(index)]
 
     def _is_locked(self, index: int) -> bool:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
-        answer = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
+        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
+        answer = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, query))
         return bool(answer[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Close the file; windows stay mapped until nobody uses them."""
+        """Close the file; each window stays mapped as long as it is referenced."""
         self._in_advance.clear()
         os.close(self._descriptor)
         self._descriptor = -1
 
 
 class Invitation:
-    """What the rank that makes the memory does: listens where others fetch it. Raises OSError where that cannot be."""
+    """The memory of a node on the rank that makes it, which listens for the other ranks.
+
+    Construction raises OSError if this host has no memory files or sockets for it.
+    """
 
     def __init__(self) -> None:
         self.secret = secrets.token_hex(32)
@@ -95,7 +93,7 @@ class Invitation:
         self._descriptor = os.memfd_create("hvdkit", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._descriptor, FILE_BYTES)
-            # An abstract address: known in this network namespace only, gone with the socket.
+            # An abstract address exists only in this network namespace and vanishes with the socket.
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listener.bind(f"\0{self.address}")
             self._listener.listen(128)
@@ -104,10 +102,10 @@ class Invitation:
             raise
 
     def serve(self, guests: int, seconds: float, arena: int = -1) -> tuple[int, dict[int, int]]:
-        """Hand the memory to ``guests`` processes that know the secret; returns its descriptor, now the caller's.
+        """Hand the memory to ``guests`` processes that know the secret, and return its descriptor.
 
-        With it everyone gets everyone's arena, by index: this rank's is ``arena``, -1 for none. They are the caller's
-        too. Raises TimeoutError, an OSError, where not all come.
+        All ranks also get the descriptors of all arenas, by index; this rank's is ``arena``, -1 for none. The caller
+        owns all descriptors. Raises TimeoutError, an OSError, if not all guests come.
         """
         deadline = monotonic() + seconds
         arrived: list[tuple[socket.socket, int]] = []
@@ -116,7 +114,7 @@ class Invitation:
             while len(arrived) < guests:
                 self._listener.settimeout(max(0.001, deadline - monotonic()))
                 connection, _ = self._listener.accept()
-                # One that says nothing, or goes away, is no reason to fail the others.
+                # A process that shows nothing, or goes away, must not fail the other guests.
                 connection.settimeout(GREETING_SECONDS)
                 index, descriptor = self._greeted(connection)
                 if index is None:
@@ -142,17 +140,17 @@ class Invitation:
         return self._descriptor, arenas
 
     def _greeted(self, connection: socket.socket) -> tuple[int | None, int]:
-        """The index of a guest that knows the secret, else None; and the descriptor of its arena, or -1."""
-        wanted = len(self.secret) + _INDEX.size
+        """Return the index of a guest that knows the secret, else None, and the descriptor of its arena, or -1."""
+        expected = len(self.secret) + _INDEX.size
         shown, descriptors = b"", []
         with suppress(OSError):
-            while _same_user(connection) and len(shown) < wanted:
-                part, more, _, _ = socket.recv_fds(connection, wanted - len(shown), 1)
+            while _same_user(connection) and len(shown) < expected:
+                part, more, _, _ = socket.recv_fds(connection, expected - len(shown), 1)
                 descriptors += more
                 if not part:
                     break
                 shown += part
-        if len(shown) == wanted and hmac.compare_digest(shown[: len(self.secret)], self.secret.encode()):
+        if len(shown) == expected and hmac.compare_digest(shown[: len(self.secret)], self.secret.encode()):
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             return _INDEX.unpack(shown[len(self.secret) :])[0], descriptors[0] if descriptors else -1
@@ -160,15 +158,15 @@ class Invitation:
         return None, -1
 
     def withdraw(self) -> None:
-        """Nobody is served, and the memory is not used."""
+        """Give the memory up without serving any guest."""
         self._listener.close()
         os.close(self._descriptor)
 
 
 def fetch(address: str, secret: str, seconds: float, index: int, arena: int = -1) -> tuple[int, dict[int, int]]:
-    """The descriptor of the memory that another rank of this node made, and those of all its ranks' arenas, by index.
+    """Fetch the descriptor of the memory that another rank of this node made, and those of all arenas, by index.
 
-    This rank hands its own in: ``arena``, -1 for none. Raises OSError.
+    ``arena`` is the descriptor of this rank's arena, -1 for none. Raises OSError.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
@@ -196,12 +194,12 @@ def _close_all(descriptors: Iterable[int]) -> None:
 
 
 def map_arenas(arenas: dict[int, int]) -> dict[int, Window]:
-    """The ranks' arenas, mapped; those that cannot be are left out. Closes the descriptors."""
+    """Map the ranks' arenas, except those that cannot be mapped, and close the descriptors."""
     windows = {}
     for owner, descriptor in arenas.items():
         with suppress(OSError):
             window = Window(descriptor, 0, os.fstat(descriptor).st_size)
-            window.keep_from_forks()  # whoever a fork is, it is none of the job's ranks
+            window.keep_from_forks()  # a forked child is no rank of the job
             windows[owner] = window
     _close_all(arenas.values())
     return windows

@@ -1,11 +1,11 @@
-"""Ranks of one node talk through memory that they share, whatever transport carries bytes to other nodes."""
+"""A transport through memory that the ranks of a node share, in front of the transport to other nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from hvdkit.kernels._native import Bell, Message, Post, Window
+from hvdkit.kernels._native import Bell, Post, Window
 from hvdkit.transports.base import CACHE_LINE, Bytes, Layer, Transfer, Transport
 from hvdkit.transports.node.memory import NodeMemory
 
@@ -14,7 +14,7 @@ DATA_RING = 256 * 1024
 CROWDED_DATA_RING = 32 * 1024
 CROWDED = 16  # ranks: their rings are P * P
 CONTROL_RING = 32 * 1024
-# How often the locks of the other ranks are looked at, which is one system call each.
+# The interval at which the locks of the other ranks are looked at, each by a system call.
 LOOK_SECONDS = 0.05
 
 
@@ -23,28 +23,23 @@ def _data_ring(ranks: int) -> int:
 
 
 def _rings_bytes(ranks: int) -> int:
-    """The wake-ups of so many ranks of a node, and the rings of each pair."""
+    """Return the bytes of the wake-ups of ``ranks`` ranks and of the rings of each pair."""
     return ranks * CACHE_LINE + Post.bytes_needed(ranks, _data_ring(ranks), CONTROL_RING)
 
 
 def window_bytes(ranks: int, size: int) -> int:
-    """The window of a NodeTransport of ``ranks`` of a node in a job of ``size``: also the signs of life of all."""
+    """Return the bytes of a NodeTransport's window: the rings of ``ranks`` ranks, the signs of life of all ``size``."""
     return _rings_bytes(ranks) + size * CACHE_LINE
 
 
-def _transfer(message: Message, peer: int) -> Transfer:
-    message.peer = peer
-    return message
-
-
 class NodeTransport(Layer):
-    """``inner`` for ranks elsewhere, shared memory for those of this node as ``inner.nodes`` has it."""
+    """Messages through shared memory for the ranks of this node in ``inner.nodes``, and ``inner`` for other ranks."""
 
     def __init__(
         self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None] = ()
     ) -> None:
         super().__init__(inner)
-        # Where this node's ranks map each other's gradients, by index in the node; None where not all of them do.
+        # The arenas of this node's ranks, by index in the node; None if a rank could not map it.
         self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
         self.members = next(node for node in self.nodes if inner.rank in node)
         self.memory = memory  # segment 0 of it is taken
@@ -67,13 +62,17 @@ class NodeTransport(Layer):
         index = self._index_of.get(peer)
         if index is None:
             return self.inner.isend(buffer, peer, tag)
-        return _transfer(self._messages.send(index, tag, buffer), peer)
+        message: Transfer = self._messages.send(index, tag, buffer)
+        message.peer = peer
+        return message
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
         index = self._index_of.get(peer)
         if index is None:
             return self.inner.irecv(buffer, peer, tag)
-        return _transfer(self._messages.receive(index, tag, buffer), peer)
+        message: Transfer = self._messages.receive(index, tag, buffer)
+        message.peer = peer
+        return message
 
     def send_control(self, peer: int, payload: bytes) -> None:
         index = self._index_of.get(peer)
@@ -83,7 +82,10 @@ class NodeTransport(Layer):
             self._messages.send_control(index, payload)
 
     def advance(self) -> bool:
-        return self._messages.progress()
+        moved = self._messages.progress()
+        if len(self.members) < self.size:
+            moved |= self.inner.advance()
+        return moved
 
     def poll_control(self) -> list[tuple[int, bytes]]:
         messages = [(self.members[index], payload) for index, payload in self._messages.take_control()]
@@ -100,17 +102,21 @@ class NodeTransport(Layer):
         return {**self.inner.lost_peers(), **self._gone}
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
-        # What waits for ranks of this node tells which (see Transfer.peer), and is moved by ``advance``.
-        outside = [one for one in transfers if one.peer not in self._index_of and not hasattr(one, "awaited")]
+        # Transfers within this node, also those with ``awaited`` (see Transfer.peer), move in ``advance``.
+        outside = [
+            transfer
+            for transfer in transfers
+            if transfer.peer not in self._index_of and not hasattr(transfer, "awaited")
+        ]
         if outside:
             self.inner.watch(outside)
 
     def arenas_of(self, members: Sequence[int]) -> list[Window | None]:
-        """The arenas of ranks of this node."""
+        """Return the arenas of ranks of this node."""
         return [self.arenas[self._index_of[rank]] for rank in members]
 
     def wakeups_of(self, members: Sequence[int]) -> list[Bell]:
-        """The wake-ups of ranks of this node."""
+        """Return the wake-ups of ranks of this node."""
         return [self.wakeups[self._index_of[rank]] for rank in members]
 
     def close(self, graceful: bool) -> None:

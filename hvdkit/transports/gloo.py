@@ -1,0 +1,297 @@
+"""A transport between ranks that know each other, over a Gloo process group of torch.distributed.
+
+Gloo connects two ranks when both use the connection, and makes the first one wait for the second. Therefore each rank
+tells the other that it wants the connection, and uses it when both want it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdkit.errors import AuthenticationError, PeerLostError, TransportUnavailableError
+from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
+from hvdkit.transports.control import ControlConnections
+from hvdkit.transports.gpu.device import DeviceTransfer
+from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
+from hvdkit.transports.link import MESSAGE, PAIR
+from hvdkit.transports.security.admission import Meeting, prove
+from hvdkit.transports.waiters import Waiters
+
+logger = logging.getLogger("hvdkit")
+
+# Gloo breaks every connection when one of its own waits times out; deadlines are the engine's, per peer.
+NEVER = timedelta(days=3650)
+PROOF_TAG = 1 << 26  # above every tag of a collective
+# Gloo waits this long for the peer of a new connection, whose Python may be busy.
+CONNECTING_SECONDS = 600.0
+# Transfers of at most so many bytes never wait for others: there latency counts.
+SMALL_BYTES = 1 << 16
+
+
+class GlooTransfer:
+    """A send or receive of the process group, which a waiter thread completes; see ``GlooTransport.watch``."""
+
+    __slots__ = ("_begun", "_buffer", "_error", "_finished", "_work", "peer")
+
+    def __init__(self, buffer: Bytes, peer: int) -> None:
+        self.peer = peer
+        self._buffer = buffer  # Gloo reads or writes it until the work is done
+        self._work: Any = None
+        self._begun: threading.Event | None = None
+        self._finished = False
+        self._error: Exception | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the buffer."""
+        return self._buffer.nbytes
+
+    def begin(self, call: Callable[..., Any], tag: int) -> None:
+        """Hand the buffer to Gloo. An error is kept for ``done()``."""
+        try:
+            self._work = call([torch.from_numpy(self._buffer)], self.peer, tag)
+        except RuntimeError as error:
+            self._error = error
+        if self._begun is not None:
+            self._begun.set()
+
+    def wait_for_connection(self) -> None:
+        """Have ``wait`` block until ``begin`` or ``fail`` is called."""
+        self._begun = threading.Event()
+
+    def fail(self, error: Exception) -> None:
+        """Keep ``error`` for ``done()``: the connection was not made."""
+        self._error = error
+        if self._begun is not None:
+            self._begun.set()
+
+    def wait(self) -> None:
+        """Block until done, on a waiter thread. An error is kept for ``done()``."""
+        if self._begun is not None:
+            self._begun.wait()
+        if self._work is not None:
+            try:
+                self._work.wait(NEVER)
+            except Exception as error:  # raised by done(), where the engine names tensor and rank
+                self._error = error
+        self._finished = True
+
+    def done(self) -> bool:
+        """True if the buffer may be used again. Raises PeerLostError if the connection broke."""
+        if self._finished and self._error is not None:
+            reason = str(self._error).splitlines()[0]
+            raise PeerLostError(f"the connection to rank {self.peer} broke: {reason}", self.peer) from self._error
+        return self._finished
+
+
+class _Pair:
+    """The state of Gloo's connection to a peer: both ends want it, then it is made and proven, or has failed."""
+
+    __slots__ = ("error", "is_made", "is_open", "is_wanted", "peer_wants", "waiting")
+
+    def __init__(self) -> None:
+        # After is_made, before is_open, the peer has not proven yet that it is a rank of the session.
+        self.is_wanted = self.peer_wants = self.is_made = self.is_open = False
+        self.error: Exception | None = None
+        self.waiting: list[tuple[GlooTransfer, str, int]] = []
+
+
+class GlooTransport(Transport):
+    """A transport between the ranks of ``group``, a ProcessGroupGloo that connects late and that nothing else uses.
+
+    ``store`` is the store of ``group``. Other ranks open connections for control messages to ``listener``; ``meeting``
+    has the addresses at which they themselves listen.
+    """
+
+    name = "gloo"
+    polling = False
+
+    def __init__(self, rank: int, size: int, group: Any, store: Any, listener: socket.socket, meeting: Meeting) -> None:
+        self.rank, self.size, self._group, self._session = rank, size, group, meeting.session
+        self._store = store  # kept alive: it may be a Python object, and the group reads it when it connects
+        self._waker: Callable[[], None] = lambda: None
+        self._waiters = Waiters("hvdkit-wait")
+        self._inbox: deque[tuple[int, bytes]] = deque()
+        self._lost: dict[int, str] = {}
+        self._pairs = [_Pair() for _ in range(size)]
+        self._pairs_lock = threading.Lock()
+        self._device_collectives: list[DeviceCollectives] = []
+        self._control = ControlConnections(rank, listener, meeting.places, meeting.session, self._receive, self._lose)
+        if rank:
+            # Rank 0 so notices the end of this rank also before this rank has sent a message.
+            self._control.send(0, MESSAGE, b"")
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> GlooTransfer:
+        return self._post("send", buffer, peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> GlooTransfer:
+        return self._post("recv", buffer, peer, tag)
+
+    def _post(self, call: str, buffer: Bytes, peer: int, tag: int) -> GlooTransfer:
+        transfer, pair = GlooTransfer(buffer, peer), self._pairs[peer]
+        if not pair.is_open:
+            with self._pairs_lock:
+                if pair.error is not None:
+                    transfer.fail(pair.error)
+                    return transfer
+                if not pair.is_open:
+                    transfer.wait_for_connection()
+                    pair.waiting.append((transfer, call, tag))
+                    if not pair.is_wanted:
+                        pair.is_wanted = True
+                        self._control.send(peer, PAIR, b"")
+                        if pair.peer_wants:
+                            self._waiters.run(partial(self._connect, peer))
+                    return transfer
+        transfer.begin(getattr(self._group, call), tag)
+        return transfer
+
+    def _connect(self, peer: int) -> None:
+        """Have Gloo connect to ``peer``, which wants it too, and check its proof. Runs on a waiter thread."""
+        pair, group = self._pairs[peer], self._group
+        error: Exception | None = None
+        try:
+            prove(group, self.rank, peer, self._session, PROOF_TAG, partial(setattr, pair, "is_made", True))
+        except (RuntimeError, AuthenticationError) as problem:
+            error = problem
+        with self._pairs_lock:
+            pair.error = pair.error or error
+            for transfer, call, tag in pair.waiting:
+                if pair.error is None:
+                    transfer.begin(getattr(group, call), tag)
+                else:
+                    transfer.fail(pair.error)
+            pair.waiting.clear()
+            pair.is_open = pair.error is None
+
+    def watch(self, transfers: Sequence[Transfer]) -> None:
+        """Complete these transfers on a waiter thread, then call the waker."""
+        # A transfer with ``awaited`` is done when others are, which are watched by themselves.
+        transfers = [transfer for transfer in transfers if not hasattr(transfer, "awaited")]
+        if not transfers:
+            return
+
+        def wait_for_all() -> None:
+            for transfer in transfers:
+                assert isinstance(transfer, (GlooTransfer, DeviceTransfer))
+                transfer.wait()
+            self._waker()
+
+        nbytes = sum(transfer.nbytes for transfer in transfers if isinstance(transfer, GlooTransfer))
+        run = self._waiters.run if nbytes <= SMALL_BYTES else self._waiters.run_in_turn
+        run(wait_for_all)
+
+    def advance(self) -> bool:
+        self._waiters.relieve()
+        return False
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        self._control.send(peer, MESSAGE, payload)
+
+    def poll_control(self) -> list[tuple[int, bytes]]:
+        arrived = []
+        while self._inbox:
+            arrived.append(self._inbox.popleft())
+        return arrived
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+
+    def lost_peers(self) -> dict[int, str]:
+        return dict(self._lost)
+
+    def _receive(self, peer: int, kind: int, payload: bytes) -> None:
+        if kind == PAIR:
+            pair = self._pairs[peer]
+            with self._pairs_lock:
+                connects, pair.peer_wants = pair.is_wanted and not pair.peer_wants, True
+                if connects and pair.error is None:
+                    self._waiters.run(partial(self._connect, peer))
+        elif payload:
+            self._inbox.append((peer, payload))
+            self._waker()
+
+    def _lose(self, peer: int, reason: str) -> None:
+        self._lost[peer] = reason
+        self._waker()
+
+    def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
+        needless = {*carried, *unspoken}
+        for peer in set(range(self.rank)) - needless:
+            self._control.send(peer, MESSAGE, b"")  # from now on the end of that connection tells of a loss
+        self._control.let_go(needless)  # before another rank breaks its connection to this one
+        agree()
+        if len(carried) == self.size - 1:
+            self._end()
+            self._waiters = Waiters("hvdkit-wait")
+        else:
+            self._control.drop()
+
+    def close(self, graceful: bool) -> None:
+        """Break the connections, so that all threads of this transport end before the process does."""
+        self._waker = lambda: None
+        for collectives in self._device_collectives:
+            collectives.close()  # ends the waits of waiter threads for a device
+        self._device_collectives.clear()
+        self._end()
+
+    def _end(self) -> None:
+        """Give back connections, threads and Gloo's memory."""
+        self._control.close()
+        with self._pairs_lock:
+            for pair in self._pairs:
+                pair.error = pair.error or RuntimeError("this rank has ended it")
+                for transfer, _, _ in pair.waiting:
+                    transfer.fail(pair.error)
+                pair.waiting.clear()
+            used = [peer for peer, pair in enumerate(self._pairs) if pair.is_made]
+        for peer in used:
+            self._break_connection(peer)
+        self._waiters.close(timeout_seconds=1.0)
+        self._group = self._store = None
+
+    def _break_connection(self, peer: int) -> None:
+        """Break a connection by a wait that times out, since Gloo has no other call that closes it."""
+        if self._group is None:
+            return
+        try:
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._group.recv([nothing], peer, PROOF_TAG + 1).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
+
+    def abort(self, code: int) -> None:
+        """Do nothing: when this process ends, the peers notice their broken connections."""
+
+
+def open_gloo(store: Any, rank: int, size: int, addresses: Sequence[str], timeout_seconds: float) -> Any:
+    """Return a ProcessGroupGloo that listens at the addresses, and connects two ranks when both use it.
+
+    Raises TransportUnavailableError.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # the stubs lack its point-to-point calls
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=CONNECTING_SECONDS)
+    # By default, Gloo looks up the host's name, which may lead out of the machine or nowhere.
+    options._devices = [gloo.create_device(hostname=address, lazy_init=True) for address in addresses]
+    options._threads = 2 * len(options._devices)
+    late = f"rank {rank} was not answered by the store where the ranks say where they listen.\n{STOPPED}"
+    try:
+        with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
+            return gloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise TransportUnavailableError(
+            f"rank {rank} could not open Gloo: {str(error).splitlines()[0]}\n"
+            "HINT: see what rank 0 printed, which may serve the store, and which addresses this host has "
+            "(GLOO_SOCKET_IFNAME)."
+        ) from error
