@@ -194,9 +194,6 @@ class LearningRateSchedule(ForModel):
         self.model.optimizer.learning_rate = new
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if self.momentum_correction and old > 0.0 and any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__):
-            step = distributed_step(optimizer)
-            if step is not None:
-                step.complete()  # which the velocities are of
             for velocity in velocities_of(optimizer, self.model.trainable_variables):
                 velocity.assign(velocity * (new / old))
 

@@ -15,14 +15,14 @@ from hvdkit.tensorflow.ops.bridge import after
 from hvdkit.tensorflow.ops.unconverted import as_written
 
 
-class TensorFlowGradients(backends.Gradients):
+class TensorFlowGradients(backends.OptimizerGradients):
     """Reduces gradients when they are applied: in a graph each part leaves as soon as it is computed."""
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
-        """See Gradients."""
+        """See OptimizerGradients."""
         return reduce_gradients(self._settings, gradients, variables, local)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -127,3 +129,10 @@ def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
         getattr(source, "path", None) or (is_variable(source) and source.name.removesuffix(":0")) for source in sources
     ]
     return planning.names_of_paths([str(path or f"grad_{index}") for index, path in enumerate(paths)])
+
+
+@functools.cache
+def warn_of_overlap_forward() -> None:
+    """Warn once a process that the argument overlap_forward has no effect any more."""
+    text = "overlap_forward is removed: step() ends when the update is made; remove the argument"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
