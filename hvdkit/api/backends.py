@@ -1,4 +1,4 @@
-"""What Keras asks of the adapter of the framework under it. An adapter answers in its module ``for_keras``."""
+"""The interface between Keras and the adapter of the framework under it, which is in its module ``for_keras``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from hvdkit.api.gradients.settings import GradientSettings
 
-# The adapters by the names that Keras gives their frameworks. Each has ``BACKEND``, a Backend, in ``for_keras``.
+# The adapters by Keras's names for their frameworks. Each has ``BACKEND``, a Backend, in ``for_keras``.
 ADAPTERS = {"tensorflow": "hvdkit.tensorflow", "torch": "hvdkit.torch"}
 
-# Makes a context in which a graph orders all after tensors (None is left out) and after the data of its step.
+# Makes a context in which a graph runs operations after tensors (None is left out) and after the data of its step.
 After = Callable[[Sequence[Any]], AbstractContextManager[None]]
 
 
@@ -43,8 +43,8 @@ class Backend:
     ranks disagree.
     """
 
-    tensor: Callable[[Any], Any]  # of anything that the framework can make one of
+    tensor: Callable[[Any], Any]  # converts a value to a tensor
     gradients: Callable[[GradientSettings], OptimizerGradients]  # of an optimizer with these settings
     broadcast_variables: Callable[[Sequence[Any], int], None]  # writes a root's values into Keras variables
-    as_written: Callable[[Any], Any]  # the same function, which the framework does not translate
+    as_written: Callable[[Any], Any]  # returns the function, marked so that the framework does not translate it
     after: After

@@ -21,7 +21,7 @@ from hvdkit.keras.saving import load_model
 
 unwrapped.install()
 
-# What depends on the framework under Keras, which need not be known before it is asked for.
+# Names of the framework's adapter, which is imported when a name is used.
 _OF_THE_BACKEND = ["Compression", "barrier", "cuda_built", "gloo_built", "init", "join", "nccl_built", "rocm_built"]
 
 

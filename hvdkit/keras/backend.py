@@ -1,4 +1,4 @@
-"""The framework under Keras: TensorFlow or PyTorch, and what of hvdkit goes with it."""
+"""The framework under Keras, TensorFlow or PyTorch, and hvdkit's adapter for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdkit.api import backends
 
 
 def backend_name() -> str:
-    """Its name, "tensorflow" or "torch". Raises NotImplementedError for another one."""
+    """Return the name of Keras's backend, "tensorflow" or "torch". Raises NotImplementedError for other backends."""
     import keras
 
     name = str(keras.backend.backend())
@@ -22,11 +22,11 @@ def backend_name() -> str:
 
 
 def adapter() -> Any:
-    """The module with the operations on the backend's tensors."""
+    """Return the adapter's module, with the operations on the backend's tensors."""
     return importlib.import_module(backends.ADAPTERS[backend_name()])
 
 
 def backend() -> backends.Backend:
-    """What Keras asks of it beyond operations."""
-    found: backends.Backend = importlib.import_module(f"{backends.ADAPTERS[backend_name()]}.for_keras").BACKEND
-    return found
+    """Return the adapter's functions for Keras."""
+    functions: backends.Backend = importlib.import_module(f"{backends.ADAPTERS[backend_name()]}.for_keras").BACKEND
+    return functions

@@ -1,4 +1,4 @@
-"""Models that were saved with an optimizer, loaded with a distributed one."""
+"""Load a saved model with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def load_model(
     safe_mode: bool = True,
     **options: Any,
 ) -> Any:
-    """A saved model, whose optimizer goes on where it was and is a DistributedOptimizer.
+    """Load a saved model, whose optimizer continues as a DistributedOptimizer.
 
     Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all.
 
     Args:
-        filepath: what ``model.save`` wrote.
-        custom_optimizers: classes of optimizers of one's own.
-        custom_objects: other classes and functions of one's own, by name.
+        filepath: the file that ``model.save`` wrote.
+        custom_optimizers: classes of your own optimizers.
+        custom_objects: other classes and functions of your own, by name.
         compression: of the DistributedOptimizer; settings are not saved with a model.
-        legacy_opts: taken for compatibility, not used.
-        safe_mode: whether to refuse functions that are part of the file, which could do anything.
+        legacy_opts: accepted for compatibility, without effect.
+        safe_mode: refuse functions that are part of the file, which could run any code.
         options: other arguments of the DistributedOptimizer, by name.
 
     Returns:
         The model, of Keras.
 
     Raises:
-        Exception: what ``keras.models.load_model`` raises, as ValueError for a file that there is not.
+        Exception: as ``keras.models.load_model``, such as ValueError for a missing file.
         TypeError, ValueError: as DistributedOptimizer().
 
     Examples:
@@ -60,7 +60,7 @@ def load_model(
 def load_by(
     keras: Any, filepath: Any, custom_optimizers: Any, custom_objects: Any, safe_mode: bool, **options: Any
 ) -> Any:
-    """load_model(), by Keras 3 or tf_keras, whichever module ``keras`` is."""
+    """Load a model as load_model() does, by the module ``keras``: Keras 3 or tf_keras."""
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})}, safe_mode=safe_mode)
     optimizer = getattr(model, "optimizer", None)

@@ -1,4 +1,4 @@
-"""One step of a distributed optimizer: gradients of one or more backward passes are reduced and then applied."""
+"""The step of a distributed optimizer: gradients of one or more backward passes are reduced and then applied."""
 
 from __future__ import annotations
 

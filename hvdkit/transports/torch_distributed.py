@@ -24,8 +24,8 @@ from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
 from hvdkit.transports.control import MESSAGE, PAIR, ControlConnections
-from hvdkit.transports.gpu.device import DeviceTransfer
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
+from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.security.admission import (
     STRANGERS,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from hvdkit.engine.life import runtime
-from hvdkit.transports.gpu import device as device_module
+from hvdkit.transports.gpu import streams
 from tests.gpu import card
 from tests.ranks import Skip
 
@@ -22,22 +22,22 @@ TURNS = 4
 @contextlib.contextmanager
 def without_marks() -> Iterator[None]:
     """Launches do not wait for the work that makes their inputs."""
-    real = device_module.CudaStream.launch
+    real = streams.CudaStream.launch
 
     def launch(self, device, after, tensors, work):
         return real(self, device, [], tensors, work)
 
-    device_module.CudaStream.launch = launch
+    streams.CudaStream.launch = launch
     try:
         yield
     finally:
-        device_module.CudaStream.launch = real
+        streams.CudaStream.launch = real
 
 
 @contextlib.contextmanager
 def late_launches() -> Iterator[None]:
     """What is launched begins late, as behind a long collective."""
-    real = device_module.CudaStream.launch
+    real = streams.CudaStream.launch
 
     def launch(self, device, after, tensors, work):
         def late(wait):
@@ -46,11 +46,11 @@ def late_launches() -> Iterator[None]:
 
         return real(self, device, after, tensors, late)
 
-    device_module.CudaStream.launch = launch
+    streams.CudaStream.launch = launch
     try:
         yield
     finally:
-        device_module.CudaStream.launch = real
+        streams.CudaStream.launch = real
 
 
 class Model(torch.nn.Module):

@@ -17,8 +17,8 @@ from hvdkit.api.operations import Operations
 from hvdkit.api.result_memory import RESULTS
 from hvdkit.engine.ops.device_operations import DeviceArray
 from hvdkit.torch.ops.tensor_checks import dtype_name
-from hvdkit.transports.gpu.device import cuda_mark
 from hvdkit.transports.gpu.host_copies import as_tensor as as_tensor
+from hvdkit.transports.gpu.streams import cuda_mark
 
 Array = npt.NDArray[Any]
 
