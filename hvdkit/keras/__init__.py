@@ -7,8 +7,8 @@ from hvdkit.api import common as _common
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.keras import callbacks, unwrapped
-from hvdkit.keras.backend import adapter
 from hvdkit.keras.functions import (
+    adapter,
     allgather,
     allreduce,
     broadcast,

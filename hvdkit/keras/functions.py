@@ -1,20 +1,44 @@
-"""Collective operations on tensors of Keras's backend, and broadcasts of models and optimizers."""
+"""The adapter of Keras's backend, collective operations on its tensors, and broadcasts of models and optimizers."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdkit.api import checks
+from hvdkit.api import backends, checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import Compressions
 from hvdkit.engine.life import runtime
 from hvdkit.engine.ops.requests import Call, ReduceRequest
-from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp
+
+
+def backend_name() -> str:
+    """Return the name of Keras's backend, "tensorflow" or "torch". Raises NotImplementedError for other backends."""
+    import keras
+
+    name = str(keras.backend.backend())
+    if name not in backends.ADAPTERS:
+        raise NotImplementedError(
+            f"hvdkit.keras: Keras runs on {name}, which hvdkit does not reduce gradients for.\n"
+            "HINT: set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported."
+        )
+    return name
+
+
+def adapter() -> Any:
+    """Return the adapter's module, with the operations on the backend's tensors."""
+    return importlib.import_module(backends.ADAPTERS[backend_name()])
+
+
+def backend() -> backends.Backend:
+    """Return the adapter's functions for Keras."""
+    functions: backends.Backend = importlib.import_module(f"{backends.ADAPTERS[backend_name()]}.for_keras").BACKEND
+    return functions
 
 
 def allreduce(

@@ -10,7 +10,7 @@ from hvdkit.api.gradients.compression import Compressions
 from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forward
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import ProcessSet, global_process_set
-from hvdkit.keras.backend import backend_name
+from hvdkit.keras.functions import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
 from hvdkit.keras.step import OptimizerSettings, distributed_step, is_distributed

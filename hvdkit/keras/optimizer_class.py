@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdkit.api.gradients.guard import WATCH, is_marked
 from hvdkit.keras import keras_2
-from hvdkit.keras.backend import backend
+from hvdkit.keras.functions import backend
 from hvdkit.keras.step import SETTINGS, STEP, OptimizerSettings, distributed_step, step_of
 from hvdkit.keras.torch_backward import scale_loss_and_begin
 

@@ -13,7 +13,7 @@ from hvdkit.api.gradients.guard import WATCH
 from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.life import runtime
 from hvdkit.engine.life.process_sets import global_process_set
-from hvdkit.keras.backend import adapter, backend
+from hvdkit.keras.functions import adapter, backend
 from hvdkit.kernels.reduce_op import ReduceOp
 
 # Attributes of a distributed optimizer's class, and of the optimizer.

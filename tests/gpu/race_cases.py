@@ -36,7 +36,7 @@ def without_marks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def late_launches() -> Iterator[None]:
-    """What is launched begins late, as behind a long collective."""
+    """Delay the beginning of launched work, as a long collective does."""
     real = streams.CudaStream.launch
 
     def launch(self, device, after, tensors, work):
@@ -54,7 +54,7 @@ def late_launches() -> Iterator[None]:
 
 
 class Model(torch.nn.Module):
-    """One large weight whose gradient is a number, late on the stream."""
+    """A large weight whose gradient is a number, late on the stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Model(torch.nn.Module):
 
 
 def gradients_with_late_work(hvd) -> list[float]:
-    """How far the sums of a few steps are from what is right; each gradient is made behind a long kernel."""
+    """Return the errors of the sums of a few steps, whose gradients are each made behind a long kernel."""
     model = Model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Sum
@@ -92,8 +92,8 @@ def gradients_with_late_work(hvd) -> list[float]:
 def case_a_gradient_that_is_late_is_waited_for(hvd):
     card.only_on_a_gpu()
     with without_marks():
-        found = gradients_with_late_work(hvd)
-    assert any(hvd.allgather_object(max(found))), "the probe does not find sums of gradients that are not there yet"
+        errors = gradients_with_late_work(hvd)
+    assert any(hvd.allgather_object(max(errors))), "the probe does not find sums of gradients that are not there yet"
     assert gradients_with_late_work(hvd) == [0.0] * TURNS
 
 

@@ -49,7 +49,7 @@ def copies(block: np.ndarray) -> Iterator[StreamCopies]:
 
 
 def changed_launch(monkeypatch, after=True, tensors=True, late=False) -> None:
-    """Take safeguards from launches: the marks ``after`` which they run, what their streams are told of ``tensors``."""
+    """Remove safeguards of launches: the marks ``after`` which they run, or the record of ``tensors`` on the stream."""
     real = streams.CudaStream.launch
 
     def launch(self, device, given_after, given_tensors, work):
@@ -64,7 +64,7 @@ def changed_launch(monkeypatch, after=True, tensors=True, late=False) -> None:
 
 
 def sums_of_late_work(alone) -> list[float]:
-    buffer, side, found = alone.allocate(ELEMENTS, "float32"), torch.cuda.Stream(), []
+    buffer, side, sums = alone.allocate(ELEMENTS, "float32"), torch.cuda.Stream(), []
     for factor in range(1, 4):
         with torch.cuda.stream(side):
             torch.cuda._sleep(LATE_CYCLES)
@@ -73,8 +73,8 @@ def sums_of_late_work(alone) -> list[float]:
         transfer = alone.allreduce([buffer], ReduceOp.SUM, 1.0, Scale(3.0), "none", [mark])
         finish(transfer)
         torch.cuda.synchronize()
-        found.append(buffer[0].item())
-    return found
+        sums.append(buffer[0].item())
+    return sums
 
 
 def test_a_collective_waits_for_the_work_that_makes_its_input(alone, monkeypatch):
@@ -85,7 +85,7 @@ def test_a_collective_waits_for_the_work_that_makes_its_input(alone, monkeypatch
 
 
 def is_overwritten(alone) -> bool:
-    """Whether a collective of which nobody knows any more, as after a failure, writes into what others have since."""
+    """True if a collective that is no longer referenced, as after a failure, writes into memory that was reused."""
     buffer = alone.allocate(ELEMENTS, "float32")
     # A kernel is loaded when it is first launched, which may wait for those that run.
     finish(alone.allreduce([buffer], ReduceOp.SUM, 1.0, Scale(3.0), "none", [alone.mark()]))

@@ -156,7 +156,7 @@ def case_a_loop_of_ones_own_in_a_graph(hvd: Any) -> None:
 
 
 def gradients_of(made: Any, x: Any, y: Any) -> list[Any]:
-    """Of the mean square error, by the backend's own means."""
+    """Return the gradients of the mean square error, by the backend's own means."""
     if TENSORFLOW:
         import tensorflow as tf
 
@@ -269,7 +269,7 @@ def case_several_passes_make_a_step(hvd: Any) -> None:
 
 
 def count(optimizer: Any) -> int:
-    """How many updates an optimizer has made."""
+    """Return the number of an optimizer's updates."""
     return int(keras.ops.convert_to_numpy(optimizer.iterations))
 
 

@@ -1,4 +1,4 @@
-"""What a rank of Keras's tests runs, on the backend that KERAS_BACKEND names."""
+"""The program of a rank of Keras's tests, on the backend that KERAS_BACKEND names."""
 
 from __future__ import annotations
 
