@@ -16,8 +16,7 @@ from hvdkit.keras.functions import (
     broadcast_variables,
     reducescatter,
 )
-from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from hvdkit.keras.saving import load_model
+from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 
 unwrapped.install()
 

@@ -147,7 +147,10 @@ class _KerasSynchronizer(GradientSynchronizer):
             self.give_up()
 
     def give_up(self) -> None:
-        """Forget a step that an exception ended. This rank does not wait; ranks that use the step get an error."""
+        """Forget a step that an exception ended, without waiting for other ranks.
+
+        The lane fails on all ranks: in this step, or in the next step on ranks that had all they needed for this one.
+        """
         self._unraised = None
         routes, current = self._routes, is_current(self._engine)
         if routes is not None:

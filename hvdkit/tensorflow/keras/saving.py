@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.api.gradients.compression import Compressions
-from hvdkit.keras.saving import load_by
+from hvdkit.keras.optimizer import load_by
 
 
 def load_model(
