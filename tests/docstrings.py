@@ -111,9 +111,9 @@ def objects(module: Any) -> Iterator[tuple[str, Any]]:
         ):
             yield f"DistributedGradientTape.{name}", vars(made)[name]
     else:
-        from hvdkit.keras.optimizer_class import Distributed
+        from hvdkit.keras.optimizer_class import DistributedMixin
 
-        yield "DistributedOptimizer.register_local_var", Distributed.register_local_var
+        yield "DistributedOptimizer.register_local_var", DistributedMixin.register_local_var
         for name in [name for name in sorted(vars(module.callbacks)) if name.endswith("Callback")]:
             yield f"callbacks.{name}", getattr(module.callbacks, name)
         local = module.callbacks.BroadcastGlobalVariablesCallback.register_local_var

@@ -7,8 +7,8 @@ from hvdkit.api import missing_attribute
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.objects import allgather_object, broadcast_object
 from hvdkit.keras import callbacks, unwrapped
-from hvdkit.keras.backend import adapter
 from hvdkit.keras.functions import (
+    adapter,
     allgather,
     allreduce,
     broadcast,
@@ -16,12 +16,11 @@ from hvdkit.keras.functions import (
     broadcast_variables,
     reducescatter,
 )
-from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from hvdkit.keras.saving import load_model
+from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 
 unwrapped.install()
 
-# What depends on the framework under Keras, which need not be known before it is asked for.
+# Names of the framework's adapter, which is imported when a name is used.
 _OF_THE_BACKEND = ["Compression", "barrier", "cuda_built", "gloo_built", "init", "join", "nccl_built", "rocm_built"]
 
 

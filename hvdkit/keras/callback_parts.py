@@ -1,4 +1,4 @@
-"""What Horovod's callbacks do, for callbacks of Keras 3 and of tf_keras."""
+"""The behaviour of Horovod's callbacks, which callbacks of Keras 3 and of tf_keras inherit."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hvdkit.keras.functions import average_arrays, broadcast_variables
 from hvdkit.keras.keras_2 import build, is_built, needs_other_callbacks, variables_of, velocities_of
 from hvdkit.keras.step import distributed_step
 
-# Of Dropout and other layers that draw at random, which shall draw other numbers on each rank.
+# The state of Dropout and other random layers, which draw different numbers on each rank.
 _SEED_STATE = "seed_generator_state"
 
 
 class ForModel:
-    """What every callback does with a model that is fitted."""
+    """A callback's access to the model."""
 
     model: Any
 
     def set_model(self, model: Any) -> None:
-        """Called by ``fit`` before all else. Raises TypeError for a model of tf_keras that needs other callbacks."""
+        """Receive the model from ``fit``. Raises TypeError for a model of tf_keras that needs other callbacks."""
         if needs_other_callbacks(model, self):
             raise TypeError(
                 f"{type(self).__name__} is a callback of Keras 3 here, and the model is one of Keras 2 (tf_keras).\n"
                 "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras, and set "
                 "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
             )
-        super().set_model(model)  # type: ignore[misc]  # of Keras's own class of callbacks, beside this one
+        super().set_model(model)  # type: ignore[misc]  # of Keras's own class of callbacks
 
 
 class BroadcastGlobalVariables(ForModel):
-    """What callbacks.BroadcastGlobalVariablesCallback does and takes."""
+    """The behaviour and arguments of callbacks.BroadcastGlobalVariablesCallback."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class BroadcastGlobalVariables(ForModel):
         """Leave a variable to each rank.
 
         Args:
-            var: a variable of the model or its optimizer, of any shape. Raises nothing for one that is not theirs.
+            var: a variable of the model or its optimizer, of any shape. Raises nothing for other variables.
 
         Examples:
             >>> callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
@@ -59,7 +59,7 @@ class BroadcastGlobalVariables(ForModel):
         self._local[id(var)] = var
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if the model has been built on all ranks."""
+        """Broadcast the variables, if all ranks have built the model."""
         self.broadcast_done = False
         optimizer = getattr(self.model, "optimizer", None)
         if self.model.built and optimizer is not None and not is_built(optimizer):
@@ -68,7 +68,7 @@ class BroadcastGlobalVariables(ForModel):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if not done before."""
+        """Broadcast the variables, if that was not done before."""
         if not self.broadcast_done:
             self._broadcast()
 
@@ -78,30 +78,31 @@ class BroadcastGlobalVariables(ForModel):
         step = distributed_step(optimizer)
         local = {*self._local, *(() if step is None else step.local)}
         local |= _slots_of(optimizer, local)
-        shared = [one for one in variables if id(one) not in local and one.name != _SEED_STATE]
+        shared = [variable for variable in variables if id(variable) not in local and variable.name != _SEED_STATE]
         broadcast_variables(shared, self.root_rank)
         self.broadcast_done = True
 
 
 class MetricAverage(ForModel):
-    """What callbacks.MetricAverageCallback does and takes."""
+    """The behaviour and arguments of callbacks.MetricAverageCallback."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average ``logs``. Raises ValueError on all ranks where they have different metrics, or learning rates."""
+        """Average ``logs``. Raises ValueError on all ranks if ranks have different metrics or learning rates."""
         logs = {} if logs is None else logs
         values = keras.tree.flatten(logs)
         arrays = [_numbers_of(value) for value in values]
-        names = _described(
-            keras.tree.pack_sequence_as(logs, [None if one is None else str(one.shape) for one in arrays])
-        )
+        shapes = [None if array is None else str(array.shape) for array in arrays]
+        names = _described(keras.tree.pack_sequence_as(logs, shapes))
         gathered = objects.allgather_object((names, _shared_rate(self.model)), name="MetricAverageCallback.names")
-        everyones, rates = [others for others, _ in gathered], [rate for _, rate in gathered]
-        if any(others != names for others in everyones):
-            listed = "; ".join(f"rank {rank}: {', '.join(others) or 'none'}" for rank, others in enumerate(everyones))
+        rates = [rate for _, rate in gathered]
+        if any(rank_names != names for rank_names, _ in gathered):
+            listed = "; ".join(
+                f"rank {rank}: {', '.join(metrics) or 'none'}" for rank, (metrics, _) in enumerate(gathered)
+            )
             raise ValueError(
                 f"MetricAverageCallback: ranks have different metrics at the end of epoch {epoch + 1}: {listed}\n"
                 "HINT: pass validation_data, and the same metrics, on all ranks."
@@ -114,15 +115,16 @@ class MetricAverage(ForModel):
                 "HINT: have all ranks set the same. A callback that follows a metric, as ReduceLROnPlateau does, comes "
                 "after MetricAverageCallback in the list; before it, each rank follows its own."
             )
-        averages = iter(average_arrays([one for one in arrays if one is not None], "MetricAverageCallback"))
+        averages = iter(average_arrays([array for array in arrays if array is not None], "MetricAverageCallback"))
         averaged = [
-            one if array is None else _like(one, next(averages)) for one, array in zip(values, arrays, strict=True)
+            value if array is None else _like(value, next(averages))
+            for value, array in zip(values, arrays, strict=True)
         ]
         logs.update(keras.tree.pack_sequence_as(logs, averaged))
 
 
 class LearningRateSchedule(ForModel):
-    """What callbacks.LearningRateScheduleCallback does and takes."""
+    """The behaviour and arguments of callbacks.LearningRateScheduleCallback."""
 
     params: dict[str, Any]
 
@@ -149,13 +151,13 @@ class LearningRateSchedule(ForModel):
         self._multiplier = multiplier
 
     def multiplier(self, epoch: float) -> float:
-        """What the learning rate is multiplied by at an epoch."""
+        """Return the factor of the learning rate at an epoch."""
         if callable(self._multiplier):
             return float(self._multiplier(epoch))
         return float(self._multiplier ** (epoch - self.start_epoch))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how many steps an epoch has. Raises ValueError where that is needed and not known."""
+        """Set the number of steps of an epoch. Raises ValueError where it is needed and unknown."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -165,7 +167,7 @@ class LearningRateSchedule(ForModel):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remember the epoch."""
+        """Store the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -180,29 +182,23 @@ class LearningRateSchedule(ForModel):
             self._adjust(self.current_epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tell the learning rate."""
+        """Log the learning rate."""
         if logs is not None:
-            logs["lr"] = self._learning_rate()
-
-    def _learning_rate(self) -> float:
-        return _rate_of(self.model.optimizer)
+            logs["lr"] = _rate_of(self.model.optimizer)
 
     def _adjust(self, epoch: float) -> None:
-        old, new = self._learning_rate(), self.initial_lr * self.multiplier(epoch)
+        old, new = _rate_of(self.model.optimizer), self.initial_lr * self.multiplier(epoch)
         if new == old:
             return
         self.model.optimizer.learning_rate = new
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if self.momentum_correction and old > 0.0 and any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__):
-            step = distributed_step(optimizer)
-            if step is not None:
-                step.complete()  # which the velocities are of
             for velocity in velocities_of(optimizer, self.model.trainable_variables):
                 velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    """What callbacks.LearningRateWarmupCallback does and takes."""
+    """The behaviour and arguments of callbacks.LearningRateWarmupCallback."""
 
     def __init__(
         self,
@@ -213,7 +209,7 @@ class LearningRateWarmup(LearningRateSchedule):
         verbose: int = 0,
     ) -> None:
         def warm_up(epoch: float) -> float:
-            # A step further, so that an epoch ends on a round number.
+            # One step ahead, so that an epoch ends on a round number.
             epoch += 1.0 / (self.steps_per_epoch or 1)
             return 1.0 / job.size() * (epoch * (job.size() - 1) / warmup_epochs + 1)
 
@@ -221,10 +217,10 @@ class LearningRateWarmup(LearningRateSchedule):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tell the learning rate."""
+        """Log the learning rate."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and job.rank() == 0:
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._learning_rate():g}.")
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {_rate_of(self.model.optimizer):g}.")
 
 
 def _rate_of(optimizer: Any) -> float:
@@ -232,7 +228,7 @@ def _rate_of(optimizer: Any) -> float:
 
 
 def _shared_rate(model: Any) -> float | None:
-    """The learning rate of a model that all ranks train together; None for others, and where it is no number."""
+    """Return the learning rate of a model that all ranks train together; None for other models and schedules."""
     optimizer = getattr(model, "optimizer", None)
     step, rate = distributed_step(optimizer), getattr(optimizer, "learning_rate", None)
     if step is None or step.settings.process_set is not global_process_set or rate is None or callable(rate):
@@ -241,7 +237,7 @@ def _shared_rate(model: Any) -> float | None:
 
 
 def _numbers_of(value: Any) -> Any:
-    """Return a number, an array or a tensor as an array; None for what has no real numbers, as a string."""
+    """Return a number, an array or a tensor as an array; None for values that are not real numbers."""
     if not (isinstance(value, int | float) or hasattr(value, "shape")):
         return None
     array = np.asarray(keras.ops.convert_to_numpy(value))
@@ -249,30 +245,30 @@ def _numbers_of(value: Any) -> Any:
 
 
 def _like(value: Any, average: Any) -> Any:
-    """Return the average of a value as what the value was: a number, an array, or a tensor; of integers in float64."""
+    """Return an average in the form of its value: a number, an array, or a tensor; integers' averages are float64."""
     if average.ndim == 0:
         return float(average)
     return average if isinstance(value, np.ndarray) else keras.ops.convert_to_tensor(average)
 
 
 def _described(shapes: Mapping[str, Any]) -> list[str]:
-    """Return what all ranks must have alike of metrics: the names, with the shapes of all but numbers.
+    """Return the names of metrics, with the shapes of arrays, which must be the same on all ranks.
 
-    ``shapes`` has text for each number or array of a metric, and None for what is not averaged.
+    ``shapes`` has the shape of each value of a metric as text, and None for values that are not averaged.
     """
     averaged = {name: shape for name, shape in shapes.items() if any(keras.tree.flatten(shape))}
     return sorted(name if shape == "()" else f"{name} of shape {shape}" for name, shape in averaged.items())
 
 
 def _slots_of(optimizer: Any, local: set[int]) -> set[int]:
-    """The ids of what an optimizer keeps for variables (of these ids): its momenta, its accumulators, its averages."""
+    """Return the ids of an optimizer's state for variables of these ids: momenta, accumulators, averages."""
     if optimizer is None or not local:
         return set()
     inner = getattr(optimizer, "inner_optimizer", None)
     variables = getattr(optimizer, "_trainable_variables", None) or []
     slots = set() if inner is None else _slots_of(inner, local)
-    for kept in vars(optimizer).values():
-        # Keras 3 keeps a list for each kind of slot, with a place for each variable.
-        if kept is not variables and isinstance(kept, list) and len(kept) == len(variables):
-            slots.update(id(slot) for variable, slot in zip(variables, kept, strict=True) if id(variable) in local)
+    for state in vars(optimizer).values():
+        # Keras 3 has a list for each kind of slot, with an entry for each variable.
+        if state is not variables and isinstance(state, list) and len(state) == len(variables):
+            slots.update(id(slot) for variable, slot in zip(variables, state, strict=True) if id(variable) in local)
     return slots

@@ -8,13 +8,14 @@ from hvdkit.keras import callback_parts as parts
 
 
 class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, keras.callbacks.Callback):  # type: ignore[misc]
-    """Gives all ranks the variables that ``root_rank`` begins with: of the model and of its optimizer.
+    """A callback that broadcasts the variables of ``root_rank``: those of the model and of its optimizer.
 
-    Before the first batch where they exist by then, else after it; but for the state of random numbers.
+    The broadcast is before the first batch, or after it where the variables do not exist before. The state of random
+    numbers stays each rank's own.
 
     Args:
-        root_rank: whose values all get.
-        device: taken for compatibility.
+        root_rank: the rank whose values all ranks get.
+        device: accepted for compatibility.
         local_variables: a variable, or several, that stay each rank's own.
 
     Raises:
@@ -31,17 +32,17 @@ class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, keras.cal
 
 
 class MetricAverageCallback(parts.MetricAverage, keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages metrics over all ranks at the end of each epoch, in place, for the callbacks that come after it.
+    """A callback that averages metrics over all ranks at the end of each epoch, for the callbacks that come after it.
 
     A metric of several values (an array, a tensor, or a list, tuple or dictionary of these and of numbers) is averaged
     element by element and keeps its form; averages of integers and booleans are floating. Text and None stay.
 
     Args:
-        device: taken for compatibility.
+        device: accepted for compatibility.
 
     Raises:
         ValueError: at the end of an epoch, on all ranks where they have different metrics, or metrics of different
-            shapes, or other learning rates for one optimizer: what sets these by a metric comes after this callback.
+            shapes, or other learning rates for one optimizer: put callbacks that set the rate by a metric after this.
 
     Examples:
         >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
@@ -52,20 +53,20 @@ class MetricAverageCallback(parts.MetricAverage, keras.callbacks.Callback):  # t
 
 
 class LearningRateScheduleCallback(parts.LearningRateSchedule, keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` to before ``end_epoch``.
+    """A callback that sets the learning rate to ``initial_lr * multiplier(epoch)`` in epochs of a range.
 
     Args:
         initial_lr: the rate that is multiplied.
-        multiplier: a function of the epoch, or a number, whose power by the epochs since ``start_epoch`` is taken.
+        multiplier: a function of the epoch, or a number that is raised to the epochs since ``start_epoch``.
         start_epoch: the first epoch in which the rate is set, from 0.
-        end_epoch: the first one in which it is not any more; None for never.
-        staircase: whether once an epoch, else with each batch, where the epoch is a fraction.
-        momentum_correction: whether a velocity that was added up under the old rate is scaled to the new one, as P.
-            Goyal et al., "Accurate, Large Minibatch SGD" (2017), remark 2, advise.
-        steps_per_epoch: needed without ``staircase``, if Keras does not know it.
+        end_epoch: the epoch from which the rate is no longer set; None for never.
+        staircase: set the rate once an epoch; else with each batch, by a fractional epoch.
+        momentum_correction: scale an SGD's velocities, which were accumulated at the old rate, to the new rate, by P.
+            Goyal et al., "Accurate, Large Minibatch SGD" (2017), remark 2.
+        steps_per_epoch: needed without ``staircase`` where Keras does not know the number.
 
     Raises:
-        ValueError: without ``initial_lr``; and when training begins, without ``steps_per_epoch`` where that is needed.
+        ValueError: without ``initial_lr``; and when training begins, without ``steps_per_epoch`` where it is needed.
 
     Examples:
         >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
@@ -77,14 +78,14 @@ class LearningRateScheduleCallback(parts.LearningRateSchedule, keras.callbacks.C
 
 
 class LearningRateWarmupCallback(parts.LearningRateWarmup, keras.callbacks.Callback):  # type: ignore[misc]
-    """Raises the learning rate, batch by batch, from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``.
+    """A callback that raises the learning rate with each batch from ``initial_lr / size`` to ``initial_lr``.
 
     ``momentum_correction``, ``steps_per_epoch`` and errors are those of LearningRateScheduleCallback().
 
     Args:
-        initial_lr: the rate for all ranks together, as a rule the rate for one multiplied by ``hvd.size()``.
-        warmup_epochs: in how many epochs.
-        verbose: above 0 to say on rank 0 when it is there.
+        initial_lr: the rate for all ranks together, as a rule the rate for one process times ``hvd.size()``.
+        warmup_epochs: the number of epochs until the rate is ``initial_lr``.
+        verbose: above 0 to print on rank 0 when the rate is ``initial_lr``.
 
     Raises:
         ValueError: as LearningRateScheduleCallback().

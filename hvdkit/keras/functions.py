@@ -1,20 +1,44 @@
-"""Collective operations on what Keras's backend takes for a tensor, and bringing models to one state."""
+"""The adapter of Keras's backend, collective operations on its tensors, and broadcasts of models and optimizers."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdkit.api import checks
+from hvdkit.api import backends, checks
 from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import Compressions
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import runtime
-from hvdkit.keras.backend import adapter, backend
 from hvdkit.keras.keras_2 import variables_of
 from hvdkit.kernels.reduce_op import ReduceOp
+
+
+def backend_name() -> str:
+    """Return the name of Keras's backend, "tensorflow" or "torch". Raises NotImplementedError for other backends."""
+    import keras
+
+    name = str(keras.backend.backend())
+    if name not in backends.ADAPTERS:
+        raise NotImplementedError(
+            f"hvdkit.keras: Keras runs on {name}, which hvdkit does not reduce gradients for.\n"
+            "HINT: set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported."
+        )
+    return name
+
+
+def adapter() -> Any:
+    """Return the adapter's module, with the operations on the backend's tensors."""
+    return importlib.import_module(backends.ADAPTERS[backend_name()])
+
+
+def backend() -> backends.Backend:
+    """Return the adapter's functions for Keras."""
+    functions: backends.Backend = importlib.import_module(f"{backends.ADAPTERS[backend_name()]}.for_keras").BACKEND
+    return functions
 
 
 def allreduce(
@@ -26,12 +50,12 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compressions.none,
 ) -> Any:
-    """Reduce a tensor, or what becomes one, over all ranks; the average unless ``op`` says otherwise.
+    """Reduce a tensor, or a value that becomes a tensor, over all ranks; by default to the average.
 
     Args:
         value: a tensor of the backend, an array, a variable or a number, of the same shape and dtype on all ranks.
             Dtypes are integers, float16, bfloat16, float32 and float64, as far as the backend's allreduce() knows them.
-        name: tells concurrent operations apart; without one, ranks must make their calls in the same order.
+        name: tells concurrent operations apart; without a name, ranks must make their calls in the same order.
         average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
         prescale_factor: each element is multiplied by it before the reduction.
         postscale_factor: each element is multiplied by it after the reduction.
@@ -42,7 +66,7 @@ def allreduce(
         A tensor of the backend, of the same shape and dtype.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: for invalid arguments.
         NotImplementedError: for Adasum on a number of ranks that is no power of two.
         HorovodInternalError: on every rank where ranks disagree.
 
@@ -63,10 +87,10 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """The ranks' tensors one after the other along the first dimension. ``name`` and errors are those of allreduce().
+    """Concatenate the tensors of all ranks along the first dimension. ``name`` and errors are those of allreduce().
 
     Args:
-        value: of the same dtype on all ranks, and the same shape but for the first dimension, of which there is one.
+        value: of the same dtype on all ranks, with at least one dimension; only the first dimension may differ.
 
     Returns:
         A tensor of the backend.
@@ -79,11 +103,11 @@ def allgather(value: Any, name: str | None = None) -> Any:
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The tensor of ``root_rank``, on all ranks. ``name`` and errors are those of allreduce().
+    """Return the tensor of ``root_rank`` on all ranks. ``name`` and errors are those of allreduce().
 
     Args:
         value: of the same shape and dtype on all ranks.
-        root_rank: whose tensor all get.
+        root_rank: the rank whose tensor all ranks get.
 
     Returns:
         A tensor of the backend.
@@ -96,7 +120,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Any:
-    """This rank's share, along the first dimension, of the reduced tensor.
+    """Reduce a tensor over all ranks, and return this rank's share of it along the first dimension.
 
     ``name`` and errors are those of allreduce().
 
@@ -105,7 +129,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAG
         op: hvd.Average or hvd.Sum.
 
     Returns:
-        A tensor of the backend, with rows / ranks rows, one more on each of the first (rows % ranks) ranks.
+        A tensor of the backend, with rows / ranks rows, and one more row on each of the first (rows % ranks) ranks.
 
     Examples:
         >>> keras.ops.convert_to_numpy(hvd.reducescatter([1.0, 2.0, 3.0], op=hvd.Sum)).tolist()  # on rank 1: [6.0]
@@ -120,10 +144,10 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     Args:
         variables: of Keras, on TensorFlow also tf.Variable, in the same order on all ranks, each of the same shape and
             dtype.
-        root_rank: whose values all get.
+        root_rank: the rank whose values all ranks get.
 
     Raises:
-        TypeError: for what is no variable.
+        TypeError: for an object that is no variable.
         ValueError: for variables without values yet.
         HorovodInternalError: on every rank where ranks disagree.
 
@@ -140,7 +164,7 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
     """Give all ranks the values of ``root_rank`` of all variables of a model and of its optimizer.
 
     Args:
-        root_rank: whose values all get.
+        root_rank: the rank whose values all ranks get.
         model: a model of Keras.
 
     Raises:
@@ -167,7 +191,7 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
 def average_arrays(arrays: Sequence[Any], name: str) -> list[Any]:
     """Return the averages over all ranks of a few small arrays, element by element.
 
-    They are computed in float64; those of integers and booleans stay so, others have the dtype of their array.
+    Averages are computed in float64. Those of integers and booleans stay float64; others get their array's dtype.
     """
     numbers = np.concatenate([np.zeros(0), *(array.astype(np.float64).ravel() for array in arrays)])
     if numbers.size:

@@ -1,4 +1,4 @@
-"""Keras 2, today's tf_keras, which ``tf.keras`` is with TF_USE_LEGACY_KERAS=1: what its optimizers are."""
+"""Differences between the optimizers of Keras 3 and Keras 2: tf_keras, or ``tf.keras`` with TF_USE_LEGACY_KERAS=1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def optimizer_classes() -> tuple[Any, ...]:
-    """The bases of its optimizers, of both kinds; none where nobody imported it."""
+    """Return the base classes of Keras 2's optimizers, before and since 2.11; none if nothing has imported Keras 2."""
     keras2 = sys.modules.get("tf_keras")
     if keras2 is None:
         return ()
@@ -15,26 +15,26 @@ def optimizer_classes() -> tuple[Any, ...]:
 
 
 def is_keras_2(optimizer: Any) -> bool:
-    """Whether it is an optimizer of Keras 2."""
+    """True if the optimizer is of Keras 2."""
     return isinstance(optimizer, optimizer_classes())
 
 
 def needs_other_callbacks(model: Any, callback: Any) -> bool:
-    """Whether a model is of Keras 2 and a callback is not."""
+    """True if the model is of Keras 2 and the callback is not."""
     if (keras2 := sys.modules.get("tf_keras")) is None:
         return False
     return isinstance(model, keras2.Model) and not isinstance(callback, keras2.callbacks.Callback)
 
 
 def init_scope() -> Any:
-    """Outside of the graph that is being traced."""
+    """Return a context outside of the graph that is being traced."""
     import tensorflow as tf
 
     return tf.init_scope()
 
 
 def loss_scale_classes() -> tuple[Any, ...]:
-    """What wraps an optimizer in a loss scale, of both kinds."""
+    """Return the classes of Keras 2 that wrap an optimizer in a loss scale."""
     if not optimizer_classes():
         return ()
     from tf_keras.src.mixed_precision import loss_scale_optimizer
@@ -43,7 +43,7 @@ def loss_scale_classes() -> tuple[Any, ...]:
 
 
 def saved_names() -> list[dict[Any, str]]:
-    """Where it looks up the names of classes that users registered."""
+    """Return the tables in which Keras 2 looks up the names of registered classes."""
     if not optimizer_classes():
         return []
     from tf_keras.src.saving import object_registration
@@ -52,7 +52,7 @@ def saved_names() -> list[dict[Any, str]]:
 
 
 def skips(options: dict[str, Any]) -> str | None:
-    """How the arguments of apply_gradients() say that gradients are summed already; None if they do not."""
+    """Return the argument of apply_gradients() that says that gradients are summed already, or None."""
     if options.get("skip_gradients_aggregation", False):
         return "skip_gradients_aggregation=True"
     if not options.get("experimental_aggregate_gradients", True):
@@ -61,31 +61,31 @@ def skips(options: dict[str, Any]) -> str | None:
 
 
 def name_of(optimizer: Any) -> str:
-    """The name of an optimizer of either Keras."""
+    """Return the name of an optimizer of Keras 2 or 3."""
     return str(getattr(optimizer, "name", None) or getattr(optimizer, "_name", ""))
 
 
 def is_built(optimizer: Any) -> bool:
-    """Whether an optimizer of either Keras has its variables."""
+    """True if an optimizer of Keras 2 or 3 has its variables."""
     if hasattr(optimizer, "_create_all_weights"):  # before 2.11; its first variable is the number of steps
         return len(variables_of(optimizer)) > 1
     return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
-    """Have an optimizer of either Keras make its variables for those of a model."""
+    """Make the variables of an optimizer of Keras 2 or 3 for the variables of a model."""
     make = getattr(optimizer, "_create_all_weights", None) or optimizer.build
     make(variables)
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """The variables of an optimizer of either Keras."""
+    """Return the variables of an optimizer of Keras 2 or 3."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
 def velocities_of(optimizer: Any, variables: list[Any]) -> list[Any]:
-    """The velocities of an SGD of either Keras; none without momentum, or before its first step."""
+    """Return the velocities of an SGD of Keras 2 or 3; none without momentum, or before its first step."""
     if hasattr(optimizer, "get_slot_names"):  # before 2.11
         has_slots = "momentum" in optimizer.get_slot_names()
         return [optimizer.get_slot(variable, "momentum") for variable in variables] if has_slots else []

@@ -1,20 +1,21 @@
-"""``DistributedOptimizer``: an optimizer of Keras that trains on all ranks."""
+"""``DistributedOptimizer``: an optimizer of Keras that trains on all ranks; and ``load_model``, which makes one."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from hvdkit.api import checks
 from hvdkit.api.gradients import planning
 from hvdkit.api.gradients.compression import Compressions
-from hvdkit.api.gradients.settings import check_settings
+from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forward
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
-from hvdkit.keras.backend import backend_name
+from hvdkit.keras.functions import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
-from hvdkit.keras.overlap import check_overlap
-from hvdkit.keras.settings import FUNCTION, OptimizerSettings, check_sums
-from hvdkit.keras.step import distributed_step, is_distributed
+from hvdkit.keras.step import OptimizerSettings, distributed_step, is_distributed
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Optimizer = TypeVar("Optimizer")
@@ -37,18 +38,18 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     overlap_forward: bool = False,
 ) -> Optimizer:
-    """An optimizer of the class of ``optimizer`` that reduces gradients over all ranks before it applies them.
+    """Make an optimizer of the class of ``optimizer`` that reduces gradients over all ranks before it applies them.
 
-    It shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that saved
-    models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may be
-    inside or around. In a graph, and on PyTorch in Keras's own ``train_step``, gradients travel while the backward pass
-    computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied.
+    The result shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that
+    saved models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may
+    be inside or around. In a graph, and on PyTorch in Keras's own ``train_step``, gradients travel while the backward
+    pass computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied.
     ``register_local_var(variable)`` of the result leaves the gradient of a variable to each rank.
 
     Args:
-        optimizer: a keras.optimizers.Optimizer, also of a class of one's own, or one of tf_keras.
-        name: what its gradients are called in the timeline and in errors, "Distributed" and its class otherwise.
-            Optimizers of the ranks belong together by their names and, where several have one name, by the order in
+        optimizer: a keras.optimizers.Optimizer, also of a class of your own, or an optimizer of tf_keras.
+        name: the name of the gradients in the timeline and in errors; by default "Distributed" and the class.
+            Optimizers of the ranks are matched by their names and, where several have the same name, by the order in
             which they were made. So optimizers that several threads make need names of their own.
         device_dense: where reduced gradients are put, as in ``tf.device`` (TensorFlow only).
         device_sparse: where reduced gradients that are tf.IndexedSlices are put.
@@ -60,16 +61,12 @@ def DistributedOptimizer(
         op: hvd.Average or hvd.Sum.
         backward_passes_per_step: how many calls of ``apply`` add up their gradients before these are reduced and used.
             ``iterations`` counts the updates; Horovod counted the calls.
-        average_aggregated_gradients: divide what was added up by that number.
+        average_aggregated_gradients: divide the gradients that were added up by that number.
         num_groups: deprecated, use ``groups``.
         groups: how many groups of gradients are reduced together, or the groups as lists of variables.
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
-        overlap_forward: on PyTorch, whether Keras's own ``train_step`` leaves what still travels to the background.
-            Each variable is updated before its next use, whatever uses it, with the bits that it has without. For
-            slow networks. Where that cannot be (a ``train_step`` of your own, local layers, a LossScaleOptimizer,
-            variables of several dtypes or with constraints, steps in which parameters are compared), ``apply`` waits
-            as without. The optimizer's own state is that of the last step in ``variables``, not in other attributes.
+        overlap_forward: deprecated, without effect.
 
     Returns:
         The optimizer to use in the place of ``optimizer``.
@@ -100,11 +97,16 @@ def DistributedOptimizer(
             "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
             f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
         )
-    check_sums(op)
+    reduce_op = checks.check_op("DistributedOptimizer", op)
+    if reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(
+            "op currently only supports Average and Sum\n"
+            f"DistributedOptimizer: got op=hvd.{reduce_op.name.capitalize()}"
+        )
     if overlap_forward:
-        check_overlap(optimizer, backward_passes_per_step)
+        warn_of_overlap_forward()
     settings = check_settings(
-        FUNCTION,
+        "DistributedOptimizer",
         op=op,
         compression=compression,
         gradient_predivide_factor=gradient_predivide_factor,
@@ -118,14 +120,10 @@ def DistributedOptimizer(
         device_sparse=device_sparse,
         title=name or f"Distributed{type(optimizer).__name__}",
     )
-    chosen = settings.as_kind(
-        OptimizerSettings,
-        average_aggregated_gradients=bool(average_aggregated_gradients),
-        overlap_forward=bool(overlap_forward),
-    )
+    own = settings.as_kind(OptimizerSettings, average_aggregated_gradients=bool(average_aggregated_gradients))
     if runtime.is_initialized() and not runtime.is_forked():
-        chosen.label(runtime.engine())  # now: the order of first steps may be another on each rank
-    wrapped: Optimizer = wrap(optimizer, chosen)
+        own.label(runtime.engine())  # now: ranks may make their first steps in different orders
+    wrapped: Optimizer = wrap(optimizer, own)
     return wrapped
 
 
@@ -145,7 +143,7 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Optimizer:
-    """A DistributedOptimizer that leaves the gradients of some layers to each rank.
+    """Make a DistributedOptimizer that leaves the gradients of some layers to each rank.
 
     The other arguments and errors are those of DistributedOptimizer().
 
@@ -156,7 +154,7 @@ def PartialDistributedOptimizer(
         The optimizer to use in the place of ``optimizer``.
 
     Raises:
-        ValueError: for what is no layer, or has no variables yet.
+        ValueError: if ``local_layers`` has an object that is no layer, or a layer without variables yet.
 
     Examples:
         >>> optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
@@ -185,3 +183,62 @@ def PartialDistributedOptimizer(
         wrapped.register_local_var(variable)
     distributed: Optimizer = wrapped
     return distributed
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Sequence[Any] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compressions.none,
+    legacy_opts: bool = False,
+    safe_mode: bool = True,
+    **options: Any,
+) -> Any:
+    """Load a saved model, whose optimizer continues as a DistributedOptimizer.
+
+    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all.
+
+    Args:
+        filepath: the file that ``model.save`` wrote.
+        custom_optimizers: classes of your own optimizers.
+        custom_objects: other classes and functions of your own, by name.
+        compression: of the DistributedOptimizer; settings are not saved with a model.
+        legacy_opts: accepted for compatibility, without effect.
+        safe_mode: refuse functions that are part of the file, which could run any code.
+        options: other arguments of the DistributedOptimizer, by name.
+
+    Returns:
+        The model, of Keras.
+
+    Raises:
+        Exception: as ``keras.models.load_model``, such as ValueError for a missing file.
+        TypeError, ValueError: as DistributedOptimizer().
+
+    Examples:
+        >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
+        >>> history = model.fit(x, y, verbose=0)
+        >>> if hvd.rank() == 0:
+        ...     model.save("model.keras")
+        >>> hvd.barrier()
+        >>> model = hvd.load_model("model.keras", compression=hvd.Compression.fp16)
+        >>> int(model.optimizer.iterations)
+        1
+    """
+    import keras
+
+    options.update(custom_optimizers=custom_optimizers, custom_objects=custom_objects, safe_mode=safe_mode)
+    return load_by(keras, filepath, compression=compression, **options)
+
+
+def load_by(
+    keras: Any, filepath: Any, custom_optimizers: Any, custom_objects: Any, safe_mode: bool, **options: Any
+) -> Any:
+    """Load a model as load_model() does, by the module ``keras``: Keras 3 or tf_keras."""
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})}, safe_mode=safe_mode)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and distributed_step(optimizer) is None:
+        model.optimizer = DistributedOptimizer(optimizer, **options)
+        if not is_keras_2(optimizer):
+            model.jit_compile = bool(model.jit_compile) and keras.backend.backend() != "tensorflow"
+    return model

@@ -9,9 +9,9 @@ from typing import Any
 from hvdkit.api.gradients.guard import WATCH, is_marked, is_settled, settle
 from hvdkit.engine.session import runtime
 from hvdkit.keras import keras_2
-from hvdkit.keras.applying import reducing_first, reducing_pairs_first
-from hvdkit.keras.early import fit_to_the_end, scale_loss_and_begin, train_step_with_early_gradients
+from hvdkit.keras.optimizer_class import reducing_first, reducing_pairs_first
 from hvdkit.keras.step import distributed_step, is_distributed
+from hvdkit.keras.torch_backward import scale_loss_and_begin, train_step_with_backward
 
 NOT_WRAPPED = (
     "The optimizer '{name}' ({kind}) updates variables with gradients of rank {rank} alone: the {size} ranks train "
@@ -38,8 +38,7 @@ def install() -> None:
     if keras.backend.backend() == "torch":
         from keras.src.backend.torch.trainer import TorchTrainer
 
-        _replace(TorchTrainer, "train_step", train_step_with_early_gradients)
-        _replace(TorchTrainer, "fit", fit_to_the_end)
+        _replace(TorchTrainer, "train_step", train_step_with_backward)
         _replace(loss_scale_optimizer.LossScaleOptimizer, "scale_loss", scale_loss_and_begin)
     _replace(base_optimizer.BaseOptimizer, "apply", _warning)
     _replace(loss_scale_optimizer.LossScaleOptimizer, "apply", reducing_first)

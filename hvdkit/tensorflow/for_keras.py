@@ -19,14 +19,14 @@ from hvdkit.tensorflow.ops.bridge import after, as_written
 Optimizer = TypeVar("Optimizer")
 
 
-class TensorFlowGradients(backends.Gradients):
+class TensorFlowGradients(backends.OptimizerGradients):
     """Gradients that are reduced when they are applied. In a graph each part leaves as soon as it is computed."""
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
-        """See Gradients."""
+        """See OptimizerGradients."""
         return reduce_gradients(self._settings, gradients, variables, local)
 
 

@@ -1,18 +1,19 @@
-"""What Keras asks of PyTorch's adapter: above all the gradients of an optimizer's step."""
+"""The functions of PyTorch's adapter that Keras uses, and the gradients of a Keras optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Container, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings, names_of
 from hvdkit.engine.session import runtime
-from hvdkit.torch.for_keras_hooks import TrainStepHooks
 from hvdkit.torch.gradients.agreement import OptimizerSettings
+from hvdkit.torch.gradients.hooks import ParameterHooks, is_of
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import ChangedInFlightError
@@ -24,34 +25,114 @@ CHANGED = (
     "and before they were applied.\n"
     "HINT: change gradients in a train_step of the model's own, or in the optimizer's apply()."
 )
+COMPUTED_TWICE = (
+    "The gradient of '{name}' was added to once more in a backward pass that had completed it before.\n"
+    "HINT: backward passes inside of a backward pass do that: give torch.utils.checkpoint use_reentrant=False, or the "
+    "model a train_step of its own, whose gradients are reduced when they are applied."
+)
 
 
-class _Parameters:
-    """What has parameters, as a torch.optim.Optimizer has them."""
+class TrainStepHooks(ParameterHooks):
+    """Hooks that hand gradients over during the backward pass of Keras's own ``train_step``: from begin() to end().
+
+    A backward pass is watched before the next one hands over. If it completes a gradient twice, as nested backward
+    passes do, the next one hands nothing over. Other optimizers may have hooks on the same parameters.
+    """
+
+    def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
+        super().__init__(complete, name_of)
+        self._completions: dict[int, int] = {}  # by parameter id, since begin()
+        self._is_open = False  # between begin() and end()
+        self._hands_over = False
+        self._completes_once = False  # the last watched pass completed each gradient once
+        self._was_wrong = False  # a pass that handed over completed a gradient twice
+        self.touched = False  # a gradient was handed over since reset()
+
+    def attach(self, parameter: torch.Tensor) -> bool:
+        """Hook a parameter. After a new hook the next backward pass is only watched."""
+        is_new = super().attach(parameter)
+        self._completes_once = self._completes_once and not is_new
+        return is_new
+
+    @property
+    def seen(self) -> Container[int]:
+        """See ParameterHooks."""
+        return self._completions
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.touched = False
+
+    def begin(self) -> None:
+        """Begin a backward pass, which alone runs until ``end()``."""
+        self._completions.clear()
+        self._is_open = True
+        self._hands_over = (
+            self._completes_once
+            and not self._was_wrong
+            and all(_is_last(handle) for handle, _ in self._handles.values())
+        )
+
+    def end(self) -> None:
+        """End a backward pass, and remember whether it completed each gradient once."""
+        if self._is_open and self._completions:
+            self._completes_once = all(times == 1 for times in self._completions.values())
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End a backward pass that may have failed."""
+        self._is_open = self._hands_over = False
+
+    def _computed(self, parameter: torch.Tensor) -> None:
+        if not self._is_open or runtime.is_forked():
+            return
+        times = self._completions[id(parameter)] = self._completions.get(id(parameter), 0) + 1
+        if not self._hands_over:
+            return
+        if times > 1:
+            self._was_wrong = True
+            raise AssertionError(COMPUTED_TWICE.format(name=self._name(parameter)))
+        complete = self._complete()
+        if complete is not None and parameter.grad is not None and not parameter.grad.requires_grad:
+            self.touched = True  # before: Ctrl-C may come in between
+            complete(parameter)
+
+
+def _is_last(handle: RemovableHandle) -> bool:
+    """True if no hook of the user's runs after hvdkit's on a parameter, and so sees or changes what it handed over."""
+    hooks: Any = handle.hooks_dict_ref() or {}
+    keys = list(hooks)
+    later = keys[keys.index(handle.id) + 1 :] if handle.id in hooks else []
+    return all(is_of(hooks[key], TrainStepHooks) for key in later)
+
+
+class _ParameterGroups:
+    """Parameters, as a torch.optim.Optimizer holds them."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": []}]
 
 
-class _Synchronizer(GradientSynchronizer):
-    """Hands over early what Keras's own ``train_step`` computes for the lane; all else when it comes to ``reduce``.
+class _KerasSynchronizer(GradientSynchronizer):
+    """The synchronizer of a Keras optimizer, whose gradients are complete only when ``apply`` has them.
 
-    Keras lets a backward pass reach the parameters of other models, several of them before a step, and changes of
-    gradients in between; and several optimizers may have the same parameters.
+    Backward passes may reach the parameters of other models, be several in a step, and be followed by changes of
+    gradients; several optimizers may have the same parameters. Only the lane takes gradients before ``apply``, and only
+    from Keras's own ``train_step``.
     """
 
     def _new_hooks(self) -> TrainStepHooks:
-        return TrainStepHooks(self._hand_over_early, self.name_of)
+        return TrainStepHooks(self._hand_over, self.name_of)
 
-    def _hand_over_early(self, parameter: torch.Tensor) -> None:
-        # What goes by name has no way to be given up.
+    def _hand_over(self, parameter: torch.Tensor) -> None:
+        # Only to the lane: an operation by name cannot be abandoned.
         planned = None if self._agreement is None else self._agreement.planned
         index = None if planned is None else planned.index.get(id(parameter))
         if planned is not None and index is not None:
             planned.hand_over(index)
 
-    def begin(self, local: Collection[int]) -> None:
-        """A backward pass begins, whose gradients come to ``synchronize()`` as they are."""
+    def begin_backward(self, local: Collection[int]) -> None:
+        """Begin a backward pass whose gradients all reach ``synchronize()`` unchanged."""
         self._settle()
         agreement = self._agreement
         if agreement is None or runtime.current() is not self._engine or agreement.is_outdated():
@@ -59,53 +140,34 @@ class _Synchronizer(GradientSynchronizer):
         if agreement.planned is not None and not any(key in local for key in agreement.ids):
             self.hooks.begin()
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether a gradient was complete in a step that is not over."""
+    def end_backward(self) -> None:
+        """End the step. Gradients that were handed over and not reduced, because of an exception, are abandoned."""
+        self.hooks.cancel()
         planned = None if self._agreement is None else self._agreement.planned
-        return self.in_flight or (planned is not None and planned.lane.in_flight and not planned.lane.is_abandoned)
+        if self.in_flight or (planned is not None and planned.lane.in_flight and not planned.lane.is_abandoned):
+            self.abandon(waits=False)
 
 
-class TorchGradients(backends.Gradients):
-    """Reduces the gradients of the parameters under Keras's variables."""
+class TorchGradients(backends.OptimizerGradients):
+    """The gradients of the parameters under Keras's variables."""
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
-        self._parameters = _Parameters()
-        self._synchronizer: _Synchronizer | None = None
+        self._parameters = _ParameterGroups()
+        self._synchronizer: _KerasSynchronizer | None = None
 
     def begin_backward(self, local: Collection[Any]) -> None:
-        """What this backward pass computes goes to ``reduce`` as it is: it may travel when it is complete."""
+        """See OptimizerGradients."""
         if self._synchronizer is not None:
-            self._synchronizer.begin({id(one.value) for one in local})
+            self._synchronizer.begin_backward({id(variable.value) for variable in local})
 
     def end_backward(self) -> None:
-        """What was handed over and never came to ``reduce``, because of an exception, is of no step."""
+        """See OptimizerGradients."""
         if self._synchronizer is not None:
-            self._synchronizer.hooks.cancel()
-            if self._synchronizer.is_begun:
-                self._synchronizer.abandon(waits=False)
-
-    def complete(self) -> None:
-        """See Gradients."""
-
-    def reduce_later(self, gradients: Sequence[Any], variables: Sequence[Any], update: backends.Update) -> bool:
-        """See Gradients."""
-        return False
-
-    @contextmanager
-    def _giving_up(self, synchronizer: _Synchronizer) -> Iterator[None]:
-        """What fails here gives the step up."""
-        try:
-            yield
-        except BaseException as error:
-            synchronizer.abandon(waits=False)
-            if isinstance(error, ChangedInFlightError):
-                raise AssertionError(CHANGED.format(names=error.names)) from None
-            raise
+            self._synchronizer.end_backward()
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
-        """See Gradients."""
+        """See OptimizerGradients."""
         settings = self._settings
         if self._synchronizer is not None:
             self._synchronizer.hooks.end()
@@ -119,46 +181,50 @@ class TorchGradients(backends.Gradients):
                 indices.append(index)
             elif settings.scale_local_gradients:
                 results[index] = gradient / size
-            else:  # which may have been no local one in the step before, and be reduced once more
+            else:  # a copy: if the variable became local after the last step, the plan may reduce the gradient again
                 results[index] = gradient.clone()
         if size == 1 or not indices:
             return results
         parameters = [variables[index].value for index in indices]
         for parameter, index in zip(parameters, indices, strict=True):
-            if parameter.grad is not gradients[index]:  # the caller's own, which must stay as they are
+            if parameter.grad is not gradients[index]:  # the caller's own tensor, which must stay as it is
                 parameter.grad = gradients[index].clone()
-        if self._synchronizer is None:
-            self._synchronizer = self._made(variables)
+        synchronizer = self._synchronizer = self._synchronizer or self._new_synchronizer(variables)
         self._parameters.param_groups[0]["params"] = parameters
-        # Between two steps nothing of ours runs, so what the last update left is looked at before this one.
-        self._synchronizer.verification.updated(self._parameters.param_groups, self._synchronizer.name_of)
-        with self._giving_up(self._synchronizer):
-            self._synchronizer.synchronize()
+        # hvdkit does not run between two steps, so the last update's result is verified before this one.
+        synchronizer.verification.updated(self._parameters.param_groups, synchronizer.name_of)
+        try:
+            synchronizer.synchronize()
+        except BaseException as error:
+            synchronizer.abandon(waits=False)
+            if isinstance(error, ChangedInFlightError):
+                raise AssertionError(CHANGED.format(names=error.names)) from None
+            raise
         for parameter, index in zip(parameters, indices, strict=True):
             results[index] = parameter.grad
         return results
 
-    def _made(self, variables: Sequence[Any]) -> _Synchronizer:
+    def _new_synchronizer(self, variables: Sequence[Any]) -> _KerasSynchronizer:
         settings, groups = self._settings, self._settings.groups
         if isinstance(groups, list):
             groups = [[variable.value for variable in group] for group in groups]
         names = names_of(variables, use_generic_names=False)
         named = list(zip(names, [variable.value for variable in variables], strict=True))
-        # Who adds up several passes does so before.
-        ours = settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
-        synchronizer = _Synchronizer(self._parameters, ours)  # type: ignore[arg-type]  # asked for its param_groups
+        # DistributedStep adds up several passes before.
+        own = settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
+        synchronizer = _KerasSynchronizer(self._parameters, own)  # type: ignore[arg-type]  # uses its param_groups only
         synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
         return synchronizer
 
 
 @torch.no_grad()
 def _broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
-    # By place: of a model that one rank loaded the variables have other paths.
+    # Named by position: if one rank loaded the model, the paths of its variables differ.
     named = [(f"variables[{index}]", variable.value.data) for index, variable in enumerate(variables)]
     broadcast_tensors(named, root_rank)
 
 
-# Functions are taken as they are written, and run in the order in which they are written.
+# PyTorch does not translate functions, and runs operations in the order in which they are written.
 BACKEND = backends.Backend(
     torch.as_tensor, TorchGradients, _broadcast_variables, lambda function: function, lambda tensors: nullcontext()
 )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hvdkit.errors import AuthenticationError, PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
 from hvdkit.transports.control import ControlConnections
-from hvdkit.transports.gpu.device import DeviceTransfer
+from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.admission import Meeting, prove

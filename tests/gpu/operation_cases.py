@@ -37,21 +37,21 @@ def operators(hvd):
     }
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    assert found.device.type == card.DEVICE.type, (what, found.device)
-    assert found.dtype == expected.dtype, (what, found.dtype)
-    assert torch.equal(found, expected), (what, found, expected)
+def check(result: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert result.device.type == card.DEVICE.type, (what, result.device)
+    assert result.dtype == expected.dtype, (what, result.dtype)
+    assert torch.equal(result, expected), (what, result, expected)
 
 
 def case_allreduce_of_each_dtype_with_each_operator(hvd):
     for dtype in (*FLOATS, *INTEGERS):
         for name, (op, expected) in operators(hvd).items():
             tensors = everyones(hvd, dtype)
-            mine = tensors[hvd.rank()]
-            check(hvd.allreduce(mine, op=op, name=f"new.{dtype}.{name}"), expected(tensors), (dtype, name))
-            check(mine, own(hvd.rank(), dtype), "what was given stays")
-            assert hvd.allreduce_(mine, op=op, name=f"place.{dtype}.{name}") is mine
-            check(mine, expected(everyones(hvd, dtype)), (dtype, name))
+            own_tensor = tensors[hvd.rank()]
+            check(hvd.allreduce(own_tensor, op=op, name=f"new.{dtype}.{name}"), expected(tensors), (dtype, name))
+            check(own_tensor, own(hvd.rank(), dtype), "what was given stays")
+            assert hvd.allreduce_(own_tensor, op=op, name=f"place.{dtype}.{name}") is own_tensor
+            check(own_tensor, expected(everyones(hvd, dtype)), (dtype, name))
 
 
 def case_operations_go_the_way_that_is_tried(hvd):
@@ -73,8 +73,8 @@ def case_averages_of_each_dtype(hvd):
 
 def case_adasum_of_equal_tensors_is_that_tensor(hvd):
     for dtype in FLOATS:
-        mine = own(0, dtype)
-        check(hvd.allreduce(mine, op=hvd.Adasum, name=f"adasum.{dtype}"), mine, dtype)
+        own_tensor = own(0, dtype)
+        check(hvd.allreduce(own_tensor, op=hvd.Adasum, name=f"adasum.{dtype}"), own_tensor, dtype)
 
 
 def case_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
@@ -89,22 +89,22 @@ def case_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
         check(received, torch.arange(size, device=card.DEVICE).to(dtype), dtype)
         if dtype is not torch.bool:
             total = reduce(torch.add, tensors)
-            mine = torch.tensor_split(total, size)[rank]
-            check(hvd.reducescatter(tensors[rank], op=hvd.Sum, name=f"r.{dtype}"), mine, dtype)
+            own_tensor = torch.tensor_split(total, size)[rank]
+            check(hvd.reducescatter(tensors[rank], op=hvd.Sum, name=f"r.{dtype}"), own_tensor, dtype)
 
 
 def case_grouped_operations(hvd):
     size, rank = hvd.size(), hvd.rank()
     several = [everyones(hvd, dtype, seed) for seed, dtype in enumerate((*FLOATS, torch.int64, torch.float32))]
-    mine = [tensors[rank] for tensors in several]
+    own_tensors = [tensors[rank] for tensors in several]
     sums = [reduce(torch.add, tensors) for tensors in several]
-    for found, expected in zip(hvd.grouped_allreduce(mine, op=hvd.Sum, name="grouped"), sums, strict=True):
-        check(found, expected, "grouped")
-    for found, tensors in zip(hvd.grouped_allgather(mine, name="gathered"), several, strict=True):
-        check(found, torch.cat(tensors), "gathered")
-    hvd.grouped_allreduce_(mine, op=hvd.Sum, name="in place")
-    for found, expected in zip(mine, sums, strict=True):
-        check(found, expected, "in place")
+    for result, expected in zip(hvd.grouped_allreduce(own_tensors, op=hvd.Sum, name="grouped"), sums, strict=True):
+        check(result, expected, "grouped")
+    for result, tensors in zip(hvd.grouped_allgather(own_tensors, name="gathered"), several, strict=True):
+        check(result, torch.cat(tensors), "gathered")
+    hvd.grouped_allreduce_(own_tensors, op=hvd.Sum, name="in place")
+    for result, expected in zip(own_tensors, sums, strict=True):
+        check(result, expected, "in place")
     assert size == hvd.size()
 
 
@@ -130,25 +130,25 @@ def case_work_before_and_after_in_a_stream_of_the_users_own(hvd):
             hvd.synchronize(handle)
             tensor.mul_(2)
             gathered = hvd.allgather(tensor[:1] + turn, name=f"gathered.{turn}")
-            found = tensor.clone()
-        assert found.eq(2 * total).all()
+            result = tensor.clone()
+        assert result.eq(2 * total).all()
         assert gathered.tolist() == [2 * total + turn] * hvd.size()
 
 
 def case_tensors_that_are_no_block_of_memory(hvd):
     tensors = everyones(hvd, torch.float32)
     total = reduce(torch.add, tensors)
-    mine = tensors[hvd.rank()]
-    check(hvd.allreduce(mine.t(), op=hvd.Sum, name="transposed"), total.t(), "transposed")
-    check(hvd.allreduce(mine[:, ::2], op=hvd.Sum, name="every second"), total[:, ::2], "every second")
-    hvd.allreduce_(mine.t(), op=hvd.Sum, name="transposed in place")
-    check(mine, total, "transposed in place")
+    own_tensor = tensors[hvd.rank()]
+    check(hvd.allreduce(own_tensor.t(), op=hvd.Sum, name="transposed"), total.t(), "transposed")
+    check(hvd.allreduce(own_tensor[:, ::2], op=hvd.Sum, name="every second"), total[:, ::2], "every second")
+    hvd.allreduce_(own_tensor.t(), op=hvd.Sum, name="transposed in place")
+    check(own_tensor, total, "transposed in place")
 
 
 def case_gradients_of_operations(hvd):
-    mine = own(hvd.rank(), torch.float32).requires_grad_()
-    hvd.allreduce(mine, op=hvd.Sum, name="with a gradient").mul(hvd.rank() + 1.0).sum().backward()
-    check(mine.grad, torch.full(SHAPE, float(sum(range(1, hvd.size() + 1))), device=card.DEVICE), "gradient")
+    own_tensor = own(hvd.rank(), torch.float32).requires_grad_()
+    hvd.allreduce(own_tensor, op=hvd.Sum, name="with a gradient").mul(hvd.rank() + 1.0).sum().backward()
+    check(own_tensor.grad, torch.full(SHAPE, float(sum(range(1, hvd.size() + 1))), device=card.DEVICE), "gradient")
 
 
 def case_a_rank_that_joined_gives_zeros(hvd):
@@ -162,5 +162,5 @@ def case_init_again(hvd):
     for _ in range(2):
         hvd.shutdown()
         hvd.init()
-        found = hvd.allreduce(torch.ones(1000, device=card.DEVICE), op=hvd.Sum)
-        check(found, torch.full((1000,), float(hvd.size()), device=card.DEVICE), "after init again")
+        result = hvd.allreduce(torch.ones(1000, device=card.DEVICE), op=hvd.Sum)
+        check(result, torch.full((1000,), float(hvd.size()), device=card.DEVICE), "after init again")

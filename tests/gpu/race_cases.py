@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from hvdkit.engine.session import runtime
-from hvdkit.transports.gpu import device as device_module
+from hvdkit.transports.gpu import streams
 from tests.gpu import card
 from tests.ranks import Skip
 
@@ -22,22 +22,22 @@ TURNS = 4
 @contextlib.contextmanager
 def without_marks() -> Iterator[None]:
     """Launches do not wait for the work that makes their inputs."""
-    real = device_module.CudaStream.launch
+    real = streams.CudaStream.launch
 
     def launch(self, device, after, tensors, work):
         return real(self, device, [], tensors, work)
 
-    device_module.CudaStream.launch = launch
+    streams.CudaStream.launch = launch
     try:
         yield
     finally:
-        device_module.CudaStream.launch = real
+        streams.CudaStream.launch = real
 
 
 @contextlib.contextmanager
 def late_launches() -> Iterator[None]:
-    """What is launched begins late, as behind a long collective."""
-    real = device_module.CudaStream.launch
+    """Delay the beginning of launched work, as a long collective does."""
+    real = streams.CudaStream.launch
 
     def launch(self, device, after, tensors, work):
         def late(wait):
@@ -46,15 +46,15 @@ def late_launches() -> Iterator[None]:
 
         return real(self, device, after, tensors, late)
 
-    device_module.CudaStream.launch = launch
+    streams.CudaStream.launch = launch
     try:
         yield
     finally:
-        device_module.CudaStream.launch = real
+        streams.CudaStream.launch = real
 
 
 class Model(torch.nn.Module):
-    """One large weight whose gradient is a number, late on the stream."""
+    """A large weight whose gradient is a number, late on the stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Model(torch.nn.Module):
 
 
 def gradients_with_late_work(hvd) -> list[float]:
-    """How far the sums of a few steps are from what is right; each gradient is made behind a long kernel."""
+    """Return the errors of the sums of a few steps, whose gradients are each made behind a long kernel."""
     model = Model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Sum
@@ -92,8 +92,8 @@ def gradients_with_late_work(hvd) -> list[float]:
 def case_a_gradient_that_is_late_is_waited_for(hvd):
     card.only_on_a_gpu()
     with without_marks():
-        found = gradients_with_late_work(hvd)
-    assert any(hvd.allgather_object(max(found))), "the probe does not find sums of gradients that are not there yet"
+        errors = gradients_with_late_work(hvd)
+    assert any(hvd.allgather_object(max(errors))), "the probe does not find sums of gradients that are not there yet"
     assert gradients_with_late_work(hvd) == [0.0] * TURNS
 
 

@@ -1,4 +1,4 @@
-"""What a rank of tests/gpu runs: ``python -m tests.gpu.ranks MODULES FOLDER``, as in tests.ranks.
+"""The program of a rank of tests/gpu: ``python -m tests.gpu.ranks MODULES FOLDER``, as in tests.ranks.
 
 All ranks have one GPU. NCCL takes each for one of another host, since its NCCL_HOSTID says so, and sends over sockets.
 """

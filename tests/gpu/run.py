@@ -55,7 +55,7 @@ class Running:
 
 
 class Run:
-    """All parts, and what is known of those that have ended."""
+    """All parts, and the results of those that have ended."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder, self.began = args, folder, time.monotonic()
@@ -86,7 +86,7 @@ class Run:
         return Running(part, process, time.monotonic(), output, folder)
 
     def is_over(self, running: Running) -> bool:
-        """Whether it has ended, or was stopped at its limit; then what is known of it is saved."""
+        """True if a part has ended or was stopped at its limit; then its result is saved."""
         seconds = time.monotonic() - running.began
         status = None if running.is_stopped else running.process.poll()
         if status is None and not running.is_stopped and seconds <= running.part.seconds:
@@ -137,8 +137,8 @@ class Run:
 
 
 def about(device: str) -> dict[str, str]:
-    """What it ran on."""
-    found = {
+    """Return the machine, its GPU and the versions of libraries."""
+    facts = {
         "card": device,
         "python": sys.version.split()[0],
         "commit": said_by("git", "rev-parse", "--short", "HEAD"),
@@ -147,18 +147,18 @@ def about(device: str) -> dict[str, str]:
     try:
         import torch
 
-        found.update(torch=torch.__version__, cuda=str(torch.version.cuda))
+        facts.update(torch=torch.__version__, cuda=str(torch.version.cuda))
         if device == "cuda":
-            found["driver"] = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-            found["card"] = torch.cuda.get_device_name()
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            facts["driver"] = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+            facts["card"] = torch.cuda.get_device_name()
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     except Exception as error:  # the parts will tell more of it
-        found["problem"] = f"{type(error).__name__}: {error}"
-    return found
+        facts["problem"] = f"{type(error).__name__}: {error}"
+    return facts
 
 
 def said_by(*command: str) -> str:
-    """What a program prints; nothing where it is missing or fails."""
+    """Return the output of a program; an empty text if it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
@@ -169,51 +169,51 @@ def said_by(*command: str) -> str:
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Kill what a part has started, with the ranks that have sessions of their own, and wait for it."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(process.pid).children(recursive=True):
+        for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def result(running: Running, seconds: float, status: int | None) -> dict[str, Any]:
-    """What is known of a part that has ended with ``status``, None if it was stopped."""
-    told = running.folder / "cases"
-    cases = [json.loads(one) for one in told.read_text().splitlines()] if told.exists() else []
-    found: dict[str, Any] = {
+    """Return the result of a part that ended with ``status``, None if it was stopped."""
+    cases_file = running.folder / "cases"
+    cases = [json.loads(case) for case in cases_file.read_text().splitlines()] if cases_file.exists() else []
+    entry: dict[str, Any] = {
         "part": running.part.name,
         "outcome": "stopped" if status is None else "passed" if status == 0 else "failed",
         "seconds": round(seconds, 1),
         "cases": cases,
     }
     if running.part.is_tests and status == 5:
-        found["outcome"], found["why"] = "not run", "no such test"
+        entry["outcome"], entry["why"] = "not run", "no such test"
     for path in running.folder.glob("*.json"):
         with contextlib.suppress(json.JSONDecodeError):  # of a part that was stopped while it wrote
-            found["figures"] = json.loads(path.read_text())["summary"]
-    if found["outcome"] != "passed" or not cases:
-        found["output"] = (running.folder / "output").read_text(errors="replace")[-TAIL:]
-    return found
+            entry["figures"] = json.loads(path.read_text())["summary"]
+    if entry["outcome"] != "passed" or not cases:
+        entry["output"] = (running.folder / "output").read_text(errors="replace")[-TAIL:]
+    return entry
 
 
-def line(one: dict[str, Any]) -> str:
+def line(entry: dict[str, Any]) -> str:
     """A part in one line."""
-    counts = Counter(case["outcome"] for case in one["cases"])
+    counts = Counter(case["outcome"] for case in entry["cases"])
     cases = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome])
-    return f"{one['part']:18} {one['outcome']:8} {one['seconds']:6.1f} s  {cases or one.get('why', '')}"
+    return f"{entry['part']:18} {entry['outcome']:8} {entry['seconds']:6.1f} s  {cases or entry.get('why', '')}"
 
 
 def table(about: dict[str, str], ended: list[dict[str, Any]]) -> str:
-    """All that is known, to be read."""
+    """Return the results as text."""
     lines = [", ".join(f"{name} {value}" for name, value in about.items()), ""]
-    for one in ended:
-        lines.append(line(one))
-        for case in one["cases"]:
+    for entry in ended:
+        lines.append(line(entry))
+        for case in entry["cases"]:
             if case["outcome"] != "passed":
                 last = [text for text in case["text"].splitlines() if text.strip()][-1:] or [""]
                 lines.append(f"    {case['outcome']}: {case['case']}: {last[0].strip()[:200]}")
-        for target in one.get("figures", {}).get("targets", []):
+        for target in entry.get("figures", {}).get("targets", []):
             verdict = "met" if target["met"] else "MISSED"
             lines.append(f"    {verdict}: {target['what']}: {target['value']} (must: {target['must']})")
     return "\n".join(lines) + "\n"
@@ -236,7 +236,7 @@ def main() -> int:
         finally:
             run.mps.stop()
     print(f"\n{table(run.about, run.ended)}")
-    return int(any(one["outcome"] != "passed" for one in run.ended))
+    return int(any(entry["outcome"] != "passed" for entry in run.ended))
 
 
 def go_through(run: Run, parts: Sequence[Part]) -> None:
@@ -244,16 +244,16 @@ def go_through(run: Run, parts: Sequence[Part]) -> None:
     waiting, running = list(parts), []
     while waiting or running:
         if run.left() < LAST_SECONDS:
-            for one in running:  # all at once, before anything is told of them
-                if one.process.poll() is None:
-                    one.is_stopped = True
-                    stop(one.process)
-        running = [one for one in running if not run.is_over(one)]
+            for active in running:  # all at once, before any of them is reported
+                if active.process.poll() is None:
+                    active.is_stopped = True
+                    stop(active.process)
+        running = [active for active in running if not run.is_over(active)]
         if waiting and run.left() < LAST_SECONDS:
             for part in waiting:
                 run.skip(part, "the time was up")
             waiting = []
-        while waiting and len(running) < BESIDE and not any(one.part.is_alone for one in running):
+        while waiting and len(running) < BESIDE and not any(active.part.is_alone for active in running):
             if waiting[0].is_alone and running:
                 break
             part = waiting.pop(0)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.gpu import card
 
 STEPS = 500
-SETTLES_BYTES = 8 << 20  # of the GPU: blocks that a stream has used are free once somebody has asked
+SETTLES_BYTES = 8 << 20  # of the GPU: blocks that a stream has used are free after a query
 MOST_GROWTH_BYTES = 48 << 20  # of the process in host memory: lists, logs and allocators settle
 
 
@@ -29,32 +29,34 @@ def case_a_model_and_its_optimizer_are_broadcast(hvd):
     assert all(tensor.device.type == card.DEVICE.type for tensor in model.state_dict().values())
     state = optimizer.state_dict()
     assert state["param_groups"][0]["lr"] == 0.1
-    moments = [one[key] for one in state["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [entry[key] for entry in state["state"].values() for key in ("exp_avg", "exp_avg_sq")]
     assert all(tensor.device.type == card.DEVICE.type for tensor in moments)
     numbers = torch.cat(
         [tensor.detach().double().cpu().reshape(-1) for tensor in [*model.state_dict().values(), *moments]]
     )
     everyones = hvd.allgather(numbers.view(1, -1))
-    assert all(torch.equal(one, everyones[0]) for one in everyones)
+    assert all(torch.equal(values, everyones[0]) for values in everyones)
     assert hvd.broadcast_object({"rank": hvd.rank(), "tensor": torch.ones(2, device=card.DEVICE)}, 0)["rank"] == 0
 
 
 def case_batch_normalisation_over_all_ranks(hvd):
     rows = 6
     plain = nn.BatchNorm2d(5).to(card.DEVICE)
-    ours = hvd.SyncBatchNorm(5).to(card.DEVICE)
+    distributed = hvd.SyncBatchNorm(5).to(card.DEVICE)
     for step in range(3):
         joined = card.random(rows * hvd.size(), 5, 4, 4, seed=step).requires_grad_()
         part = joined.detach()[hvd.rank() * rows : (hvd.rank() + 1) * rows].clone().requires_grad_()
         factors = card.random(rows * hvd.size(), 5, 4, 4, seed=100 + step)
         (plain(joined) * factors).sum().backward()
-        (ours(part) * factors[hvd.rank() * rows : (hvd.rank() + 1) * rows]).sum().backward()
+        (distributed(part) * factors[hvd.rank() * rows : (hvd.rank() + 1) * rows]).sum().backward()
         torch.testing.assert_close(
             part.grad, joined.grad[hvd.rank() * rows : (hvd.rank() + 1) * rows], rtol=1e-4, atol=1e-4
         )
-    torch.testing.assert_close(ours.running_mean, plain.running_mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours.running_var, plain.running_var, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), plain.weight.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(distributed.running_mean, plain.running_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(distributed.running_var, plain.running_var, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        hvd.allreduce(distributed.weight.grad, op=hvd.Sum), plain.weight.grad, rtol=1e-4, atol=1e-3
+    )
 
 
 def case_memory_does_not_grow(hvd):

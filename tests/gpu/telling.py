@@ -13,7 +13,7 @@ MOST_CHARACTERS = 6000
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Of what passed or failed in its call, and of what ended before."""
+    """Append the outcome of a test: of its call, or of a set-up or tear-down that did not pass."""
     if report.when == "call" or (report.when == "setup" and report.outcome != "passed") or report.outcome == "failed":
         text = "" if report.outcome == "passed" else _reason(report)[-MOST_CHARACTERS:]
         line = {"case": report.nodeid.split("::")[-1], "outcome": report.outcome, "text": text}
@@ -22,7 +22,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Why a test did not pass; of one that was skipped, pytest has the place and the words."""
+    """Return the reason why a test did not pass, or was skipped."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[-1]).removeprefix("Skipped: ")
     return str(report.longrepr)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from hvdkit.transports.gpu import device as device_module
+from hvdkit.transports.gpu import streams
+from hvdkit.transports.gpu.device import TorchDeviceCollectives
 from hvdkit.transports.gpu.host_copies import Locked, StreamCopies
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 
@@ -27,7 +28,7 @@ def finish(transfer) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[device_module.TorchDeviceCollectives]:
+def alone() -> Iterator[TorchDeviceCollectives]:
     collectives = open_nccl(dist.HashStore(), 0, 1, "cuda:0", 60.0)
     assert collectives is not None
     yield collectives
@@ -42,14 +43,14 @@ def block() -> np.ndarray:
 @pytest.fixture
 def copies(block: np.ndarray) -> Iterator[StreamCopies]:
     device = torch.device("cuda:0")
-    opened = StreamCopies(device, device_module.CudaStream(), Locked(block, device))
+    opened = StreamCopies(device, streams.CudaStream(), Locked(block, device))
     yield opened
     opened.close()
 
 
 def changed_launch(monkeypatch, after=True, tensors=True, late=False) -> None:
-    """Take safeguards from launches: the marks ``after`` which they run, what their streams are told of ``tensors``."""
-    real = device_module.CudaStream.launch
+    """Remove safeguards of launches: the marks ``after`` which they run, or the record of ``tensors`` on the stream."""
+    real = streams.CudaStream.launch
 
     def launch(self, device, given_after, given_tensors, work):
         def late_work(wait):
@@ -59,11 +60,11 @@ def changed_launch(monkeypatch, after=True, tensors=True, late=False) -> None:
         kept = (given_after if after else []), (given_tensors if tensors else [])
         return real(self, device, *kept, late_work if late else work)
 
-    monkeypatch.setattr(device_module.CudaStream, "launch", launch)
+    monkeypatch.setattr(streams.CudaStream, "launch", launch)
 
 
 def sums_of_late_work(alone) -> list[float]:
-    buffer, side, found = alone.allocate(ELEMENTS, "float32"), torch.cuda.Stream(), []
+    buffer, side, sums = alone.allocate(ELEMENTS, "float32"), torch.cuda.Stream(), []
     for factor in range(1, 4):
         with torch.cuda.stream(side):
             torch.cuda._sleep(LATE_CYCLES)
@@ -72,8 +73,8 @@ def sums_of_late_work(alone) -> list[float]:
         transfer = alone.allreduce([buffer], ReduceOp.SUM, 1.0, Scale(3.0), "none", [mark])
         finish(transfer)
         torch.cuda.synchronize()
-        found.append(buffer[0].item())
-    return found
+        sums.append(buffer[0].item())
+    return sums
 
 
 def test_a_collective_waits_for_the_work_that_makes_its_input(alone, monkeypatch):
@@ -84,7 +85,7 @@ def test_a_collective_waits_for_the_work_that_makes_its_input(alone, monkeypatch
 
 
 def is_overwritten(alone) -> bool:
-    """Whether a collective of which nobody knows any more, as after a failure, writes into what others have since."""
+    """True if a collective that is no longer referenced, as after a failure, writes into memory that was reused."""
     buffer = alone.allocate(ELEMENTS, "float32")
     # A kernel is loaded when it is first launched, which may wait for those that run.
     finish(alone.allreduce([buffer], ReduceOp.SUM, 1.0, Scale(3.0), "none", [alone.mark()]))

@@ -41,7 +41,7 @@ def batch(step: int, ranks: int, *shape: int) -> tuple[torch.Tensor, torch.Tenso
     return inputs, classes.to(card.DEVICE)
 
 
-def mine(hvd, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+def own_part(hvd, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return [tensor[hvd.rank() * ROWS : (hvd.rank() + 1) * ROWS] for tensor in tensors]
 
 
@@ -56,7 +56,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 def check(hvd, model: nn.Module, alone: nn.Module, tolerance: float = 2e-5) -> None:
     """All ranks have the same bits, and what one process has but for rounding."""
     everyones = hvd.allgather(weights(model).cpu().view(1, -1))
-    assert all(torch.equal(one, everyones[0]) for one in everyones), "ranks ended with different weights"
+    assert all(torch.equal(values, everyones[0]) for values in everyones), "ranks ended with different weights"
     assert torch.isfinite(everyones).all()
     difference = (weights(model) - weights(alone)).abs().max().item()
     assert difference <= tolerance, f"weights differ by {difference} from those of one process"
@@ -99,7 +99,7 @@ def train(hvd, make_optimizer, make=network, shape: tuple[int, ...] = (), tolera
     for step in range(STEPS):
         joined = batch(step, hvd.size(), *shape)
         optimizer.zero_grad()
-        loss(model, *mine(hvd, joined)).backward()
+        loss(model, *own_part(hvd, joined)).backward()
         optimizer.step()
         plain.zero_grad()
         loss(alone, *joined).backward()
@@ -138,7 +138,7 @@ def case_gradients_are_kept_from_step_to_step(hvd):
     for step in range(STEPS):
         joined = batch(step, hvd.size())
         optimizer.zero_grad(set_to_none=False)
-        loss(model, *mine(hvd, joined)).backward()
+        loss(model, *own_part(hvd, joined)).backward()
         optimizer.step()
         plain.zero_grad(set_to_none=False)
         loss(alone, *joined).backward()
@@ -154,7 +154,7 @@ def case_a_scaler_and_fp16(hvd):
     for step in range(STEPS):
         joined = batch(step, hvd.size())
         for trained, stepped, scaler, part in (
-            (model, optimizer, scalers[0], mine(hvd, joined)),
+            (model, optimizer, scalers[0], own_part(hvd, joined)),
             (alone, plain, scalers[1], joined),
         ):
             stepped.zero_grad()
@@ -176,7 +176,7 @@ def case_bf16_autocast(hvd):
     optimizer, plain = both(hvd, model, alone)
     for step in range(STEPS):
         joined = batch(step, hvd.size())
-        for trained, stepped, part in ((model, optimizer, mine(hvd, joined)), (alone, plain, joined)):
+        for trained, stepped, part in ((model, optimizer, own_part(hvd, joined)), (alone, plain, joined)):
             stepped.zero_grad()
             with torch.autocast(card.DEVICE.type, torch.bfloat16):
                 value = loss(trained, *part)
@@ -193,7 +193,7 @@ def case_accumulation(hvd):
         plain.zero_grad()
         for part in range(2):
             joined = batch(2 * step + part, hvd.size())
-            (loss(model, *mine(hvd, joined)) / 2).backward()
+            (loss(model, *own_part(hvd, joined)) / 2).backward()
             (loss(alone, *joined) / 2).backward()
         optimizer.step()
         plain.step()
@@ -206,7 +206,7 @@ def case_clipping(hvd):
     for step in range(STEPS):
         joined = batch(step, hvd.size())
         optimizer.zero_grad()
-        loss(model, *mine(hvd, joined)).backward()
+        loss(model, *own_part(hvd, joined)).backward()
         optimizer.synchronize()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         with optimizer.skip_synchronize():
@@ -221,9 +221,9 @@ def case_clipping(hvd):
 def case_several_optimizers(hvd):
     model, alone = pair()
 
-    def optimizers(one: nn.Module) -> list[torch.optim.Optimizer]:
-        first = torch.optim.SGD(one[:2].parameters(), lr=0.5)
-        return [first, torch.optim.AdamW(one[2:].parameters(), lr=1e-2, eps=1e-3)]
+    def optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
+        first = torch.optim.SGD(net[:2].parameters(), lr=0.5)
+        return [first, torch.optim.AdamW(net[2:].parameters(), lr=1e-2, eps=1e-3)]
 
     wrapped = [
         hvd.DistributedOptimizer(optimizer, part.named_parameters(prefix=name))
@@ -234,7 +234,7 @@ def case_several_optimizers(hvd):
         hvd.unsynchronized(optimizer)
     for step in range(STEPS):
         joined = batch(step, hvd.size())
-        for trained, all_of_it, part in ((model, wrapped, mine(hvd, joined)), (alone, plain, joined)):
+        for trained, all_of_it, part in ((model, wrapped, own_part(hvd, joined)), (alone, plain, joined)):
             for optimizer in all_of_it:
                 optimizer.zero_grad()
             loss(trained, *part).backward()
@@ -263,7 +263,7 @@ def case_sparse_gradients(hvd):
         words = torch.randint(500, (hvd.size() * ROWS, 5), generator=torch.Generator().manual_seed(step))
         _, classes = batch(step, hvd.size())
         joined = words.to(card.DEVICE), classes
-        for trained, stepped, part in ((model, optimizer, mine(hvd, joined)), (alone, plain, joined)):
+        for trained, stepped, part in ((model, optimizer, own_part(hvd, joined)), (alone, plain, joined)):
             stepped.zero_grad()
             loss(trained, *part).backward()
             stepped.step()
@@ -283,7 +283,7 @@ def case_frozen_and_unused_parameters(hvd):
     optimizer, plain = both(hvd, model, alone)
     for step in range(2 * STEPS):
         joined = batch(step, hvd.size())
-        for trained, stepped, part in ((model, optimizer, mine(hvd, joined)), (alone, plain, joined)):
+        for trained, stepped, part in ((model, optimizer, own_part(hvd, joined)), (alone, plain, joined)):
             trained.used[2].weight.requires_grad_(step % 3 != 1)
             stepped.zero_grad()
             loss(trained, *part).backward()
@@ -305,7 +305,7 @@ def case_unused_on_some_ranks_only(hvd):
     for step in range(STEPS):
         joined = batch(step, hvd.size())
         optimizer.zero_grad()
-        inputs, classes = mine(hvd, joined)
+        inputs, classes = own_part(hvd, joined)
         output = model(inputs)
         functional.cross_entropy(extra(output) if hvd.rank() == 0 else output, classes).backward()
         optimizer.step()
@@ -333,7 +333,7 @@ def train_compiled(hvd, **options):
     compiled = torch.compile(model, **options)
     for step in range(STEPS):
         joined = batch(step, hvd.size())
-        for trained, stepped, part in ((compiled, optimizer, mine(hvd, joined)), (alone, plain, joined)):
+        for trained, stepped, part in ((compiled, optimizer, own_part(hvd, joined)), (alone, plain, joined)):
             stepped.zero_grad()
             loss(trained, *part).backward()
             stepped.step()
@@ -348,7 +348,7 @@ def case_a_backward_pass_in_a_stream_of_the_users_own(hvd):
         with card.own_stream():
             optimizer.zero_grad()
             card.keep_busy()
-            loss(model, *mine(hvd, joined)).backward()
+            loss(model, *own_part(hvd, joined)).backward()
             optimizer.step()
         plain.zero_grad()
         loss(alone, *joined).backward()
@@ -364,7 +364,7 @@ def case_graphed_callables_train_as_others_do(hvd):
     optimizer, plain = both(hvd, model, alone)
     for step in range(STEPS):
         joined = batch(step, hvd.size())
-        for trained, stepped, part in ((graphed, optimizer, mine(hvd, joined)), (alone, plain, joined)):
+        for trained, stepped, part in ((graphed, optimizer, own_part(hvd, joined)), (alone, plain, joined)):
             stepped.zero_grad()
             loss(trained, *part).backward()
             stepped.step()
@@ -375,7 +375,7 @@ def case_a_step_that_is_captured_in_a_graph_is_refused_in_words(hvd):
     card.only_on_a_gpu()
     model, _ = pair()
     optimizer = wrap(hvd, model, torch.optim.SGD(model.parameters(), lr=0.5))
-    part = mine(hvd, batch(0, hvd.size()))
+    part = own_part(hvd, batch(0, hvd.size()))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # as PyTorch asks for before a capture
@@ -404,14 +404,14 @@ def case_codecs_train_on_the_device(hvd):
         losses = []
         for _ in range(12):
             optimizer.zero_grad()
-            value = loss(model, *mine(hvd, batch(0, hvd.size())))
+            value = loss(model, *own_part(hvd, batch(0, hvd.size())))
             value.backward()
             optimizer.step()
             losses.append(value.item())
         total = hvd.allreduce(torch.tensor([losses[0], losses[-1]]), name=f"losses.{name}").tolist()
         assert total[1] <= ratio * total[0], (name, losses)
         everyones = hvd.allgather(weights(model).cpu().view(1, -1))
-        assert all(torch.equal(one, everyones[0]) for one in everyones), name
+        assert all(torch.equal(values, everyones[0]) for values in everyones), name
         assert hvd.compression_stats().by_parameter["2.weight"].bytes_after, name
         check_way()
         del model, optimizer
@@ -424,11 +424,11 @@ def case_a_codec_of_the_host_trains_too(hvd):
     before = weights(model).clone()
     for _ in range(3):
         optimizer.zero_grad()
-        loss(model, *mine(hvd, batch(0, hvd.size()))).backward()
+        loss(model, *own_part(hvd, batch(0, hvd.size()))).backward()
         optimizer.step()
     assert (weights(model) - before).abs().max() > 0
     everyones = hvd.allgather(weights(model).cpu().view(1, -1))
-    assert all(torch.equal(one, everyones[0]) for one in everyones)
+    assert all(torch.equal(values, everyones[0]) for values in everyones)
 
 
 def case_residuals_go_through_a_checkpoint(hvd):
@@ -447,7 +447,7 @@ def case_residuals_go_through_a_checkpoint(hvd):
                 optimizer = wrap(hvd, model, torch.optim.SGD(model.parameters(), lr=0.1), compression=codec)
                 optimizer.load_state_dict(kept)
             optimizer.zero_grad()
-            loss(model, *mine(hvd, batch(step, hvd.size()))).backward()
+            loss(model, *own_part(hvd, batch(step, hvd.size()))).backward()
             optimizer.step()
         ends.append(weights(model))
         del model, optimizer
@@ -468,12 +468,12 @@ def case_the_hook_of_distributed_data_parallel(hvd):
         trained = nn.parallel.DistributedDataParallel(model)
         hook = hvd.ddp_hook(hvd.Compression.none)
         hook.register(trained)
-        optimizer, plain = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, alone))
+        optimizer, plain = (torch.optim.SGD(net.parameters(), lr=0.5) for net in (model, alone))
         for step in range(STEPS):
             joined = batch(step, hvd.size())
-            for one, stepped, part in ((trained, optimizer, mine(hvd, joined)), (alone, plain, joined)):
+            for net, stepped, part in ((trained, optimizer, own_part(hvd, joined)), (alone, plain, joined)):
                 stepped.zero_grad()
-                loss(one, *part).backward()
+                loss(net, *part).backward()
                 stepped.step()
         check(hvd, model, alone)
         del trained, hook

@@ -31,7 +31,7 @@ def joined(hvd: Any, steps: int = 3) -> list[tuple[Any, Any]]:
 
 
 def check_reading_changes_nothing(hvd: Any, make: Callable[[], Any]) -> None:
-    """What rank 0 reads of an optimizer between steps changes no bit of what model and optimizer become."""
+    """Check that reading attributes of an optimizer between steps changes no bit of model and optimizer."""
     weights = []
     for reads in (False, True):
         made = make()

@@ -156,7 +156,7 @@ def case_a_loop_of_ones_own_in_a_graph(hvd: Any) -> None:
 
 
 def gradients_of(made: Any, x: Any, y: Any) -> list[Any]:
-    """Of the mean square error, by the backend's own means."""
+    """Return the gradients of the mean square error, by the backend's own means."""
     if TENSORFLOW:
         import tensorflow as tf
 
@@ -240,6 +240,13 @@ def case_compressed_training_is_as_accurate_as_dense(hvd: Any) -> None:
     assert min(accuracies.values()) > accuracies["dense"] - 0.015, accuracies
 
 
+def case_overlap_forward_warns_once_and_trains_without_it(hvd: Any) -> None:
+    with warned("overlap_forward is removed: step() ends when the update is made; remove the argument"):
+        optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), overlap_forward=True) for _ in range(2)]
+    ours = train(compiled(optimizers[1]), batches(hvd.rank()))
+    check_close(ours, train(compiled(keras.optimizers.SGD(0.1)), joined(hvd)))
+
+
 def case_several_passes_make_a_step(hvd: Any) -> None:
     data = joined(hvd, 5)
     pairs = [[np.concatenate(part) for part in zip(*data[i : i + 2], strict=True)] for i in (0, 2)]
@@ -262,7 +269,7 @@ def case_several_passes_make_a_step(hvd: Any) -> None:
 
 
 def count(optimizer: Any) -> int:
-    """How many updates an optimizer has made."""
+    """Return the number of an optimizer's updates."""
     return int(keras.ops.convert_to_numpy(optimizer.iterations))
 
 

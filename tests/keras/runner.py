@@ -1,18 +1,15 @@
-"""What a rank of Keras's tests runs, on the backend that KERAS_BACKEND names."""
+"""The program of a rank of Keras's tests, on the backend that KERAS_BACKEND names."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
 
 
-def main(module: str, folder: str, around: Callable[[Any], Any] = lambda hvd: hvd) -> None:
-    """``around``: what the cases get in the place of ``hvd``."""
+def main(module: str, folder: str) -> None:
     if os.environ["KERAS_BACKEND"] == "torch":
         import torch
 
@@ -29,7 +26,7 @@ def main(module: str, folder: str, around: Callable[[Any], Any] = lambda hvd: hv
     from tests.ranks import leave, run_cases
 
     hvd.init(process_sets="dynamic")
-    run_cases(module, Path(folder, f"{hvd.rank()}.json"), around(hvd))
+    run_cases(module, Path(folder, f"{hvd.rank()}.json"), hvd)
     hvd.shutdown()
     leave()
 

@@ -33,34 +33,17 @@ KERAS_2 = RankedCases(
     KERAS_BACKEND="tensorflow",
     TF_USE_LEGACY_KERAS="1",
 )
-EARLY = {
+BACKWARD = {
     where: RankedCases(
-        "tests.keras.early_cases",
+        "tests.keras.backward_cases",
         runner="tests.keras.runner",
         preload=PRELOADS["torch"],
         per_node=per_node,
         KERAS_BACKEND="torch",
-        HVDKIT_FUSION_THRESHOLD="65536",  # beside the backward pass, and in several buckets
+        HVDKIT_FUSION_THRESHOLD="65536",  # so that gradients are in several buckets
     )
     for where, per_node in (("one node", None), ("two nodes", 1))
 }
-OVERLAP = {
-    where: RankedCases(
-        "tests.keras.overlap_cases",
-        runner="tests.keras.runner",
-        preload=PRELOADS["torch"],
-        per_node=per_node,
-        KERAS_BACKEND="torch",
-        HVDKIT_FUSION_THRESHOLD="65536",
-    )
-    for where, per_node in (("one node", None), ("two nodes", 1))
-}
-OVERLAPPED = RankedCases(
-    "tests.keras.cases",
-    runner="tests.keras.overlapped",
-    preload=PRELOADS["torch"],
-    KERAS_BACKEND="torch",
-)
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
 ESSENTIAL = {"tensorflow": 2, "torch": 2}
 
@@ -92,20 +75,7 @@ def test_keras_2(case: str) -> None:
 
 
 @pytest.mark.essential(where="two nodes")
-@pytest.mark.parametrize("where", EARLY)
-@pytest.mark.parametrize("case", EARLY["one node"].names)
-def test_early_gradients(case: str, where: str) -> None:
-    EARLY[where].check(case, 2, "torch")
-
-
-@pytest.mark.essential(where="two nodes")
-@pytest.mark.parametrize("where", OVERLAP)
-@pytest.mark.parametrize("case", OVERLAP["one node"].names)
-def test_overlap_forward(case: str, where: str) -> None:
-    OVERLAP[where].check(case, 2, "torch")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", OVERLAPPED.names)
-def test_what_overlaps_changes_nothing_else(case: str) -> None:
-    OVERLAPPED.check(case, 2, "torch")
+@pytest.mark.parametrize("where", BACKWARD)
+@pytest.mark.parametrize("case", BACKWARD["one node"].names)
+def test_gradients_during_backward(case: str, where: str) -> None:
+    BACKWARD[where].check(case, 2, "torch")

@@ -133,8 +133,5 @@ def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
 @functools.cache
 def warn_of_overlap_forward() -> None:
     """Warn once a process that the argument overlap_forward has no effect any more."""
-    warnings.warn(
-        "overlap_forward is removed: step() ends when the update is made. Remove the argument.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    text = "overlap_forward is removed: step() ends when the update is made; remove the argument"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdkit.plugins.horovod.library import NativeHorovod
-from hvdkit.transports.gpu.device import Work
+from hvdkit.transports.gpu.streams import Launch
 from hvdkit.transports.waiters import Waiters
 
 # Horovod passes numbers of elements and places among them on as C ints.
@@ -67,7 +67,7 @@ class Launches:
     def mark(self, device: torch.device) -> Any:
         return None  # on the CPU, what a thread has done is done
 
-    def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Work) -> ThreadEnd:
+    def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Launch) -> ThreadEnd:
         name, end = f"hvdkit.{self._label}.{self._launched}", ThreadEnd()
         self._launched += 1
 

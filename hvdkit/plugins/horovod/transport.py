@@ -24,7 +24,8 @@ from hvdkit.plugins.horovod.group import HorovodGroup, Launches, ThreadEnd
 from hvdkit.plugins.horovod.library import NOT_INSTALLED, NativeHorovod, common_problem, load
 from hvdkit.plugins.horovod.meeting import Meeting
 from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
-from hvdkit.transports.gpu.device import DeviceTransfer, TorchDeviceCollectives
+from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.security.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 

@@ -22,7 +22,7 @@ from hvdkit.api import missing_attribute
 from hvdkit.api.gradients.compression import Compressions
 from hvdkit.keras import *  # noqa: F403
 from hvdkit.keras import unwrapped
-from hvdkit.keras.saving import load_by
+from hvdkit.keras.optimizer import load_by
 
 callbacks = callbacks_of_tf_keras  # type: ignore[misc]  # not those of hvdkit.keras
 unwrapped.install()

@@ -1,15 +1,16 @@
-"""Collectives on tensors of one kind of device, over a torch process group that nobody else uses (NCCL for CUDA).
+"""Collectives on tensors of one kind of device, over a torch process group that hvdkit alone uses (NCCL for CUDA).
 
-A collective is launched as a whole, copies and arithmetic included, on a stream of the group's own: so a process group
-sees its operations in the order in which the engine started them, which is the same on all ranks. Nothing here blocks.
-An operation is done when the host has seen the stream pass its end; whoever reads a result then needs no more care.
+A collective is launched as a whole, copies and arithmetic included, on a stream of the group's own, behind the marks of
+the threads that wrote its inputs. So the process group sees its operations in the order in which the engine started
+them, which is the same on all ranks. Nothing here blocks. An operation is done when the host has seen the stream pass
+its end, so that its results may be read on any stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ from hvdkit.compression import LossyCodec
 from hvdkit.errors import PeerLostError
 from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.transports.base import DeviceCollectives, Transfer
-from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, Wait, reduce_encoded
+from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
 from hvdkit.transports.gpu.device_scale import rescale_
+from hvdkit.transports.gpu.streams import DeviceTransfer, Launch, Stream, Wait, collective_failed
 
 _OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -35,136 +37,13 @@ _LOCAL_OPS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 _HALVES = (torch.float16, torch.bfloat16)
-CAPTURED = (
-    "a CUDA graph cannot capture an operation of hvdkit, in which threads of the host take part: each replay would use "
-    "gradients of this rank alone.\n"
-    "HINT: capture the model by torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead'), and leave "
-    "operations, backward() and optimizer.step() outside of graphs of your own."
-)
-
-
-class End(Protocol):
-    """The end of what was launched."""
-
-    def query(self) -> bool:
-        """Whether it has been reached. Raises RuntimeError where what was launched failed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until it has been reached or failed."""
-        ...
-
-
-class Stream(Protocol):
-    """Runs launched work in order, beside the threads of the training script."""
-
-    def mark(self, device: torch.device) -> Any:
-        """A point in the present thread's work on ``device``."""
-        ...
-
-    def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Work) -> End:
-        """Run ``work`` behind the marks ``after``. ``tensors`` belong to others and must outlive it."""
-        ...
-
-
-class Work(Protocol):
-    """Launches collectives and arithmetic; ``wait`` puts what follows on the stream behind a collective's work."""
-
-    def __call__(self, wait: Wait) -> None: ...
-
-
-def cuda_mark(device: torch.device) -> Any:
-    """Return an event behind the calling thread's work on a GPU.
-
-    Raises:
-        ValueError: that work is being captured in a CUDA graph.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError(CAPTURED)
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-class CudaEnd:
-    """An event behind the last kernel, and the collectives before it, any of which may have been given up."""
-
-    def __init__(self, event: Any, works: list[Any]) -> None:
-        self._event = event
-        self._works = works
-
-    def query(self) -> bool:
-        if not self._event.query():
-            return False
-        for work in self._works:
-            # NCCL's watchdog notes a failure here before it aborts the kernel, so a wrong result is never taken.
-            result = work.get_future_result() if hasattr(work, "get_future_result") else None
-            if result is not None and result.done() and result.value() != 0:
-                raise RuntimeError(f"NCCL gave the operation up (result {result.value()})")
-        self._works.clear()
-        return True
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
-class CudaStream:
-    """A stream for each CUDA device that is used."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-
-    def mark(self, device: torch.device) -> Any:
-        return cuda_mark(device)
-
-    def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Work) -> End:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        works: list[Any] = []
-
-        def wait(one: Any) -> None:
-            one.wait()  # the stream waits, not this thread
-            works.append(one)
-
-        with torch.cuda.stream(stream):  # selects the device as well
-            for mark in after:
-                stream.wait_event(mark)
-            for tensor in tensors:
-                tensor.record_stream(stream)
-            work(wait)
-            event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return CudaEnd(event, works)
-
-
-class DeviceTransfer:
-    """What was launched last on a stream: all ranks are waited for, so the peer is -1."""
-
-    __slots__ = ("_kept", "end", "peer")
-
-    def __init__(self, end: End, kept: list[Tensor]) -> None:
-        self.peer = -1
-        self.end = end
-        self._kept = kept  # kernels read or write these until the end
-
-    def done(self) -> bool:
-        try:
-            return self.end.query()
-        except RuntimeError as error:
-            raise _lost(error) from error
-
-    def wait(self) -> None:
-        """Block until done, on a waiter thread. An error shows in ``done()``."""
-        try:
-            self.end.synchronize()
-        except RuntimeError:
-            return
 
 
 class TorchDeviceCollectives(DeviceCollectives):
-    """The ranks of ``group``, a process group of ours, on ``device``. Results are those of the host's algorithms:
-    halves (and what the fp16 codec makes of floats) are summed in fp32, in rank order, and rounded once at the end.
+    """Collectives of the ranks of ``group``, a process group of hvdkit's own, on ``device``.
+
+    Halves, and floats that the fp16 codec encodes, are summed in fp32, in rank order, and rounded once at the end, as
+    on the host. NCCL sums floats and doubles in its own order: all ranks hold the same bits, but not those of the host.
     """
 
     def __init__(self, group: Any, device: torch.device, stream: Stream) -> None:
@@ -197,22 +76,20 @@ class TorchDeviceCollectives(DeviceCollectives):
             for buffer in buffers:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer.view(-1))
             for dtype, flats in by_dtype.items():
-                there = [flat for flat in flats if flat.numel()]
-                apart = len({flat.data_ptr() for flat in there}) == len(there)  # one may be there twice
-                if len(there) > 1 and apart and dtype not in _HALVES and codec == "none" and self._coalesces:
-                    self._reduce(there, op, before, scale, codec, wait)
+                filled = [flat for flat in flats if flat.numel()]
+                distinct = len({flat.data_ptr() for flat in filled}) == len(filled)  # a tensor may come twice
+                if len(filled) > 1 and distinct and dtype not in _HALVES and codec == "none" and self._coalesces:
+                    self._reduce(filled, op, before, scale, codec, wait)
                     continue
                 fused = flats[0] if len(flats) == 1 else torch.cat(flats)
                 if fused.numel():
                     self._reduce([fused], op, before, scale, codec, wait)
                 if len(flats) > 1:
-                    for flat, part in zip(
-                        flats, torch.split_with_sizes(fused, [flat.numel() for flat in flats]), strict=True
-                    ):
+                    sizes = [flat.numel() for flat in flats]
+                    for flat, part in zip(flats, torch.split_with_sizes(fused, sizes), strict=True):
                         flat.copy_(part)
 
-        kept = [] if memory is None else memory.tensors()
-        return self._launch(after, [*buffers, *kept], work)
+        return self._launch(after, [*buffers, *([] if memory is None else memory.tensors())], work)
 
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> DeviceMemory:
         return DeviceMemory(elements, names, gaps, self._device)
@@ -256,7 +133,7 @@ class TorchDeviceCollectives(DeviceCollectives):
     def allgather(
         self, buffers: Sequence[Tensor], rows: Sequence[Sequence[int]], after: Sequence[Any]
     ) -> tuple[list[Tensor], Transfer]:
-        # Results are made by the calling thread, of memory that it may write: the stream begins behind this mark.
+        # The calling thread allocates the results, in memory that it may still write: the stream begins behind a mark.
         outputs = [
             torch.empty((sum(counts), *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
             for buffer, counts in zip(buffers, rows, strict=True)
@@ -270,27 +147,25 @@ class TorchDeviceCollectives(DeviceCollectives):
         return outputs, self._launch([*after, self.mark()], [*buffers, *outputs], work)
 
     def close(self) -> None:
-        """Give the communicator back without a word to the others; what is in flight is lost."""
+        """Abort the communicator without telling the other ranks; operations in flight are lost."""
         group, self._group = self._group, None
         if group is not None and hasattr(group, "abort"):
             group.abort()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _launch(self, after: Sequence[Any], tensors: list[Tensor], work: Work) -> Transfer:
+    def _launch(self, after: Sequence[Any], tensors: list[Tensor], work: Launch) -> Transfer:
         if self._group is None:
             raise PeerLostError("the communicator of this operation was closed on this rank")
         marks = [mark for mark in after if mark is not None]
         device = tensors[0].device if tensors else self._device
         try:
-            # Both are the launching thread's, which may be anyone's.
+            # Gradient and autocast modes belong to the launching thread, which may be a thread of the user's.
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 return DeviceTransfer(self._stream.launch(device, marks, tensors, work), tensors)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise collective_failed(error) from error
 
     def _reduce(self, flats: list[Tensor], op: ReduceOp, prescale: float, scale: Scale, codec: str, wait: Wait) -> None:
-        """Each where it lies; several, which are no halves, as one operation of the process group."""
+        """Reduce tensors in place; several, which are no halves, by one operation of the process group."""
         for flat in flats:
             rescale_(flat, Scale(prescale))
         flat, several = flats[0], len(flats) > 1
@@ -305,27 +180,26 @@ class TorchDeviceCollectives(DeviceCollectives):
             rescale_(flat, scale)
 
     def _reduce_halves(self, flat: Tensor, wire: torch.dtype, op: ReduceOp, scale: Scale, wait: Wait) -> None:
-        """Two phases as on the host: exchange chunks, reduce the own one in fp32 (fp64 for doubles), gather.
+        """Reduce in two phases as on the host: exchange chunks, reduce one in fp32 (fp64 for doubles), gather all.
 
         The process group's own allreduce would round to 16 bits after each addition.
         """
         count = flat.numel()
         chunk = -(-count // self._size)
-        mine = torch.zeros(chunk * self._size, dtype=wire, device=flat.device)
-        mine[:count].copy_(flat)
-        theirs = torch.empty_like(mine)
-        wait(self._group.alltoall_base(theirs, mine, [], []))
+        outgoing = torch.zeros(chunk * self._size, dtype=wire, device=flat.device)
+        outgoing[:count].copy_(flat)
+        incoming = torch.empty_like(outgoing)
+        wait(self._group.alltoall_base(incoming, outgoing, [], []))
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        parts = theirs.view(self._size, chunk)
+        parts = incoming.view(self._size, chunk)
         total = parts[0].to(wide)
         for part in parts[1:]:
             total = _LOCAL_OPS[op](total, part.to(wide))
-        own = rescale_(total, scale).to(wire)
-        wait(self._group._allgather_base(mine, own))
-        flat.copy_(mine[:count])
+        wait(self._group._allgather_base(outgoing, rescale_(total, scale).to(wire)))
+        flat.copy_(outgoing[:count])
 
     def _gather(self, buffer: Tensor, output: Tensor, counts: Sequence[int], wait: Wait) -> None:
-        """Every rank's rows padded to the longest, since process groups gather blocks of one length."""
+        """Gather every rank's rows, padded to the largest block, since process groups gather blocks of one length."""
         row_bytes = prod(buffer.shape[1:]) * buffer.element_size()
         longest = max(counts) * row_bytes
         own = _bytes(buffer)
@@ -340,9 +214,5 @@ class TorchDeviceCollectives(DeviceCollectives):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, so that every type can travel."""
+    """Return the memory of a contiguous tensor, so that every type can travel."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _lost(error: RuntimeError) -> PeerLostError:
-    return PeerLostError(f"the device's collective failed: {str(error).splitlines()[0]}")

@@ -1,7 +1,8 @@
-"""Payloads of lossy codecs: what stands for tensors of a device, and back, by torch's operations or Triton's kernels.
+"""Encoding and decoding of lossy codecs' payloads on a device, by torch's operations or Triton's kernels.
 
-A payload stands for what it stands for on the host, but top-k's has exactly as many values as are wanted. All have a
-size that ranks know beforehand.
+Triton's kernels encode with the residual in one pass and decode in one; top-k's selection takes two. torch's operations
+take about ten and dozens of passes: they are the fallback, and the oracle in tests. A payload means the same as on the
+host, but top-k's has exactly as many values as are wanted. Ranks know the sizes of payloads in advance.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger("hvdkit")
 
 # Devices whose tensors Triton's kernels take.
 TRITON_DEVICES = {"cuda"}
-# Elements of a block. A program holds a block in registers; a kernel for larger blocks takes minutes to compile.
+# Elements of a block at most. A program holds a block in registers; a kernel for larger blocks compiles for minutes.
 LARGEST_TRITON_BLOCK = 8192
 NO_TRITON = (
     "codecs encode on the GPU by PyTorch's operations, which takes several times as long as by Triton's kernels, since "
@@ -31,7 +32,7 @@ NO_TRITON = (
 
 
 class _Kernels(NamedTuple):
-    """Kernels of Triton."""
+    """The kernels of Triton."""
 
     encode: Callable[..., None]
     decode: Callable[..., None]
@@ -40,7 +41,7 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _triton(device: torch.device) -> _Kernels | None:
-    """Return the kernels of Triton; None where PyTorch has come without it, or nothing can be compiled for a device."""
+    """Return the kernels of Triton; None if Triton is not installed, or cannot compile for a device."""
     try:
         from hvdkit.transports.gpu import triton_codecs, triton_topk
     except ImportError:
@@ -48,41 +49,41 @@ def _triton(device: torch.device) -> _Kernels | None:
     try:
         payload = torch.zeros((1, 20), dtype=torch.uint8, device=device)
         triton_codecs.decode(payload, torch.empty((1, 16), device=device), 16, 8)
-    except Exception as error:  # of Triton, a compiler or the driver, each with exceptions of its own
+    except Exception as error:  # Triton, the compiler and the driver raise exceptions of different classes
         logger.warning(NO_TRITON, in_words(error))
         return None
     return _Kernels(triton_codecs.encode, triton_codecs.decode, triton_topk.take_largest)
 
 
 def _kernels(tensor: Tensor) -> _Kernels | None:
-    """Return the kernels of Triton for a tensor, None where it is for torch's operations."""
+    """Return the kernels of Triton for a tensor; None if torch's operations are to be used."""
     return _triton(tensor.device) if tensor.device.type in TRITON_DEVICES else None
 
 
 class Coder(ABC):
-    """Payloads of rows of float32 values, each row in bytes of its own: [rows, elements] to [rows, bytes] and back."""
+    """An encoder of rows of float32 values, each row into bytes of its own: [rows, elements] to [rows, bytes]."""
 
-    step = 1  # rows have a multiple of so many elements
-    sends_all = False  # whether as much as all values would be sent, so that these are summed as they are
+    step = 1  # the number of elements of a row is a multiple of this
+    sends_all = False  # a payload would be as large as the values, so the values are summed as they are
 
     @abstractmethod
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
-        """``valid``: how many elements are there; what follows them in the last rows is zeros. ``phase``: 0 or 1."""
+        """Return payloads. The elements behind the first ``valid`` elements are zeros. ``phase`` is 0 or 1."""
 
     @abstractmethod
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        """The values of ``elements`` elements in each row."""
+        """Return the values of ``elements`` elements in each row."""
 
     def add_to(self, flat: Tensor, payload: Tensor) -> None:
-        """Add the values that one row's payload stands for."""
+        """Add the values of one row's payload to ``flat``."""
         flat.add_(self.decode(payload[None], flat.numel())[0])
 
     def encode_rest(
         self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Encode rows plus what was kept of them; see ``encode``.
+        """Encode rows plus their residual ``kept``; see ``encode``.
 
-        Returns the payloads, what they stand for where that is at hand, and what is kept from now on, if anything is.
+        Returns the payloads, the values of the payloads or None, and the new residual, if there is a residual.
         """
         wanted = rows if kept is None else rows + kept
         payloads = self.encode(wanted, valid, phase)
@@ -91,16 +92,16 @@ class Coder(ABC):
 
 
 def lacks(wanted: Tensor, sent: Tensor, kept: Tensor) -> Tensor:
-    """Return ``wanted`` less ``sent``; ``kept``, the residual before, where the difference is not finite."""
+    """Return ``wanted`` less ``sent``; the residual before, ``kept``, where the difference is not finite."""
     lost = wanted - sent
     return torch.where(torch.isfinite(lost), lost, kept)
 
 
 class Blocks(Coder):
-    """Blocks of elements with a scale each: payloads are the scales of a row, and ``bits`` for each element."""
+    """A coder of blocks of elements: a payload is a scale for each block of a row, and ``bits`` for each element."""
 
     bits: int
-    rounds = True  # to the nearest, as Triton's kernels do
+    rounds = True  # to the nearest number, as Triton's kernels do
 
     def _kernels(self, tensor: Tensor) -> _Kernels | None:
         return _kernels(tensor) if self.step <= LARGEST_TRITON_BLOCK else None
@@ -113,7 +114,7 @@ class Blocks(Coder):
             return super().encode_rest(rows, kept, valid, phase)
         nbytes = rows.shape[1] // self.step * (4 + self.step * self.bits // 8)
         payloads = rows.new_empty((len(rows), nbytes), dtype=torch.uint8)
-        left, before = (None, None) if kept is None else (torch.empty_like(rows), kept.contiguous())
+        before, left = (None, None) if kept is None else (kept.contiguous(), torch.empty_like(rows))
         kernels.encode(rows.contiguous(), before, payloads, left, self.step, self.bits, valid)
         return payloads, None, left
 
@@ -126,10 +127,12 @@ class Blocks(Coder):
 
     @abstractmethod
     def decoded(self, payloads: Tensor, elements: int) -> Tensor:
-        """``decode`` by torch's operations."""
+        """Return the same as ``decode``, by torch's operations."""
 
 
 class Quantised(Blocks):
+    """A coder of whole numbers of 8 or 4 bits."""
+
     def __init__(self, codec: Int8 | Int4, turn: int, rank: int) -> None:
         self._codec, self.bits, self._largest = codec, codec.bits, 127 if codec.bits == 8 else 7
         self.step, self.rounds = codec.block, not codec.stochastic
@@ -137,9 +140,9 @@ class Quantised(Blocks):
 
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
         blocks = wanted.view(len(wanted), -1, self._codec.block)
-        # By a tensor of the device: by a number of the host PyTorch multiplies with its rounded reciprocal there.
+        # By a tensor of the device: PyTorch divides by a number of the host by multiplying with a rounded reciprocal.
         scales = blocks.abs().amax(dim=2) / torch.full((), float(self._largest), device=wanted.device)
-        # Not divided: as on the host, or what is near the middle of two codes would get another one.
+        # Multiplied, as on the host: divided values near the middle of two codes would get another code.
         multiples = blocks * (1.0 / torch.where(scales == 0, 1.0, scales))[:, :, None]
         if self._codec.stochastic:
             generator = torch.Generator(wanted.device)
@@ -167,6 +170,8 @@ class Quantised(Blocks):
 
 
 class Signs(Blocks):
+    """A coder of signs, for the 1-bit codec."""
+
     bits = 1
 
     def __init__(self, codec: OneBit, turn: int, rank: int) -> None:
@@ -194,10 +199,10 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 class Largest(Coder):
-    """As many as are wanted of each row, or padded to that, so that all ranks know the size of a payload.
+    """A coder of a fixed number of each row's values, padded to that number, so that ranks know a payload's size.
 
-    By torch's operations they are the largest. Triton's kernels take those above a threshold, and then the first of
-    those that are at most 1.5 % below it.
+    torch's operations take the largest values. Triton's kernels take the values above a threshold, and then the first
+    values that are at most 1.5 % below it.
     """
 
     def __init__(self, codec: TopK, turn: int, rank: int) -> None:
@@ -205,13 +210,13 @@ class Largest(Coder):
         memory.turn = turn
         self._ratio = codec.ratio_at(memory)
         self.sends_all = 2 * codec.ratio >= 1
-        self._masks = isinstance(codec, DGC)  # what was sent leaves its velocity
+        self._masks = isinstance(codec, DGC)  # its velocity is cleared where values were sent
 
     def _count(self, elements: int) -> int:
         return min(elements, max(1, round(elements * self._ratio)))
 
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
-        # NaN is the largest of all.
+        # torch.topk takes NaN for the largest value.
         indices = torch.topk(wanted.abs(), self._count(wanted.shape[1]), dim=1, sorted=False).indices
         values = torch.gather(wanted, 1, indices)
         return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)], dim=1)
@@ -230,18 +235,18 @@ class Largest(Coder):
         flat.scatter_add_(0, indices[0], values[0])
 
     def pairs(self, payloads: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-        """Indices and values, both [rows, count]."""
+        """Return the indices and values of payloads, both [rows, count]."""
         count = self._count(elements)
         values = payloads[:, : 4 * count].contiguous().view(torch.float32)
         return payloads[:, 4 * count :].contiguous().view(torch.int32).long(), values
 
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
         indices, values = self.pairs(payloads, elements)
-        # Added: what pads a payload is zeros at the first element, which may be there too.
+        # Added, not set: a payload is padded with zeros at the first element, which may have a value too.
         return values.new_zeros((len(payloads), elements)).scatter_add_(1, indices, values)
 
 
-# What encodes payloads of a codec that has a twin here, at a turn of a rank.
+# The coders of codecs that have a twin on devices, made of a codec, a turn and a rank.
 CODERS: dict[type[Codec], Callable[[Any, int, int], Coder]] = {
     Int8: Quantised,
     Int4: Quantised,

@@ -1,4 +1,4 @@
-"""Scales on tensors of a device, with the bits of the host's kernels."""
+"""Scaling tensors of a device, with the bits of the host's kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from hvdkit import kernels
 from hvdkit.kernels import BFLOAT16, ONE, Scale
 
-# Elements that are worked on in a wider type at a time, so that little memory is needed.
+# Elements that are converted to a wider type at a time, to limit memory.
 _CHUNK = 1 << 22
 
 
 def rescale_(flat: Tensor, scale: Scale) -> Tensor:
-    """Replace a flat contiguous tensor of a floating type by ``scale`` times it; returns it.
+    """Multiply a flat contiguous tensor of a floating type by ``scale`` in place, and return it.
 
-    See ``Scale`` for how it is rounded. On the CPU the kernels do it, whatever PyTorch's threads were set to.
+    ``Scale`` describes the rounding. On the CPU hvdkit's kernels compute, since PyTorch's threads may flush subnormals.
     """
     if scale == ONE:
         return flat
@@ -28,7 +28,7 @@ def rescale_(flat: Tensor, scale: Scale) -> Tensor:
         for part in torch.split(flat, _CHUNK):
             part.copy_(rescale_(part.to(torch.float32), scale))
     elif scale.factor == 1.0:
-        # By a tensor of the device: by a number of the host PyTorch multiplies with its rounded reciprocal.
+        # By a tensor of the device: PyTorch divides by a number of the host by multiplying with a rounded reciprocal.
         flat.div_(torch.full((), scale.divisor, dtype=flat.dtype, device=flat.device))
     else:
         flat.mul_(scale.number)  # which PyTorch rounds to the type of the tensor
@@ -36,7 +36,7 @@ def rescale_(flat: Tensor, scale: Scale) -> Tensor:
 
 
 def _array(flat: Tensor) -> Any:
-    """A tensor of the CPU as an array of the same memory."""
+    """Return an array that shares the memory of a CPU tensor."""
     if flat.dtype == torch.bfloat16:
         return flat.detach().view(torch.int16).numpy().view(BFLOAT16)
     return flat.detach().numpy()

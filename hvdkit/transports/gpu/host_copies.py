@@ -1,7 +1,8 @@
 """Copies between tensors of a GPU and a block of host memory, on a stream of their own, beside the computation.
 
-The block is page-locked, so that the GPU copies without the processor. It may be memory that other processes map too:
-the ranks of a node then sum in the very memory that the GPU has written.
+The block is page-locked, so that the GPU copies without the processor. The block may be memory of the node: its ranks
+then sum in the memory that the GPU has written. A bucket is copied when it is complete, so that no hook waits for the
+GPU: a blocking copy in each hook would delay the thread that launches kernels. The gain was not measured yet.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from hvdkit.kernels import BFLOAT16
 from hvdkit.transports.base import HostCopies, Pairs, Transfer
-from hvdkit.transports.gpu.device import CudaStream, DeviceTransfer, End, Stream
+from hvdkit.transports.gpu.streams import CudaStream, DeviceTransfer, End, Stream
 
 logger = logging.getLogger("hvdkit")
 
@@ -25,25 +26,25 @@ NOT_LOCKED = (
     "the %d bytes of host memory in which gradients of GPUs are summed could not be page-locked, so that copies are "
     "slower: %s"
 )
-# How long ``close`` waits for copies under way. They depend on this rank's own work on the GPU alone.
+# Time that ``close`` waits for copies under way, which depend on this rank's own work on the GPU alone.
 LAST_COPIES_SECONDS = 10.0
 
 _never_unlocked: list[Any] = []  # memory that copies may still reach
-_left_open: list[tuple[End | None, Any]] = []  # of copies that nobody closed: unlocked when others are opened
+_left_open: list[tuple[End | None, Any]] = []  # copies that were not closed; the next open_copies() unlocks them
 
 
 def open_copies(device: str, block: Any) -> HostCopies:
-    """Return copies between ``device`` ("cuda:0") and a block of bytes, which are page-locked from now on."""
+    """Page-lock a block of bytes, and return copies between ``device`` ("cuda:0") and the block."""
     while _left_open:
         _unlock_after(*_left_open.pop())
     return StreamCopies(torch.device(device), CudaStream(), Locked(block, torch.device(device)))
 
 
 class Locked:
-    """Page-locked host memory; just the memory where the system or CUDA refuses that."""
+    """Page-locked host memory; ordinary memory where the system or CUDA refuses to lock it."""
 
     def __init__(self, block: Any, device: torch.device) -> None:
-        self._block = block  # stays mapped for as long as it is locked
+        self._block = block  # keeps the memory mapped while it is locked
         self._address = block.__array_interface__["data"][0]
         self.is_locked = False
         if not block.nbytes:
@@ -57,7 +58,7 @@ class Locked:
                 _clear_last_error(device)
 
     def close(self) -> None:
-        """Unlock it, once nothing is copied any more."""
+        """Unlock the memory, after the last copy."""
         if self.is_locked:
             self.is_locked = False
             self._cuda.cudaHostUnregister(self._address)
@@ -65,7 +66,7 @@ class Locked:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Take an error from CUDA's record of the last one, where PyTorch would take it for that of its next kernel."""
+    """Clear CUDA's record of the last error, which PyTorch would raise for its next kernel."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
@@ -73,7 +74,7 @@ def _clear_last_error(device: torch.device) -> None:
 
 
 class StreamCopies(HostCopies):
-    """Copies on a stream. ``locked``: what holds the block of the host until ``close``."""
+    """Copies on a stream. ``locked`` holds the block of the host until ``close``."""
 
     def __init__(self, device: torch.device, stream: Stream, locked: Any) -> None:
         self._device, self._stream, self._locked = device, stream, locked
@@ -106,7 +107,7 @@ class StreamCopies(HostCopies):
             _unlock_after(self._last, locked)
 
     def __del__(self) -> None:
-        # The collector may come while a CUDA graph is captured, which ends where anybody asks for an event.
+        # Garbage collection may run during the capture of a CUDA graph, which a query of an event would end.
         if self._locked is not None:
             _left_open.append((self._last, self._locked))
 
@@ -124,7 +125,7 @@ def _unlock_after(last: End | None, locked: Any) -> None:
 def _is_over(end: End) -> bool:
     try:
         return end.query()
-    except RuntimeError:  # the device failed, and copies nothing any more
+    except RuntimeError:  # the device failed, and no longer copies
         return True
 
 

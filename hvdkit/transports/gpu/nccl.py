@@ -1,4 +1,4 @@
-"""NCCL communicators of our own: who may have one, and how it is made so that its failure never ends the process."""
+"""NCCL communicators of hvdkit's own, whose failure never ends the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from hvdkit.environments.libraries import for_a_while, nccl_host
 from hvdkit.errors import AuthenticationError, PeerLostError
-from hvdkit.transports.gpu.device import CudaStream, TorchDeviceCollectives
+from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.streams import CudaStream
 from hvdkit.transports.security.admission import unsealed
 from hvdkit.transports.security.attempt import absent_after
 from hvdkit.transports.waiters import TimedCall
@@ -22,25 +23,25 @@ T = TypeVar("T")
 
 logger = logging.getLogger("hvdkit")
 
-# NCCL's watchdog gives up what takes longer. Deadlines are the engine's, which notices lost ranks over the transport.
+# The time limit of NCCL's watchdog. Deadlines are the engine's, which notices lost ranks over the transport.
 NEVER = timedelta(days=3650)
-# It may end a communicator, never the process: deadlines and errors are the engine's. Torch has no argument for it.
+# The watchdog may end a communicator, never the process. Torch has no argument for it.
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # this would end a process whose watchdog waits for long
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # monitoring would end a process whose watchdog waits for long
 }
 
-_warned: list[list[list[int]]] = []  # ranks that share GPUs, of which a line has told
+_warned: list[list[list[int]]] = []  # lists of ranks that share GPUs, which were logged
 
 
 def nccl_available() -> bool:
-    """Whether this process can use NCCL."""
+    """True if this process can use NCCL."""
     return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def nccl_version() -> int:
-    """The version of PyTorch's NCCL as one number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
+    """Return the version of PyTorch's NCCL as one number (22703 for 2.27.3), or 0 without NCCL or CUDA."""
     if not nccl_available():
         return 0
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -49,9 +50,9 @@ def nccl_version() -> int:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return what tells this GPU from those of other ranks, as NCCL does: hosts, by NCCL_HOSTID, have none in common.
+    """Return a name of this GPU that differs from those of other GPUs, and of other hosts by NCCL_HOSTID, as for NCCL.
 
-    With an NCCL_HOSTID of its own on each rank, several train on one GPU by NCCL, which then sends over a network.
+    With a different NCCL_HOSTID on each rank, ranks can share a GPU by NCCL, which then sends over a network.
     """
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", f"{os.uname().nodename}/{device.index}")
@@ -59,7 +60,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:
-    """The ranks that share a GPU, which NCCL refuses."""
+    """Return lists of ranks that share a GPU, which NCCL refuses."""
     by_gpu: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         by_gpu.setdefault(gpu, []).append(rank)
@@ -69,14 +70,12 @@ def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:
 def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
     """Connect the ranks that use ``store``, each with its GPU ``name``. Collective, and blocks.
 
-    None, on every rank, where ranks share a GPU. Raises PeerLostError where not all come in time.
+    Returns None on every rank if ranks share a GPU. Raises PeerLostError if a rank does not connect in time.
     """
     device = torch.device(name)
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    gpus = exchange(store, rank, size, gpu_of(device), timeout_seconds)
-    shared = shared_gpus(gpus)
-    if shared:
+    if shared := shared_gpus(exchange(store, rank, size, gpu_of(device), timeout_seconds)):
         if rank == 0 and shared not in _warned:
             _warned.append(shared)
             logger.warning("ranks %s share a GPU, so tensors on CUDA travel through host memory, not by NCCL", shared)
@@ -89,7 +88,7 @@ def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: floa
             options._timeout = NEVER
             nccl: Any = dist.ProcessGroupNCCL  # its collectives are missing from the stubs
             group = nccl(unsealed(store), rank, size, options)  # its watchdog asks the store, without Python
-        # The communicator is made by the first collective, which blocks until all are there.
+        # The first collective makes the communicator, and blocks until all ranks are there.
         group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.current_stream(device).synchronize()
         return TorchDeviceCollectives(group, device, CudaStream())
@@ -97,11 +96,11 @@ def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: floa
     return within(timeout_seconds, connect, "NCCL to connect")
 
 
-def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float) -> list[str]:
-    """Every rank's word."""
-    keys = [f"word/{other}" for other in range(size)]
+def exchange(store: Any, rank: int, size: int, text: str, timeout_seconds: float) -> list[str]:
+    """Exchange texts over a store, and return the texts of all ranks."""
+    keys = [f"word/{peer}" for peer in range(size)]
     try:
-        store.set(keys[rank], mine)
+        store.set(keys[rank], text)
         if absent := absent_after(store, keys, timeout_seconds):
             raise PeerLostError(
                 f"waited {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) for the GPUs of ranks {absent} of "
@@ -115,7 +114,7 @@ def exchange(store: Any, rank: int, size: int, mine: str, timeout_seconds: float
 
 
 def within(timeout_seconds: float, action: Callable[[], T], what: str) -> T:
-    """The result of ``action``, which has no time limit of its own. Raises PeerLostError when it fails or is late."""
+    """Return the result of ``action`` on a thread of its own. Raises PeerLostError if it fails or is late."""
     call = TimedCall(action, "hvdkit-connect")
     if not call.within(timeout_seconds):
         raise PeerLostError(

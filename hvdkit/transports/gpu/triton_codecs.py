@@ -1,6 +1,6 @@
-"""Kernels of Triton for the codecs that quantise: each byte is read and written once, where PyTorch makes many passes.
+"""Kernels of Triton for the codecs that quantise: they read and write each byte once, where PyTorch makes many passes.
 
-The arithmetic is that of ``device_codecs`` without Triton, in the same order: nothing is contracted, and halves are
+The arithmetic is that of ``device_codecs`` without Triton, in the same order, without fused operations, and with halves
 rounded to even. The 1-bit codec's sums of magnitudes are in another order.
 """
 
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements that a program encodes or decodes at a time, about.
+# The approximate number of elements that a program encodes or decodes.
 TILE = 4096
-# Arguments that differ from bucket to bucket: no kernel is compiled anew for them in the middle of training.
+# Arguments that differ from bucket to bucket. Kernels are not compiled anew for them in the middle of training.
 SIZES = ("valid", "blocks", "row_words")
-# Adding this number to a multiple and subtracting it again rounds to the nearest whole number, halves to even.
+# Adding and subtracting this number rounds to the nearest whole number, halves to even.
 MAGIC = tl.constexpr(12582912.0)
 
 
@@ -55,7 +55,7 @@ def _encode(
         stands_for = tl.where(wanted >= 0, scale[:, None], -scale[:, None])
     else:
         most: tl.constexpr = (1 << (BITS - 1)) - 1
-        is_broken = tl.max((wanted != wanted).to(tl.int32), 1) > 0  # the largest of some may leave NaN out
+        is_broken = tl.max((wanted != wanted).to(tl.int32), 1) > 0  # tl.max may ignore NaN
         scale = tl.math.div_rn(tl.where(is_broken, float("nan"), tl.max(tl.abs(wanted), 1)), most * 1.0)
         inverse = tl.math.div_rn(1.0, tl.where(scale == 0, 1.0, scale))
         codes = (wanted * inverse[:, None] + MAGIC) - MAGIC
@@ -86,17 +86,17 @@ def _decode(
     words = tl.load(begin + blocks + block[:, None] * (BLOCK * BITS // 32) + word[None, :], is_there, other=0)
     numbers = _unpack(words, BITS, WIDTH, GROUP)
     if BITS == 1:
-        found = tl.where(numbers == 1, scale, -scale)
+        decoded = tl.where(numbers == 1, scale, -scale)
     elif BITS == 8:
-        found = ((numbers ^ 128) - 128).to(tl.float32) * scale
+        decoded = ((numbers ^ 128) - 128).to(tl.float32) * scale
     else:
-        found = (numbers - 8).to(tl.float32) * scale
+        decoded = (numbers - 8).to(tl.float32) * scale
     mask = (block[:, None] < blocks) & (lane[None, :] < BLOCK)
-    tl.store(values + row * elements + block[:, None] * BLOCK + lane[None, :], found, mask)
+    tl.store(values + row * elements + block[:, None] * BLOCK + lane[None, :], decoded, mask)
 
 
 class _Shape:
-    """The grid of programs for rows of values, each row a number of blocks."""
+    """The grid of programs for rows of values, each of several blocks."""
 
     def __init__(self, values: Tensor, block: int) -> None:
         rows, elements = values.shape
@@ -109,10 +109,10 @@ class _Shape:
 def encode(
     values: Tensor, kept: Tensor | None, payloads: Tensor, left: Tensor | None, block: int, bits: int, valid: int
 ) -> None:
-    """Write payloads of rows of float32 values plus what was kept of them, and what these lack into ``left``.
+    """Write payloads of rows of float32 values plus the residual ``kept``, and the new residual into ``left``.
 
-    ``payloads``: rows of bytes, a multiple of 4: a float32 for each block, then ``bits`` for each element, 8 or 4 of a
-    whole number or 1 of a sign. The first ``valid`` elements of all rows are there; what follows is zeros.
+    ``payloads`` has rows of bytes, a multiple of 4: a float32 for each block, then ``bits`` for each element: 8 or 4 of
+    a whole number, or 1 of a sign. The elements behind the first ``valid`` elements of all rows are zeros.
     """
     shape, words = _Shape(values, block), payloads.view(torch.int32)
     _encode[shape.grid](
@@ -122,7 +122,7 @@ def encode(
 
 
 def decode(payloads: Tensor, values: Tensor, block: int, bits: int) -> None:
-    """Write the values, rows of float32, that payloads stand for."""
+    """Decode payloads into rows of float32 values."""
     shape, words = _Shape(values, block), payloads.view(torch.int32)
     _decode[shape.grid](
         words, values, values.shape[1], shape.blocks, words.shape[1],

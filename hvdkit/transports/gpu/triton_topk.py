@@ -19,11 +19,11 @@ from torch import Tensor
 TILE = 4096
 SAMPLE = 16384
 CANDIDATES = tl.constexpr(16)  # thresholds around that of the sample
-# Between two thresholds, relative to that of the sample: about a tenth fewer values exceed the next one.
+# The distance of two thresholds, relative to that of the sample: about a tenth fewer values exceed the higher one.
 STEP = tl.constexpr(0.015)
-# Arguments that differ from bucket to bucket, for which no kernel is compiled anew.
+# Arguments that differ from bucket to bucket. Kernels are not compiled anew for them.
 SIZES = ("stride", "wanted", "tiles")
-CHUNK = 1024  # tiles of which one program finds the places at a time
+CHUNK = 1024  # tiles whose positions one program computes at a time
 
 
 @triton.jit
@@ -93,14 +93,14 @@ def _place(
     totals = tl.zeros((CANDIDATES,), tl.int32)
     is_broken = 0
     first = 0
-    while first < tiles:  # of which Triton's interpreter makes no range
+    while first < tiles:  # Triton's interpreter cannot make a range of ``tiles``
         mask = first + lane < tiles
-        found = tl.load(begin + candidate[:, None] * tiles + first + lane[None, :], mask[None, :], other=0)
-        totals += tl.sum(found, 1)
+        chunk = tl.load(begin + candidate[:, None] * tiles + first + lane[None, :], mask[None, :], other=0)
+        totals += tl.sum(chunk, 1)
         if KEEPS:
             is_broken |= tl.max(tl.load(broken + row * tiles + first + lane, mask, other=0), 0)
         first += CHUNK
-    # If the sample was not typical, too many values may exceed even the highest threshold: the first ones are taken.
+    # If the sample was not typical, too many values may exceed even the highest threshold: the first values are taken.
     high = tl.minimum(tl.sum((totals > wanted).to(tl.int32), 0), CANDIDATES - 1)
     low = tl.maximum(high - 1, 0)
     tl.store(chosen + row * 2, high)
@@ -140,7 +140,7 @@ def _take(
     start = starts + row * 2 * tiles + tile
     to = tl.where(is_high, tl.load(start) + (before & 0xFFFF), tl.load(start + tiles) + (before >> 16)) - 1
     is_taken = (is_high | is_low) & (to < wanted)
-    is_written = is_taken & ((to > 0) | (is_broken == 0))  # the first one says that something is not finite
+    is_written = is_taken & ((to > 0) | (is_broken == 0))  # the payload's first value is NaN if a value is not finite
     begin = payloads + row * 2 * wanted
     tl.store(begin + to, numbers.to(tl.int32, bitcast=True), is_written)
     tl.store(begin + wanted + to, place, is_written)
@@ -149,11 +149,11 @@ def _take(
 
 
 def take_largest(rows: Tensor, kept: Tensor | None, wanted: int) -> tuple[Tensor, Tensor | None]:
-    """Take about the ``wanted`` largest of each row of float32 values plus what was kept of it.
+    """Take about the ``wanted`` largest values of each row of float32 values plus its residual ``kept``.
 
     Returns payloads, in each row ``wanted`` values and as many int32 indices in bytes, with zeros at index 0 where
-    fewer were taken, and what is left of the rows where something is kept. If a value of a row is not finite then, NaN
-    is among those taken, and what was kept of it stays.
+    fewer values were taken, and the new residual, if there is a residual. If a sum of value and residual is not finite,
+    NaN is among the values taken, and the residual there stays.
     """
     count, elements = rows.shape
     tiles, keeps = triton.cdiv(elements, TILE), kept is not None

@@ -1,4 +1,4 @@
-"""Keras on PyTorch: what travels during a backward pass, and what of the user's keeps it from that."""
+"""Keras on PyTorch: gradients that travel during a backward pass, and users' code that prevents it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ GRADIENTS = 6
 
 @contextmanager
 def handed_over() -> Iterator[list[int]]:
-    """By step, how many gradients the lane had when the step came to reduce them."""
-    found: list[int] = []
+    """Yield a list that gets, for each step, the number of gradients that the lane had when reduce() was called."""
+    counts: list[int] = []
     reduce = TorchGradients.reduce
 
     def counted(self: TorchGradients, *arguments: Any) -> Any:
         lane = lane_of(self)
-        found.append(0 if lane is None else len(lane.slots) - len(lane.unready_slots()))
+        counts.append(0 if lane is None else len(lane.slots) - len(lane.unready_slots()))
         return reduce(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchGradients, "reduce", counted)
-        yield found
+        yield counts
 
 
 def lane_of(gradients: Any) -> Any:
@@ -53,7 +53,7 @@ def lane_of(gradients: Any) -> Any:
 
 
 def layers(inside: keras.layers.Layer | None = None) -> list[keras.layers.Layer]:
-    """Of three dense layers; the same weights each time. ``inside``: one between the second and the third."""
+    """Return three dense layers with the same weights each time. ``inside`` comes between the second and the third."""
     keras.utils.set_random_seed(1)
     return [
         keras.layers.Input((FEATURES,), dtype="float64"),
@@ -65,30 +65,30 @@ def layers(inside: keras.layers.Layer | None = None) -> list[keras.layers.Layer]
 
 
 def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: keras.layers.Layer | None = None) -> Any:
-    """A model of a class with an optimizer."""
+    """Return a model of a class with an optimizer."""
     made = kind(layers(inside))
     made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
     return made
 
 
 def sgd(rate: float = 0.1) -> Any:
-    """One that nobody wrapped."""
+    """Return a plain optimizer."""
     return keras.optimizers.SGD(rate)
 
 
 def one_process(hvd: Any, steps: int, optimizer: Any = None, kind: Any = keras.Sequential) -> Any:
-    """The model after one process took the steps on all ranks' batches."""
+    """Return a model that one process trained on all ranks' batches."""
     return train(compiled(sgd() if optimizer is None else optimizer, kind), joined(hvd, steps))
 
 
-def check(hvd: Any, ours: Any, alone: Any) -> None:
-    """All ranks hold the same bits, which are those of one process but for rounding."""
-    check_same_bits(hvd, ours)
-    check_close(ours, alone)  # losses are computed in float32
+def check(hvd: Any, model: Any, alone: Any) -> None:
+    """Check that all ranks hold the same bits, and those of one process but for rounding."""
+    check_same_bits(hvd, model)
+    check_close(model, alone)  # losses are computed in float32
 
 
 class OwnStep(keras.Sequential):
-    """A model with a train_step of its own, which Keras's does nothing for."""
+    """A model with a train_step of its own."""
 
     change: Callable[[list[torch.Tensor]], None] | None = None
 
@@ -108,37 +108,37 @@ class OwnStep(keras.Sequential):
 def case_gradients_travel_during_the_backward_pass_of_keras_own_step(hvd: Any) -> None:
     for around in (False, True):
         optimizer = hvd.DistributedOptimizer(sgd())
-        with handed_over() as early:
-            ours = train(
+        with handed_over() as counts:
+            model = train(
                 compiled(keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer),
                 batches(hvd.rank(), 5),
             )
         # The first step agrees on the lane, and the second one is looked at.
-        assert early == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
-        check(hvd, ours, one_process(hvd, 5))
-        # What is computed first travels first.
+        assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
+        check(hvd, model, one_process(hvd, 5))
+        # The gradient that is computed first travels first.
         lane = lane_of(vars(optimizer)["_hvdkit_step"]._gradients)
         assert GRADIENTS - 1 in lane.arrangement.buckets[lane.arrangement.pieces[0].bucket].slots
         assert 0 in lane.arrangement.buckets[lane.arrangement.pieces[-1].bucket].slots
 
 
 def case_a_step_of_ones_own_may_change_gradients_in_any_way(hvd: Any) -> None:
-    ours = compiled(hvd.DistributedOptimizer(sgd()), OwnStep)
-    ours.change = lambda gradients: [gradient.data.mul_(0.5) for gradient in gradients] and None
-    with handed_over() as early:
-        train(ours, batches(hvd.rank(), 5))
-    assert early == [0] * 5
-    check(hvd, ours, one_process(hvd, 5, sgd(0.05)))
+    model = compiled(hvd.DistributedOptimizer(sgd()), OwnStep)
+    model.change = lambda gradients: [gradient.data.mul_(0.5) for gradient in gradients] and None
+    with handed_over() as counts:
+        train(model, batches(hvd.rank(), 5))
+    assert counts == [0] * 5
+    check(hvd, model, one_process(hvd, 5, sgd(0.05)))
 
 
 def case_an_apply_that_a_user_put_on_the_optimizer_comes_first(hvd: Any) -> None:
     optimizer = hvd.DistributedOptimizer(sgd())
     apply = optimizer.apply
-    optimizer.apply = lambda gradients, variables: apply([0.5 * one for one in gradients], variables)
-    with handed_over() as early:
-        ours = train(compiled(optimizer), batches(hvd.rank(), 5))
-    assert early == [0] * 5
-    check(hvd, ours, one_process(hvd, 5, sgd(0.05)))
+    optimizer.apply = lambda gradients, variables: apply([0.5 * gradient for gradient in gradients], variables)
+    with handed_over() as counts:
+        model = train(compiled(optimizer), batches(hvd.rank(), 5))
+    assert counts == [0] * 5
+    check(hvd, model, one_process(hvd, 5, sgd(0.05)))
 
 
 class Scaling(keras.optimizers.SGD):
@@ -148,20 +148,20 @@ class Scaling(keras.optimizers.SGD):
         return 4.0 * super().scale_loss(loss)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        super().apply([0.25 * one for one in grads], trainable_variables)
+        super().apply([0.25 * grad for grad in grads], trainable_variables)
 
 
 def case_an_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
     for around in (False, True):
         optimizer = hvd.DistributedOptimizer(Scaling(0.1))
-        with handed_over() as early:
-            ours = train(
+        with handed_over() as counts:
+            model = train(
                 compiled(keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer),
                 batches(hvd.rank(), 5),
             )
-        assert early == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
+        assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
         alone = Scaling(0.1)
-        check(hvd, ours, one_process(hvd, 5, keras.optimizers.LossScaleOptimizer(alone, 8.0) if around else alone))
+        check(hvd, model, one_process(hvd, 5, keras.optimizers.LossScaleOptimizer(alone, 8.0) if around else alone))
 
 
 def case_a_class_of_a_distributed_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
@@ -172,10 +172,10 @@ def case_a_class_of_a_distributed_optimizer_may_scale_losses_by_itself(hvd: Any)
             return 2.0 * super().scale_loss(loss)
 
     optimizer.__class__ = Doubling
-    with handed_over() as early:
-        ours = train(compiled(optimizer), batches(hvd.rank(), 5))
-    assert early == [0] * 5  # what of the user's comes after its own part cannot be known
-    check(hvd, ours, one_process(hvd, 5, sgd(0.2)))
+    with handed_over() as counts:
+        model = train(compiled(optimizer), batches(hvd.rank(), 5))
+    assert counts == [0] * 5  # the user's part that comes after hvdkit's is unknown
+    check(hvd, model, one_process(hvd, 5, sgd(0.2)))
 
 
 class Auxiliary(keras.Sequential):
@@ -188,31 +188,31 @@ class Auxiliary(keras.Sequential):
 
 
 def case_a_backward_pass_in_the_loss_is_added(hvd: Any) -> None:
-    with handed_over() as early:
-        ours = train(compiled(hvd.DistributedOptimizer(sgd()), Auxiliary), batches(hvd.rank(), 5))
-    assert early == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
-    check(hvd, ours, one_process(hvd, 5, kind=Auxiliary))
+    with handed_over() as counts:
+        model = train(compiled(hvd.DistributedOptimizer(sgd()), Auxiliary), batches(hvd.rank(), 5))
+    assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
+    check(hvd, model, one_process(hvd, 5, kind=Auxiliary))
 
 
 def case_a_hook_of_the_users_that_comes_later_is_not_raced_with(hvd: Any) -> None:
     def halve(parameter: torch.Tensor) -> None:
         parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
 
-    ours = compiled(hvd.DistributedOptimizer(sgd()))
-    with handed_over() as early:
+    model = compiled(hvd.DistributedOptimizer(sgd()))
+    with handed_over() as counts:
         data = batches(hvd.rank(), 7)
-        train(ours, data[:3])
-        hook = ours.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
-        train(ours, data[3:5])
+        train(model, data[:3])
+        hook = model.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
+        train(model, data[3:5])
         hook.remove()
-        train(ours, data[5:])
-    assert early == [0, 0, GRADIENTS, 0, 0, GRADIENTS, GRADIENTS]
+        train(model, data[5:])
+    assert counts == [0, 0, GRADIENTS, 0, 0, GRADIENTS, GRADIENTS]
     alone, data = compiled(sgd()), joined(hvd, 7)
     train(alone, data[:3])
     hook = alone.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
     train(alone, data[3:5])
     hook.remove()
-    check(hvd, ours, train(alone, data[5:]))
+    check(hvd, model, train(alone, data[5:]))
 
 
 class Twice(keras.layers.Layer):
@@ -232,10 +232,10 @@ class Twice(keras.layers.Layer):
 
 
 def case_gradients_that_become_complete_twice_travel_at_the_end(hvd: Any) -> None:
-    with handed_over() as early:
-        ours = train(compiled(hvd.DistributedOptimizer(sgd()), inside=Twice()), batches(hvd.rank(), 5))
-    assert early == [0] * 5
-    check(hvd, ours, train(compiled(sgd(), inside=Twice()), joined(hvd, 5)))
+    with handed_over() as counts:
+        model = train(compiled(hvd.DistributedOptimizer(sgd()), inside=Twice()), batches(hvd.rank(), 5))
+    assert counts == [0] * 5
+    check(hvd, model, train(compiled(sgd(), inside=Twice()), joined(hvd, 5)))
 
 
 def case_what_goes_by_name_travels_at_the_end(hvd: Any) -> None:
@@ -249,31 +249,31 @@ def case_what_goes_by_name_travels_at_the_end(hvd: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NamedGradients, "_submit", counted)
-        ours = train(compiled(hvd.DistributedOptimizer(sgd(), compression=Passing)), batches(hvd.rank(), 5))
+        model = train(compiled(hvd.DistributedOptimizer(sgd(), compression=Passing)), batches(hvd.rank(), 5))
     assert submitted == [True] * 5 * GRADIENTS
-    check(hvd, ours, one_process(hvd, 5))
+    check(hvd, model, one_process(hvd, 5))
 
 
 def case_passes_that_are_added_up_travel_at_the_end(hvd: Any) -> None:
     optimizer = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
-    with handed_over() as early:
+    with handed_over() as counts:
         train(compiled(optimizer), batches(hvd.rank(), 6))
-    assert early == [0, 0, 0]
+    assert counts == [0, 0, 0]
 
 
 def case_two_optimizers_take_turns_on_one_model(hvd: Any) -> None:
-    ours, alone = keras.Sequential(layers()), keras.Sequential(layers())
+    model, alone = keras.Sequential(layers()), keras.Sequential(layers())
     optimizers = [hvd.DistributedOptimizer(sgd(rate)) for rate in (0.1, 0.01)]
     plain = [sgd(rate) for rate in (0.1, 0.01)]
-    with handed_over() as early:
-        for mine, theirs in zip(batches(hvd.rank(), 8), joined(hvd, 8), strict=True):
-            for made, one, batch in ((ours, optimizers[0], mine), (alone, plain[0], theirs)):
-                made.compile(optimizer=one, loss=keras.losses.MeanSquaredError())
+    with handed_over() as counts:
+        for own_batch, joint_batch in zip(batches(hvd.rank(), 8), joined(hvd, 8), strict=True):
+            for made, optimizer, batch in ((model, optimizers[0], own_batch), (alone, plain[0], joint_batch)):
+                made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
                 made.train_on_batch(*batch)
             optimizers.reverse()
             plain.reverse()
-    assert early == [0, 0, 0, 0, *[GRADIENTS] * 4]
-    check(hvd, ours, alone)
+    assert counts == [0, 0, 0, 0, *[GRADIENTS] * 4]
+    check(hvd, model, alone)
 
 
 def case_a_loop_of_ones_own_between_steps_of_keras(hvd: Any) -> None:
@@ -290,39 +290,39 @@ def case_a_loop_of_ones_own_between_steps_of_keras(hvd: Any) -> None:
                 made.optimizer.apply([weight.value.grad for weight in weights], weights)
         return made
 
-    with handed_over() as early:
-        ours = trained(compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6))
-    assert early == [0, 0, 0, GRADIENTS, 0, GRADIENTS]
-    check(hvd, ours, trained(compiled(sgd()), joined(hvd, 6)))
+    with handed_over() as counts:
+        model = trained(compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6))
+    assert counts == [0, 0, 0, GRADIENTS, 0, GRADIENTS]
+    check(hvd, model, trained(compiled(sgd()), joined(hvd, 6)))
 
 
 def case_a_variable_that_becomes_local_later_is_left_alone(hvd: Any) -> None:
     optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=[], scale_local_gradients=False)
-    ours, alone, data = compiled(optimizer), compiled(sgd()), batches(hvd.rank(), 6)
-    local = ours.trainable_weights[2]
-    with handed_over() as early:
-        train(ours, data[:3])
-        for mine, theirs in zip(alone.variables, ours.variables, strict=True):
-            mine.assign(theirs.value)
+    model, alone, data = compiled(optimizer), compiled(sgd()), batches(hvd.rank(), 6)
+    local = model.trainable_weights[2]
+    with handed_over() as counts:
+        train(model, data[:3])
+        for target, source in zip(alone.variables, model.variables, strict=True):
+            target.assign(source.value)
         wanted = keras.ops.convert_to_numpy(local.value) - 0.1 * local_gradient(alone, *data[3])
         optimizer.register_local_var(local)
-        train(ours, data[3:4])
+        train(model, data[3:4])
         assert abs(keras.ops.convert_to_numpy(local.value) - wanted).max() < 1e-6
-        train(ours, data[4:])
-    assert early == [0, 0, GRADIENTS, 0, GRADIENTS - 1, GRADIENTS - 1]
-    others = [weight.value.tolist() for weight in ours.trainable_weights if weight is not local]
-    assert len({str(one) for one in hvd.allgather_object(others)}) == 1
+        train(model, data[4:])
+    assert counts == [0, 0, GRADIENTS, 0, GRADIENTS - 1, GRADIENTS - 1]
+    others = [weight.value.tolist() for weight in model.trainable_weights if weight is not local]
+    assert len({str(values) for values in hvd.allgather_object(others)}) == 1
 
 
 def local_gradient(made: Any, x: Any, y: Any) -> Any:
-    """Of the second layer's kernel."""
+    """Return the gradient of the second layer's kernel."""
     weight = made.trainable_weights[2].value
     loss = torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y)))
     return torch.autograd.grad(loss, weight)[0].numpy()
 
 
 class Failing(torch.autograd.Function):
-    """Raises in the backward pass, if it shall."""
+    """A function that raises in its backward pass, if ``shall`` is set."""
 
     shall = False
 
@@ -338,52 +338,52 @@ class Failing(torch.autograd.Function):
 
 
 class Breakable(keras.layers.Layer):
-    """Between two layers."""
+    """A layer that may fail, between two other layers."""
 
     def call(self, x: Any) -> Any:
         return Failing.apply(x)  # type: ignore[no-untyped-call]
 
 
 def case_an_exception_in_a_backward_pass_is_an_error_on_all_ranks(hvd: Any) -> None:
-    ours = compiled(hvd.DistributedOptimizer(sgd()), inside=Breakable(dtype="float64"))
+    model = compiled(hvd.DistributedOptimizer(sgd()), inside=Breakable(dtype="float64"))
     data = batches(hvd.rank(), 7)
-    with handed_over() as early:
-        train(ours, data[:3])
+    with handed_over() as counts:
+        train(model, data[:3])
         fails = Failing.shall = hvd.rank() == 1
         try:
             with told(ArithmeticError, "backward") if fails else told(HorovodInternalError, "rank 1", "an exception"):
-                ours.train_on_batch(*data[3])
+                model.train_on_batch(*data[3])
         finally:
             Failing.shall = False
-        train(ours, data[4:])
-    assert early[:3] == [0, 0, GRADIENTS]
-    assert early[-3:] == [0, GRADIENTS, GRADIENTS]
-    check_same_bits(hvd, ours)
+        train(model, data[4:])
+    assert counts[:3] == [0, 0, GRADIENTS]
+    assert counts[-3:] == [0, GRADIENTS, GRADIENTS]
+    check_same_bits(hvd, model)
 
 
 def case_a_gradient_that_was_changed_after_all_is_an_error(hvd: Any) -> None:
-    ours, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6)
-    train(ours, data[:3])
-    weight = ours.trainable_weights[2].value
-    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # where no hook of ours can come last
+    model, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6)
+    train(model, data[:3])
+    weight = model.trainable_weights[2].value
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # where no hook of hvdkit's can come last
 
     def change(*_: Any) -> None:
         weight.grad.mul_(0.5)
 
     hook = node.register_hook(change)
     with told(AssertionError, "kernel (2) were changed after", "train_step of the model's own"):
-        ours.train_on_batch(*data[3])
+        model.train_on_batch(*data[3])
     hook.remove()
-    train(ours, data[4:])
-    check_same_bits(hvd, ours)
+    train(model, data[4:])
+    check_same_bits(hvd, model)
 
 
 class Late(BaseException):
-    """What a watchdog raises: somebody waited too long."""
+    """The exception of a watchdog, after a long wait."""
 
 
 def ring(_: int, frame: Any) -> None:
-    """Raises Late in who waits in ``reduce()``, however slow the machine is, and between two rounds of the engine."""
+    """Raise Late while ``reduce()`` waits, on slow machines too, and between two rounds of the engine."""
     waits = frame.f_code is Driver.drive_until.__code__ and not frame.f_locals["self"]._turn.locked()
     while waits and frame is not None:
         if frame.f_code is TorchGradients.reduce.__code__:
@@ -393,10 +393,10 @@ def ring(_: int, frame: Any) -> None:
 
 
 def case_who_waits_for_a_late_rank_can_be_interrupted(hvd: Any) -> None:
-    ours, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 9)
+    model, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 9)
     for number, (x, y) in enumerate(data):
-        if number not in (1, 5):  # before gradients travel early, and after it
-            ours.train_on_batch(x, y)
+        if number not in (1, 5):  # before gradients travel in the backward pass, and after it
+            model.train_on_batch(x, y)
             continue
         folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
         is_interrupted = Path(folder, "interrupted")
@@ -405,19 +405,19 @@ def case_who_waits_for_a_late_rank_can_be_interrupted(hvd: Any) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             try:
                 with pytest.raises(Late):
-                    ours.train_on_batch(x, y)
+                    model.train_on_batch(x, y)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
             is_interrupted.touch()
             continue
-        # And until it has said so: it may have sent all that this rank needs for the step.
-        lane = lane_of(vars(ours.optimizer)["_hvdkit_step"]._gradients)
+        # Also until rank 0 has given up: it may have sent all that this rank needs for the step.
+        lane = lane_of(vars(model.optimizer)["_hvdkit_step"]._gradients)
         deadline = time.monotonic() + 60
         while not is_interrupted.exists() or lane.error is None:
             assert time.monotonic() < deadline, "rank 0 still waits for this rank"
             time.sleep(0.01)
         shutil.rmtree(folder)
         with told(HorovodInternalError, "rank 0", "an exception"):
-            ours.train_on_batch(x, y)
-    check_same_bits(hvd, ours)
+            model.train_on_batch(x, y)
+    check_same_bits(hvd, model)
