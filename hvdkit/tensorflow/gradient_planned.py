@@ -40,7 +40,7 @@ from hvdkit.tensorflow.ops.bridge import call, check_functions, in_order
 from hvdkit.tensorflow.ops.device import Device, device_for
 from hvdkit.tensorflow.ops.exceptions import RUNNING, in_graph
 from hvdkit.tensorflow.ops.unconverted import as_written
-from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
+from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph, hash_now
 
 # Of a graph's gradients that are handed over together, in bytes: few enough parts that what a part costs is little
 # beside its copy, enough that the first ones travel while the backward pass computes the last ones.
@@ -221,7 +221,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
     ``variables`` are looked at meanwhile: whether all ranks hold the same.
     """
     if tf.executing_eagerly():
-        look_now(plan.verification, variables, plan.begin())
+        hash_now(plan.verification, variables, plan.begin())
         for part in plan.parts():
             plan.hand_over(part, [gradients[index] for index in part])
         return [as_tensor(one) if isinstance(one, np.ndarray) else tf.identity(one) for one in plan.finish()]
@@ -230,7 +230,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
     for number, part in enumerate(plan.parts()):
         hand_over = partial(_hand_over, plan, part, number == 0, gradients)
         handed_over.append(in_order(hand_over, first=number == 0, last=False))
-    looked = look_in_graph(plan.verification, variables, handed_over[0])
+    hashed = hash_in_graph(plan.verification, variables, handed_over[0])
 
     @in_graph
     def end() -> list[Any]:
@@ -240,7 +240,7 @@ def reduce_planned(plan: PlannedGradients, gradients: Sequence[Any], variables: 
 
     # The wait has its place in the order too: then steps that share a lane cannot overtake each other.
     dtypes = [gradient.dtype for gradient in gradients]
-    with tf.control_dependencies(looked):
+    with tf.control_dependencies(hashed):
         results = in_order(lambda: call(plan.device(), end, [], dtypes, "hvdkit_end"), first=False)
     for result, slot in zip(results, plan.slots, strict=True):
         result.set_shape(slot.shape)
