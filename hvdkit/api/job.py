@@ -13,7 +13,7 @@ from hvdkit.api.imports import after_import
 from hvdkit.api.init_arguments import check_comm, check_process_sets
 from hvdkit.engine.life import runtime
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
-from hvdkit.engine.telemetry.statistics import CommunicationStatistics
+from hvdkit.engine.telemetry.telemetry import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.transports.candidates import is_installed, succeeds
 

@@ -49,7 +49,7 @@ class Lane:
         self._running: dict[int, Operation] = {}  # by sequence
         self.lanes, self._mailbox, self._driver = lanes, lanes.mailbox, lanes.driver
         self._sizes = reducer.sizes(lanes.sizes)
-        self.records = LaneRecords(lanes.telemetry, plan, group, reducer, self._sizes.reason)
+        self.records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
         self._abandoned = AbandonedSteps()
         self._ended: tuple[int, int] | None = None  # the rank that ended a step, and the step
