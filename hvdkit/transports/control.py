@@ -1,7 +1,7 @@
 """Control messages over sockets: a connection to a rank is made when the first word is for it, one thread serves all.
 
-Who connects and who is connected to prove to each other that they belong to the session (``security/greeting``) before
-anything else that they say is looked at. A connection that ends tells at once that its rank is lost.
+Who connects and who is connected to prove to each other that they belong to the session (``security/credentials``)
+before anything else that they say is looked at. A connection that ends tells at once that its rank is lost.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from collections.abc import Callable, Collection, Sequence
 from time import monotonic, sleep
 
 from hvdkit.transports.link import AT_ONCE, Link
-from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
-from hvdkit.transports.security.greeting import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Connected, Connecting
+from hvdkit.transports.security.credentials import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    Credentials,
+    Initiator,
+    NotAuthenticError,
+    Responder,
+)
 
 logger = logging.getLogger("hvdkit")
 
@@ -211,7 +218,7 @@ class ControlConnections:
 
     def _connect(self, link: Link) -> None:
         host, port = self._places[link.peer]
-        side = Connecting(self._session, self._rank, link.peer)
+        side = Initiator(self._session, self._rank, link.peer)
         link.since = monotonic()
         link.greeting[:] = side.hello
         link.came.clear()
@@ -297,13 +304,13 @@ class ControlConnections:
 
     def _answer(self, link: Link, part: bytes) -> None:
         """To who has connected: who is here."""
-        side = Connected(self._session, self._rank, len(self._places), part)
+        side = Responder(self._session, self._rank, len(self._places), part)
         with link.lock:
             link.greeting += side.answer
         link.wants, link.then = PROOF_BYTES, lambda link, part: self._admit(link, side, part)
         self._watch(link)
 
-    def _admit(self, link: Link, side: Connected, part: bytes) -> None:
+    def _admit(self, link: Link, side: Responder, part: bytes) -> None:
         try:
             rank = side.admitted(part)
         except NotAuthenticError as error:
@@ -316,7 +323,7 @@ class ControlConnections:
             link.greeting += _ADMITTED
         self._greet(link)
 
-    def _prove(self, link: Link, side: Connecting, part: bytes) -> None:
+    def _prove(self, link: Link, side: Initiator, part: bytes) -> None:
         """To who was connected to: that this is the rank that it said."""
         try:
             proof = side.proof(part)

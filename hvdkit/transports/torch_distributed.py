@@ -27,18 +27,11 @@ from hvdkit.transports.control import MESSAGE, PAIR, ControlConnections
 from hvdkit.transports.gpu.device import DeviceTransfer
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
-from hvdkit.transports.security.admission import (
-    STRANGERS,
-    Meeting,
-    SealedStore,
-    join_plain,
-    meet,
-    prove,
-    serve_plain,
-)
+from hvdkit.transports.security.admission import Admission, admit, prove
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.listening import addresses_for, listen
-from hvdkit.transports.security.rendezvous import open_store, strangers_instead_of
+from hvdkit.transports.security.rendezvous import open_store, refused_ranks
+from hvdkit.transports.security.sealed_store import STRANGERS, SealedStore, join_plain, serve_plain
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")
@@ -115,15 +108,17 @@ class _Pair:
 class GlooTransport(Transport):
     """Carries between the ranks of ``group``, a ProcessGroupGloo that connects late, on which nobody else sends.
 
-    ``store`` is what it was made with. Others connect to ``listener`` to say something; ``meeting`` has where they
+    ``store`` is what it was made with. Others connect to ``listener`` to say something; ``admission`` has where they
     listen for that.
     """
 
     name = "gloo"
     polling = False
 
-    def __init__(self, rank: int, size: int, group: Any, store: Any, listener: socket.socket, meeting: Meeting) -> None:
-        self.rank, self.size, self._group, self._session = rank, size, group, meeting.session
+    def __init__(
+        self, rank: int, size: int, group: Any, store: Any, listener: socket.socket, admission: Admission
+    ) -> None:
+        self.rank, self.size, self._group, self._session = rank, size, group, admission.session
         self._store = store  # kept, since the group asks it, which may be an object of Python, whenever it connects
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
@@ -132,7 +127,9 @@ class GlooTransport(Transport):
         self._pairs = [_Pair() for _ in range(size)]
         self._pairs_lock = threading.Lock()
         self._device_collectives: list[DeviceCollectives] = []
-        self._control = ControlConnections(rank, listener, meeting.places, meeting.session, self._heard, self._loses)
+        self._control = ControlConnections(
+            rank, listener, admission.addresses, admission.session, self._heard, self._loses
+        )
         if rank:
             self._control.send(0, MESSAGE, b"")  # that this rank dies before it has said anything is noticed too
 
@@ -284,13 +281,13 @@ class TorchTransport(GlooTransport):
         addresses = addresses_for(world)
         listener = listen(addresses[0])
         try:
-            place = listener.getsockname()[:2]
-            meeting = meet(store, world, credentials, generation, place, start_timeout_seconds)
-            gloo_store = SealedStore(meeting.store, "gloo", meeting.session)
+            address = listener.getsockname()[:2]
+            admission = admit(store, world, credentials, generation, address, start_timeout_seconds)
+            gloo_store = SealedStore(admission.store, "gloo", admission.session)
             group = open_gloo(gloo_store, world.rank, world.size, addresses, start_timeout_seconds)
         except TransportUnavailableError as error:
             listener.close()
-            if ranks := strangers_instead_of(world):
+            if ranks := refused_ranks(world):
                 raise AuthenticationError(
                     f"who says to be rank {ranks[0]} does not know the job's secret.\n{STRANGERS}"
                 ) from error
@@ -298,20 +295,20 @@ class TorchTransport(GlooTransport):
         except BaseException:
             listener.close()
             raise
-        super().__init__(world.rank, world.size, group, gloo_store, listener, meeting)
-        self._meeting: Meeting | None = meeting
+        super().__init__(world.rank, world.size, group, gloo_store, listener, admission)
+        self._admission: Admission | None = admission
         self._address = addresses[0]
         self._plain_stores: list[Any] = []  # of device collectives
         self._start_timeout_seconds = start_timeout_seconds
         self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
 
     def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        meeting, members = self._meeting, list(members)
-        if meeting is None or device.partition(":")[0] not in self.device_types:
+        admission, members = self._admission, list(members)
+        if admission is None or device.partition(":")[0] not in self.device_types:
             return None
         # The members are in the prefix since jobs of different ranks (init(comm=[...])) may share the store.
         prefix = f"device/{label}/{'-'.join(map(str, members))}"
-        store = SealedStore(meeting.store, prefix, meeting.session)
+        store = SealedStore(admission.store, prefix, admission.session)
         if members.index(self.rank) == 0:
             self._plain_stores.append(serve_plain(store, self._address))
         else:
@@ -327,7 +324,7 @@ class TorchTransport(GlooTransport):
     def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
         super().settle(carried, unspoken, agree)
         if self._group is None and not self.device_types:  # else more is agreed on at the store
-            self._meeting = None
+            self._admission = None
 
     def close(self, graceful: bool) -> None:
         super().close(graceful)
