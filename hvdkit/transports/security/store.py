@@ -1,8 +1,8 @@
 """The store where the ranks of a job meet. Rank 0 serves it to processes that prove the job's secret, to no others.
 
 PyTorch's TCPStore keeps what anybody sends. Here a connection begins with the handshake of ``credentials``, of fixed
-length, for which it has a few seconds; nothing is kept of it before. The port is closed as soon as all ranks have
-connected: later requests go over these connections.
+length, within a few seconds; nothing is kept of it before. When all ranks have connected, the port is closed: later
+requests go over these connections.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _REQUEST = struct.Struct("<BII")  # SET, GET or CHECK, bytes of the keys, bytes 
 _ANSWER = struct.Struct("<BI")  # whether all keys are there, bytes of their values
 _LENGTH = struct.Struct("<I")
 LONGEST = 1 << 24  # of a request: the keys of some ten thousand ranks
-HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS, RETRY_SECONDS = 10.0, 0.05
 MOST_UNPROVED = 64  # connections that have proved nothing, beside those of the ranks that are expected
-RETRY_SECONDS = 0.05
+MOST_BEFORE = HELLO_BYTES + PROOF_BYTES  # that a connection sends before it is admitted
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:
@@ -141,8 +141,7 @@ class StoreServer:
         except OSError:  # the client has gone, or this process has no descriptor left
             sleep(RETRY_SECONDS)
             return
-        unproved = self._unproved()
-        if len(unproved) >= MOST_UNPROVED + len(self._expected):
+        if len(unproved := self._unproved()) >= MOST_UNPROVED + len(self._expected):
             self._drop(unproved[0])
         connection.settimeout(HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -159,8 +158,7 @@ class StoreServer:
     def _receive(self, client: _Client) -> bool:
         """Receive from a connection. Returns whether it may stay."""
         try:
-            data = client.connection.recv(1 << 16 if client.is_admitted else HELLO_BYTES + PROOF_BYTES)
-            client.received += data
+            client.received += (data := client.connection.recv(1 << 16 if client.is_admitted else MOST_BEFORE))
             return bool(data) and (client.is_admitted or self._shake_hands(client)) and self._answer(client)
         except (OSError, NotAuthenticError):
             return False
@@ -179,7 +177,7 @@ class StoreServer:
             client.is_admitted = True
             with self._lock:
                 self._close_if_complete()
-        return client.is_admitted or len(client.received) < HELLO_BYTES + PROOF_BYTES
+        return client.is_admitted or len(client.received) < MOST_BEFORE
 
     def _close_if_complete(self) -> None:
         if self._listener is not None and not self.lacks(self._expected):
