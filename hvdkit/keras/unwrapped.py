@@ -79,9 +79,7 @@ def _warn_if_alone(optimizer: Any, grads: Any, variables: Any) -> None:
     """Warn once for each optimizer, if there are other ranks and the user's program does not reduce its gradients."""
     grads = grads if isinstance(grads, list | tuple) else []
     trained = variables if isinstance(variables, list | tuple) else getattr(optimizer, "_trainable_variables", ())
-    if WATCH.inside or is_distributed(optimizer) or any(map(is_marked, grads)) or any(map(WATCH.knows, trained)):
-        return
-    if is_settled(optimizer):
+    if WATCH.inside or is_distributed(optimizer) or any(map(is_marked, [*grads, *trained])) or is_settled(optimizer):
         return
     settle(optimizer)
     topology = runtime.topology()

@@ -212,7 +212,7 @@ def _tape_class(base: Any) -> Any:
             if isinstance(use_generic_names, tf.UnconnectedGradients):  # what stands there in tf.GradientTape
                 options["unconnected_gradients"], use_generic_names = use_generic_names, False
             gradients = super().gradient(target, sources, output_gradients, **options)
-            guard.WATCH.seen(tf.nest.flatten(sources))
+            guard.mark(tf.nest.flatten(sources))
             flat = tf.nest.flatten(gradients, expand_composites=False)
             reduced = reduce_gradients(
                 self._hvdkit_settings, flat, tf.nest.flatten(sources), self._hvdkit_local, use_generic_names

@@ -56,7 +56,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_all_ranks_read_what_one_has_set_and_the_port_is_closed_though_others_have_inherited_it(place):
-    ranks = [RendezvousStore(place.server.values, SECONDS), *(place.connect(rank) for rank in OTHERS)]
+    ranks = [RendezvousStore(place.server, SECONDS), *(place.connect(rank) for rank in OTHERS)]
     for number, rank in enumerate(ranks):
         rank.set(f"key {number}", f"value {number}")
     assert [rank.multi_get(["key 0", "key 1", "key 2"]) for rank in ranks] == [[b"value 0", b"value 1", b"value 2"]] * 3

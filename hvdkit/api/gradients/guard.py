@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 from hvdkit.engine.life import runtime
 
@@ -59,23 +58,14 @@ def is_settled(optimizer: Any) -> bool:
 
 
 class GradientWatch:
-    """The variables whose gradients this process reduces, and the threads in an optimizer's step on reduced ones."""
+    """The threads that are in an optimizer's step on gradients that were reduced, or are about to be."""
 
     def __init__(self) -> None:
-        self._sources: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id
         self._thread = threading.local()
-
-    def seen(self, sources: Iterable[Any]) -> None:
-        """Note that the user's program reduced the gradients of variables, and may give them to any optimizer."""
-        self._sources.update({id(variable): variable for source in sources for variable in _both(source)})
-
-    def knows(self, variable: Any) -> bool:
-        """True if the user's program has reduced the gradients of a variable."""
-        return any(self._sources.get(id(each)) is each for each in _both(variable))
 
     @property
     def inside(self) -> bool:
-        """True if this thread is in an optimizer's step on gradients that were reduced, or are about to be."""
+        """True if this thread is in such a step."""
         return bool(getattr(self._thread, "depth", 0))
 
     @contextmanager
@@ -88,21 +78,22 @@ class GradientWatch:
             self._thread.depth -= 1
 
 
-def _both(variable: Any) -> list[Any]:
-    """Return a variable, and the framework's own under a variable of Keras."""
-    under = getattr(variable, "_value", None)
-    return [variable] if under is None or callable(under) else [variable, under]
-
-
-def mark(tensors: Iterable[Any]) -> None:
-    """Remember that an operation of the user's program has reduced these tensors."""
-    for tensor in tensors:
-        setattr(tensor, _MARK, True)
-
-
-def is_marked(tensor: Any) -> bool:
-    """True if the user's program has reduced this very tensor."""
-    return getattr(tensor, _MARK, False) is True
-
-
 WATCH = GradientWatch()
+
+
+def mark(values: Iterable[Any]) -> None:
+    """Remember that the user's program has reduced these tensors, or the gradients of these variables."""
+    for value in values:
+        for each in _both(value):
+            setattr(each, _MARK, True)
+
+
+def is_marked(value: Any) -> bool:
+    """True if the user's program has reduced this very tensor, or the gradients of this variable."""
+    return any(getattr(each, _MARK, False) is True for each in _both(value))
+
+
+def _both(value: Any) -> list[Any]:
+    """Return a tensor or variable, and the framework's variable under a variable of Keras."""
+    under = getattr(value, "_value", None)
+    return [value] if under is None or callable(under) else [value, under]

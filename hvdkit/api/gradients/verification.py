@@ -49,13 +49,7 @@ def compare(
 
     Ranks on machines that round alike must hold the same. Other ranks may differ by rounding, relative to each
     parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.
-
-    Args:
-        title: of the optimizer.
-        step: after whose update the parameters are compared.
-        statement: this rank's, with the names and precisions of the parameters.
-        comparison: what all ranks sent.
-        broadcast: how a user brings the ranks to the same values.
+    ``statement`` is this rank's, ``broadcast`` tells a user how to bring the ranks to the same values.
     """
     hashes = comparison.hashes
     by_hashes = _ranks_by({rank: each.tobytes() for rank, each in hashes.items()})

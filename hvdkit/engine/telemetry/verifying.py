@@ -71,25 +71,15 @@ def sketch(elements: int, read: Callable[[int, int], Array]) -> Array:
 
 @dataclass(frozen=True)
 class Statement:
-    """The parameters of a rank after an update, as it describes them to the other ranks.
+    """The parameters of a rank after an update, as it describes them to the other ranks."""
 
-    Attributes:
-        machine: what decides how this rank's kernels round.
-        hashes: uint64, one for each parameter; None if this rank made no update in that step.
-        updates: True if the update of the present step follows with no user code in between.
-        sketches: float64 of shape (parameters, SKETCH), or None.
-        is_first: True if this rank has never compared these parameters.
-        names: of the parameters, for messages of this rank.
-        precisions: the eps of each parameter's type, for the judgement of this rank.
-    """
-
-    machine: str = ""
-    hashes: Array | None = None
-    updates: bool = False
-    sketches: Array | None = None
-    is_first: bool = False
-    names: Sequence[str] = ()
-    precisions: Sequence[float] = ()
+    machine: str = ""  # what decides how this rank's kernels round
+    hashes: Array | None = None  # uint64, one for each parameter; None if this rank made no update in that step
+    updates: bool = False  # the update of the present step follows with no user code in between
+    sketches: Array | None = None  # float64 of shape (parameters, SKETCH)
+    is_first: bool = False  # this rank has never compared these parameters
+    names: Sequence[str] = ()  # of the parameters, for messages of this rank
+    precisions: Sequence[float] = ()  # the eps of each parameter's type, for the judgement of this rank
 
     def row(self) -> Array:
         """Return the ROW that travels in any case."""
@@ -111,27 +101,16 @@ class Statement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The statements of all ranks about one step, as every rank received them.
+    """The statements of all ranks about one step, as every rank received them."""
 
-    Attributes:
-        present: the ranks that take part; others have joined or gave the step up.
-        all_update: True if no rank has joined, and every rank goes on to its update at once.
-        is_first: True if some present rank compares these parameters for the first time.
-        is_compared: True if all present ranks, more than one, sent hashes. Where some ranks made an update and others
-            none, nothing is compared: the latter may be about to update.
-        machines: what decides how each present rank rounds.
-        hashes: of each present rank's parameters; empty if hashes and machines are the same.
-        distances: of each present rank's parameters from the first one's, relative to the latter's norms; empty if not
-            all present ranks sent sketches.
-    """
-
-    present: list[int]
-    all_update: bool
-    is_first: bool
+    present: list[int]  # the ranks that take part; others have joined or gave the step up
+    all_update: bool  # no rank has joined, and every rank goes on to its update at once
+    is_first: bool  # some present rank compares these parameters for the first time
+    # All present ranks, more than one, sent hashes. If some made no update, nothing is compared: they may be about to.
     is_compared: bool
     machines: dict[int, str]
-    hashes: dict[int, Array] = field(default_factory=dict)
-    distances: dict[int, Array] = field(default_factory=dict)
+    hashes: dict[int, Array] = field(default_factory=dict)  # empty if hashes and machines are the same
+    distances: dict[int, Array] = field(default_factory=dict)  # from the first rank's, by its norms
 
 
 # This rank's words and how many each rank sends; answered by the words of all.

@@ -59,11 +59,11 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
         return PrefixStore(prefix, _get_default_store()), secret
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
-        rendezvous, made = _meet_through_mpi(world, generation, timeout_seconds)
+        rendezvous, made = _rendezvous_by_mpi(world, generation, timeout_seconds)
         secret = secret or made
     elif rendezvous is not None and rendezvous.kind == "http":
         credentials = None if secret is None else Credentials(secret, world.job, generation)
-        rendezvous = _meet_through_http(world, rendezvous, prefix, credentials, timeout_seconds)
+        rendezvous = _rendezvous_by_http(world, rendezvous, prefix, credentials, timeout_seconds)
     if rendezvous is None:
         raise TransportUnavailableError(
             f"launcher {world.launcher!r} does not say where the ranks of the torch transport can meet.\n"
@@ -94,7 +94,7 @@ def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeou
     if listener is not None:
         _servers[key] = server = StoreServer(session, listener.getsockname()[:2])
         server.expect(others, listener)
-        _stores[key] = RendezvousStore(server.values, timeout_seconds)
+        _stores[key] = RendezvousStore(server, timeout_seconds)
         return _stores[key]
     try:
         _stores[key] = connect(session, me, (host, rendezvous.port), timeout_seconds)
@@ -134,7 +134,7 @@ def _unreached(
     )
 
 
-def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
+def _rendezvous_by_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
     """Meet under mpirun with HVDKIT_TRANSPORT=torch: rank 0 sends an address and a secret to the others by MPI."""
     MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
     served, message = None, bytearray(ADDRESS_BYTES)
@@ -142,7 +142,7 @@ def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> 
     label = hashlib.sha256(repr((list(world.launched), generation)).encode()).hexdigest().encode() + b" "
     if world.rank == 0:
         try:
-            served = _serve(addresses_for(world)[0])
+            served = _listening_rendezvous(addresses_for(world)[0])
             words = f"{secrets.token_hex(SECRET_BYTES)} {served.host} {served.port}"
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
@@ -160,7 +160,7 @@ def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> 
     if received.startswith(b"!"):
         raise TransportUnavailableError(received.decode(errors="replace").strip("! "))
     secret, _, address = received.partition(b" ")
-    return served or _rendezvous_at(address), secret
+    return served or _parsed_rendezvous(address), secret
 
 
 def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableError:
@@ -171,7 +171,7 @@ def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableE
     )
 
 
-def _rendezvous_at(words: bytes) -> Rendezvous:
+def _parsed_rendezvous(words: bytes) -> Rendezvous:
     """Return the address of rank 0's store from rank 0's words."""
     try:
         host, port = words.decode().split()
@@ -183,19 +183,20 @@ def _rendezvous_at(words: bytes) -> Rendezvous:
         ) from None
 
 
-def _serve(address: str) -> Rendezvous:
+def _listening_rendezvous(address: str) -> Rendezvous:
+    """Return the address of a new listener, with its descriptor. The store closes it."""
     listener = listen(address)
     port = listener.getsockname()[1]
-    return Rendezvous("fd", address, port, listen_fd=listener.detach())  # the store closes it
+    return Rendezvous("fd", address, port, listen_fd=listener.detach())
 
 
-def _meet_through_http(
+def _rendezvous_by_http(
     world: World, rendezvous: Rendezvous, prefix: str, credentials: Credentials | None, timeout_seconds: float
 ) -> Rendezvous:
     """Meet in horovodrun's Gloo mode: rank 0 publishes its store's address at horovodrun's key-value server."""
     url = f"http://{rendezvous.host}:{rendezvous.port}/{prefix.replace('/', '.')}/store"
     if world.rank == 0:
-        served = _serve(addresses_for(world)[0])
+        served = _listening_rendezvous(addresses_for(world)[0])
         words = f"{served.host} {served.port}".encode()
         data = words if credentials is None else credentials.seal(ADDRESS_LABEL, words)
         try:
@@ -208,7 +209,7 @@ def _meet_through_http(
         try:
             with _OPENER.open(url, timeout=timeout_seconds) as answer:
                 words = answer.read(ADDRESS_BYTES)
-            return _rendezvous_at(words if credentials is None else credentials.unseal(ADDRESS_LABEL, words))
+            return _parsed_rendezvous(words if credentials is None else credentials.unseal(ADDRESS_LABEL, words))
         except NotAuthenticError:
             raise AuthenticationError(
                 f"what is at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"

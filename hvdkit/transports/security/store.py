@@ -56,24 +56,6 @@ def _split(joined: bytes) -> list[bytes]:
     return parts
 
 
-class _Values:
-    """The values that ranks have set, by key."""
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-        self._lock = threading.Lock()
-
-    def answer(self, request: int, keys: bytes, value: bytes) -> tuple[bool, bytes]:
-        """Return whether all keys are there, and for GET their values."""
-        names = _split(keys)
-        with self._lock:
-            if request == SET:
-                self._values[names[0]] = value
-                return True, b""
-            is_there = all(name in self._values for name in names)
-            return is_there, _joined([self._values[name] for name in names]) if is_there and request == GET else b""
-
-
 @dataclass(eq=False)
 class _Client:
     """A connection to the server: a handshake, then requests."""
@@ -90,7 +72,8 @@ class StoreServer:
     """The thread of rank 0 that answers ranks, as long as the process lives: jobs of other ranks may meet there."""
 
     def __init__(self, session: Credentials, address: tuple[str, int]) -> None:
-        self.values = _Values()
+        self._values: dict[bytes, bytes] = {}
+        self._values_lock = threading.Lock()
         self.address = address  # of the listener, which is open as long as ranks are expected
         self.refused: set[int] = set()  # ranks that a client without the secret said to be
         self._session = session
@@ -112,6 +95,16 @@ class StoreServer:
                 self._selector.register(listener, selectors.EVENT_READ)
             self._close_if_complete()
         self._wakes.send(b"\0")
+
+    def answer(self, request: int, keys: bytes, value: bytes) -> tuple[bool, bytes]:
+        """Return whether all keys are there, and for GET their values."""
+        names = _split(keys)
+        with self._values_lock:
+            if request == SET:
+                self._values[names[0]] = value
+                return True, b""
+            is_there = all(name in self._values for name in names)
+            return is_there, _joined([self._values[name] for name in names]) if is_there and request == GET else b""
 
     def lacks(self, ranks: Collection[int]) -> bool:
         """True if some of these ranks are not connected, as a rank that has died and is started anew."""
@@ -199,7 +192,7 @@ class StoreServer:
                 break
             parts = bytes(received[_REQUEST.size : _REQUEST.size + keys]), bytes(received[end - value : end])
             del received[:end]
-            is_there, values = self.values.answer(request, *parts)
+            is_there, values = self.answer(request, *parts)
             client.connection.sendall(_ANSWER.pack(is_there, len(values)) + values)
         return True
 
@@ -210,7 +203,7 @@ class RendezvousStore(Store):
     Raises PeerLostError where the server is gone, RuntimeError where keys are not there in time.
     """
 
-    def __init__(self, server: _Values | socket.socket, timeout_seconds: float) -> None:
+    def __init__(self, server: StoreServer | socket.socket, timeout_seconds: float) -> None:
         super().__init__()
         self._server = server
         self._timeout_seconds = timeout_seconds
@@ -245,7 +238,7 @@ class RendezvousStore(Store):
 
     def _request(self, request: int, keys: Sequence[str], value: bytes = b"") -> tuple[bool, bytes]:
         joined = _joined([key.encode() for key in keys])
-        if isinstance(self._server, _Values):
+        if isinstance(self._server, StoreServer):
             return self._server.answer(request, joined, value)
         with self._lock:
             try:
