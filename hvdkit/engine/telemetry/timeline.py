@@ -7,6 +7,7 @@ the recording began; docs/timeline.md has what the activities mean.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -61,8 +62,8 @@ class Timeline:
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             self._end = os.pwrite(self._file, _OPENING + _CLOSING, 0) - len(_CLOSING)
-            self._write([_metadata("process_name", rank, 0, name=f"rank {rank}")])
-            self._write([_metadata("process_sort_index", rank, 0, sort_index=rank)])
+            name = _metadata("process_name", rank, 0, name=f"rank {rank}")
+            self._write([name, _metadata("process_sort_index", rank, 0, sort_index=rank)])
         except OSError as error:
             self._give_up(error)
         atexit.register(self.close)
@@ -75,23 +76,22 @@ class Timeline:
     def begin(self, row: str, activity: str, **args: Any) -> None:
         """Begin an activity now; activities of a row nest."""
         self._open[row] = self._open.get(row, 0) + 1
-        self._record("B", row, activity, time.perf_counter(), 0.0, args)
+        self._record(_Event("B", row, activity, time.perf_counter(), 0.0, args))
 
     def end(self, row: str) -> None:
         """End the innermost activity of the row now, if one was begun in this recording."""
-        if not self._open.get(row):
-            return
-        self._open[row] -= 1
-        self._record("E", row, "", time.perf_counter(), 0.0, None)
+        if self._open.get(row):
+            self._open[row] -= 1
+            self._record(_Event("E", row, "", time.perf_counter(), 0.0, None))
 
     def span(self, row: str, activity: str, start_seconds: float, end_seconds: float, **args: Any) -> None:
         """Record an activity that is over, by ``time.perf_counter``; the part before the recording is cut off."""
         start = max(start_seconds, self._began)
-        self._record("X", row, activity, start, max(end_seconds - start, 0.0), args)
+        self._record(_Event("X", row, activity, start, max(end_seconds - start, 0.0), args))
 
     def instant(self, name: str, **args: Any) -> None:
         """Set a mark over all rows, now."""
-        self._record("i", None, name, time.perf_counter(), 0.0, args)
+        self._record(_Event("i", None, name, time.perf_counter(), 0.0, args))
 
     def mark_cycle(self) -> None:
         """Mark one round of the engine, if ``mark_cycles``."""
@@ -114,12 +114,10 @@ class Timeline:
             self._close_file()
         atexit.unregister(self.close)
 
-    def _record(
-        self, phase: str, row: str | None, name: str, start: float, duration: float, args: dict[str, Any] | None
-    ) -> None:
+    def _record(self, event: _Event) -> None:
         if self._file is None:
             return
-        self._events.append(_Event(phase, row, name, start, duration, args))
+        self._events.append(event)
         due = len(self._events) >= FLUSH_EVENTS or time.perf_counter() >= self._next_flush
         # If another thread writes, do not wait for the disk.
         if due and self._flushing.acquire(blocking=False):
@@ -140,8 +138,8 @@ class Timeline:
             if event.row is not None and event.row not in self._rows:
                 self._rows[event.row] = row = len(self._rows) + 1
                 lines.append(_metadata("thread_name", self._rank, row, name=event.row))
-                place = row - TOP if event.row.startswith(TRAINING) else row
-                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=place))
+                index = row - TOP if event.row.startswith(TRAINING) else row
+                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=index))
             lines.append(self._line(event))
         try:
             self._write(lines)
@@ -171,18 +169,11 @@ class Timeline:
             while written < len(payload):
                 written += os.pwrite(self._file, payload[written:], self._end + written)
         except OSError:
-            self._restore_closing()
+            with contextlib.suppress(OSError):  # cut off a part that was written, and put the bracket where it was
+                os.ftruncate(self._file, self._end)
+                os.pwrite(self._file, _CLOSING, self._end)
             raise
         self._end += len(payload) - len(_CLOSING)
-
-    def _restore_closing(self) -> None:
-        """Cut off a part that was written, and put the bracket where it was."""
-        assert self._file is not None
-        try:
-            os.ftruncate(self._file, self._end)
-            os.pwrite(self._file, _CLOSING, self._end)
-        except OSError as error:
-            _log.debug("timeline %s: the closing bracket could not be restored: %s", self.path, error)
 
     def _give_up(self, error: OSError) -> None:
         _log.warning("timeline %s cannot be written, recording is off: %s", self.path, error.strerror or error)
