@@ -16,7 +16,7 @@ from hvdkit.api.operations import HANDLES
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
-from hvdkit.engine.telemetry.statistics import CommunicationStatistics
+from hvdkit.engine.telemetry.telemetry import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.transports.candidates import is_installed, succeeds
 

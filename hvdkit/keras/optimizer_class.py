@@ -14,7 +14,7 @@ import warnings
 import weakref
 from typing import Any
 
-from hvdkit.api.gradients.guard import WATCH, is_marked
+from hvdkit.api.gradients.guard import WATCH, is_marked, mark
 from hvdkit.keras import keras_2
 from hvdkit.keras.functions import backend
 from hvdkit.keras.step import SETTINGS, STEP, OptimizerSettings, distributed_step, step_of
@@ -167,7 +167,7 @@ def reducing_pairs_first(of_class: Any) -> Any:
         grads, variables = zip(*pairs, strict=True)
         skips = keras_2.skips(options)
         if skips is not None:
-            if not (any(map(is_marked, grads)) or any(map(WATCH.knows, variables))):
+            if not any(map(is_marked, [*grads, *variables])):
                 warnings.warn(SKIPPED.format(name=keras_2.name_of(self), flag=skips), stacklevel=2)
             with backend().after(grads), WATCH.reduced():
                 return of_class(self, pairs, *args, **options)
@@ -190,5 +190,5 @@ def _aggregate_gradients(optimizer: Any, grads_and_vars: Any) -> list[tuple[Any,
         return pairs
     grads, variables = zip(*pairs, strict=True)
     reduced = step_of(optimizer).reduce(grads, variables)
-    WATCH.seen(variables)
+    mark(variables)
     return list(zip(reduced, variables, strict=True))

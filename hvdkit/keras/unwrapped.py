@@ -1,4 +1,4 @@
-"""No training without synchronisation in silence: what every optimizer of Keras does before its step."""
+"""Replacements in Keras's own classes, above all the warning from optimizers whose gradients nobody reduces."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def install() -> None:
 
 
 def _replace(holder: Any, name: str, make: Any) -> None:
-    known = vars(holder).get(name)
-    if known is not None and not getattr(known, "asks_hvdkit", False):
-        replaced = functools.wraps(known)(make(known))
-        replaced.asks_hvdkit = True  # type: ignore[attr-defined]
-        setattr(holder, name, replaced)
+    original = vars(holder).get(name)
+    if original is not None and not getattr(original, "asks_hvdkit", False):
+        replacement = functools.wraps(original)(make(original))
+        replacement.asks_hvdkit = True  # type: ignore[attr-defined]
+        setattr(holder, name, replacement)
 
 
 def _warning(apply: Any) -> Any:
@@ -64,7 +64,7 @@ def _warning(apply: Any) -> Any:
 
 
 def _warning_of_pairs(apply: Any) -> Any:
-    """The same in Keras 2."""
+    """Return what ``_warning`` does for Keras 2."""
 
     def warn_and_apply(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
         pairs = list(grads_and_vars)
@@ -75,12 +75,10 @@ def _warning_of_pairs(apply: Any) -> Any:
 
 
 def _warn_if_alone(optimizer: Any, grads: Any, variables: Any) -> None:
-    """Once for each optimizer, if there are other ranks and the user's program does not seem to reduce gradients."""
+    """Warn once for each optimizer, if there are other ranks and the user's program does not reduce its gradients."""
     grads = grads if isinstance(grads, list | tuple) else []
-    known = variables if isinstance(variables, list | tuple) else getattr(optimizer, "_trainable_variables", ())
-    if WATCH.inside or is_distributed(optimizer) or any(map(is_marked, grads)) or any(map(WATCH.knows, known)):
-        return
-    if is_settled(optimizer):
+    trained = variables if isinstance(variables, list | tuple) else getattr(optimizer, "_trainable_variables", ())
+    if WATCH.inside or is_distributed(optimizer) or any(map(is_marked, [*grads, *trained])) or is_settled(optimizer):
         return
     settle(optimizer)
     topology = runtime.topology()
@@ -90,7 +88,7 @@ def _warn_if_alone(optimizer: Any, grads: Any, variables: Any) -> None:
 
 
 def _without_jit(resolve: Any) -> Any:
-    """jit_compile="auto" is no where hvd's operations are in the step: XLA cannot compile them."""
+    """Have jit_compile="auto" mean no where hvd's operations are in the step, which XLA cannot compile."""
 
     def resolve_without_jit(model: Any) -> bool:
         import keras

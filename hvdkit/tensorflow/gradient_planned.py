@@ -35,7 +35,7 @@ from hvdkit.tensorflow.ops.bridge import as_written, differentiable, ordered_nod
 from hvdkit.tensorflow.ops.exceptions import RUNNING, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
 from hvdkit.tensorflow.ops.reduction import allreduce_dense
-from hvdkit.tensorflow.verification import VariableVerification, Verified, look_in_graph, look_now
+from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph, hash_now
 
 # The least bytes of gradients that a graph hands over together. The cost of a part is then small beside its copy, and
 # the first parts travel while the backward pass computes the last.
@@ -85,7 +85,7 @@ def reduce_planned(
 
 
 def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
-    look_now(plan.verification, verified, plan.begin())
+    hash_now(plan.verification, verified, plan.begin())
     for part in plan.parts():
         plan.hand_over(part, [gradients[index] for index in part])
     return [as_tensor(array) for array in plan.finish()]
@@ -103,14 +103,14 @@ def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Seq
 
         inputs = [gradients[index] for index in part]
         begun.append(ordered_node(begin, inputs, tf.int64, "hvdkit_begin", first=number == 0, last=False))
-    looked = look_in_graph(plan.verification, verified, begun[0])
+    hashed = hash_in_graph(plan.verification, verified, begun[0])
 
     def end() -> list[Any]:
         # This graph hands over nothing more before, so the thread that runs the graph is stuck if the lane is.
         with runtime.engine().waiting.standing_for(RUNNING):
             return plan.finish()
 
-    with tf.control_dependencies(looked):
+    with tf.control_dependencies(hashed):
         results = ordered_node(end, [], [gradient.dtype for gradient in gradients], "hvdkit_end", first=False)
     for result, slot in zip(results, plan.slots, strict=True):
         result.set_shape(slot.shape)

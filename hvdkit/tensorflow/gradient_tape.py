@@ -207,7 +207,7 @@ def _tape_class(base: Any) -> Any:
                 options["unconnected_gradients"], use_generic_names = use_generic_names, False
             gradients = super().gradient(target, sources, output_gradients, **options)
             flat = tf.nest.flatten(sources)
-            guard.WATCH.seen(flat)
+            guard.mark(flat)
             reduced = reduce_gradients(
                 self._hvdkit_settings,
                 tf.nest.flatten(gradients, expand_composites=False),

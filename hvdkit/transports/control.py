@@ -20,8 +20,15 @@ from functools import partial
 from time import monotonic, sleep
 
 from hvdkit.transports.link import ADMITTED, AT_ONCE, FRAME, LONGEST_MESSAGE, MESSAGE, PAIR, Link, Reader, dialled
-from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
-from hvdkit.transports.security.greeting import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Connected, Connecting
+from hvdkit.transports.security.credentials import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    Credentials,
+    Initiator,
+    NotAuthenticError,
+    Responder,
+)
 
 logger = logging.getLogger("hvdkit")
 
@@ -202,7 +209,7 @@ class ControlConnections:
 
     def _connect(self, link: Link) -> None:
         host, port = self._places[link.peer]
-        side = Connecting(self._session, self._rank, link.peer)
+        side = Initiator(self._session, self._rank, link.peer)
         link.since = monotonic()
         link.greeting[:] = side.hello
         link.received.clear()
@@ -288,7 +295,7 @@ class ControlConnections:
 
     def _read_accepted(self, link: Link) -> Reader:
         """Answer a process that has connected, and admit it if it proves to be a rank."""
-        side = Connected(self._session, self._rank, len(self._places), (yield HELLO_BYTES))
+        side = Responder(self._session, self._rank, len(self._places), (yield HELLO_BYTES))
         self._greet(link, side.answer)
         link.peer = side.admitted((yield PROOF_BYTES))
         self._links.setdefault(link.peer, link)
@@ -296,7 +303,7 @@ class ControlConnections:
             link.greeting += ADMITTED
         yield from self._read_frames(link)
 
-    def _read_connected(self, link: Link, side: Connecting) -> Reader:
+    def _read_connected(self, link: Link, side: Initiator) -> Reader:
         """Prove to the peer that this is the rank that it says."""
         self._greet(link, side.proof((yield ANSWER_BYTES)))
         # Frames follow only when the peer has admitted this rank; until then it may close, and this rank comes again.

@@ -24,7 +24,7 @@ from hvdkit.transports.control import ControlConnections
 from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.link import MESSAGE, PAIR
-from hvdkit.transports.security.admission import Meeting, prove
+from hvdkit.transports.security.admission import Admission, prove
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")
@@ -109,15 +109,17 @@ class _Pair:
 class GlooTransport(Transport):
     """A transport between the ranks of ``group``, a ProcessGroupGloo that connects late and that nothing else uses.
 
-    ``store`` is the store of ``group``. Other ranks open connections for control messages to ``listener``; ``meeting``
-    has the addresses at which they themselves listen.
+    ``store`` is the store of ``group``. Other ranks open connections for control messages to ``listener``; they
+    listen at the addresses of ``admission``.
     """
 
     name = "gloo"
     polling = False
 
-    def __init__(self, rank: int, size: int, group: Any, store: Any, listener: socket.socket, meeting: Meeting) -> None:
-        self.rank, self.size, self._group, self._session = rank, size, group, meeting.session
+    def __init__(
+        self, rank: int, size: int, group: Any, store: Any, listener: socket.socket, admission: Admission
+    ) -> None:
+        self.rank, self.size, self._group, self._session = rank, size, group, admission.session
         self._store = store  # kept alive: it may be a Python object, and the group reads it when it connects
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
@@ -126,7 +128,9 @@ class GlooTransport(Transport):
         self._pairs = [_Pair() for _ in range(size)]
         self._pairs_lock = threading.Lock()
         self._device_collectives: list[DeviceCollectives] = []
-        self._control = ControlConnections(rank, listener, meeting.places, meeting.session, self._receive, self._lose)
+        self._control = ControlConnections(
+            rank, listener, admission.addresses, admission.session, self._receive, self._lose
+        )
         if rank:
             # Rank 0 so notices the end of this rank also before this rank has sent a message.
             self._control.send(0, MESSAGE, b"")

@@ -10,10 +10,11 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.base import DeviceCollectives
 from hvdkit.transports.gloo import GlooTransport, open_gloo
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
-from hvdkit.transports.security.admission import STRANGERS, Meeting, SealedStore, join_plain, meet, serve_plain
+from hvdkit.transports.security.admission import Admission, admit
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.listening import addresses_for, listen
-from hvdkit.transports.security.rendezvous import open_store, strangers_instead_of
+from hvdkit.transports.security.rendezvous import open_store, refused_ranks
+from hvdkit.transports.security.sealed_store import STRANGERS, SealedStore, join_plain, serve_plain
 
 
 class TorchTransport(GlooTransport):
@@ -27,13 +28,13 @@ class TorchTransport(GlooTransport):
         addresses = addresses_for(world)
         listener = listen(addresses[0])
         try:
-            place = listener.getsockname()[:2]
-            meeting = meet(store, world, credentials, generation, place, start_timeout_seconds)
-            gloo_store = SealedStore(meeting.store, "gloo", meeting.session)
+            address = listener.getsockname()[:2]
+            admission = admit(store, world, credentials, generation, address, start_timeout_seconds)
+            gloo_store = SealedStore(admission.store, "gloo", admission.session)
             group = open_gloo(gloo_store, world.rank, world.size, addresses, start_timeout_seconds)
         except TransportUnavailableError as error:
             listener.close()
-            if ranks := strangers_instead_of(world):
+            if ranks := refused_ranks(world):
                 raise AuthenticationError(
                     f"who says to be rank {ranks[0]} does not know the job's secret.\n{STRANGERS}"
                 ) from error
@@ -41,20 +42,20 @@ class TorchTransport(GlooTransport):
         except BaseException:
             listener.close()
             raise
-        super().__init__(world.rank, world.size, group, gloo_store, listener, meeting)
-        self._meeting: Meeting | None = meeting
+        super().__init__(world.rank, world.size, group, gloo_store, listener, admission)
+        self._admission: Admission | None = admission
         self._address = addresses[0]
         self._plain_stores: list[Any] = []  # of device collectives
         self._start_timeout_seconds = start_timeout_seconds
         self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
 
     def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives | None:
-        meeting, members = self._meeting, list(members)
-        if meeting is None or device.partition(":")[0] not in self.device_types:
+        admission, members = self._admission, list(members)
+        if admission is None or device.partition(":")[0] not in self.device_types:
             return None
         # The prefix has the members, since jobs of different ranks (init(comm=[...])) may share the store.
         prefix = f"device/{label}/{'-'.join(map(str, members))}"
-        store = SealedStore(meeting.store, prefix, meeting.session)
+        store = SealedStore(admission.store, prefix, admission.session)
         if members.index(self.rank) == 0:
             self._plain_stores.append(serve_plain(store, self._address))
         else:
@@ -70,9 +71,9 @@ class TorchTransport(GlooTransport):
     def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
         super().settle(carried, unspoken, agree)
         if self._group is None and not self.device_types:  # device collectives would meet at the store
-            self._meeting = None
+            self._admission = None
 
     def close(self, graceful: bool) -> None:
         super().close(graceful)
-        self._meeting = None
+        self._admission = None
         self._plain_stores.clear()

@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.api.gradients.verification import MOST_NAMES, Told, compare, rounding_limit
+from hvdkit.api.gradients.verification import MOST_NAMES, compare
 from hvdkit.api.machine import machine, processor, processor_of
 from hvdkit.engine.telemetry.verifying import (
     CHUNK,
-    FIELDS,
-    MACHINE_WORDS,
     SKETCH,
+    Comparison,
     Conversation,
-    Heard,
     Statement,
     converse,
     is_due,
-    is_due_for_sparse,
     sketch,
 )
 
@@ -34,11 +31,18 @@ def told(
     first: bool = False,
     distances: Any = None,
 ) -> tuple[str | None, bool]:
-    hashes = {rank: np.array(one, dtype=np.uint64) for rank, one in enumerate(values)}
-    measured = None if distances is None else {rank: np.array(one) for rank, one in enumerate(distances)}
-    limits = [rounding_limit(precision) for precision in (1e-7, 1e-7, 8e-3)]
-    everything = Told(hashes, {rank: machines[rank] for rank in hashes}, measured, first)
-    return compare("SGD.0", step, names, limits, everything, "hvd.broadcast()")
+    ranks = range(len(values))
+    comparison = Comparison(
+        present=list(ranks),
+        all_update=False,
+        is_first=first,
+        is_compared=True,
+        machines={rank: machines[rank] for rank in ranks},
+        hashes={rank: np.array(values[rank], dtype=np.uint64) for rank in ranks},
+        distances={} if distances is None else {rank: np.array(distances[rank]) for rank in ranks},
+    )
+    statement = Statement(names=names, precisions=(1e-7, 1e-7, 8e-3))
+    return compare("SGD.0", step, statement, comparison, "hvd.broadcast()")
 
 
 def test_the_same_everywhere_is_nothing():
@@ -129,29 +133,34 @@ def test_the_distance_of_sketches_is_that_of_tensors():
     assert apart.tolist()[3:] == [0.0] * (SKETCH - 3)
 
 
-def conversation_of(*statements: Statement | None) -> tuple[list[Heard], int]:
-    """What all ranks hear, and in how many exchanges."""
-    conversations: list[Conversation] = [converse(rank, len(statements), one) for rank, one in enumerate(statements)]
-    said = [next(one) for one in conversations]
+def conversation_of(*statements: Statement | None) -> tuple[list[Comparison], int]:
+    """Return what each rank learns, and in how many exchanges."""
+    members = range(len(statements))
+    conversations: list[Conversation] = [converse(rank, members, statements[rank]) for rank in members]
+    sent = [next(conversation) for conversation in conversations]
     for exchange in range(1, 9):
-        words, lengths = [own for own, _ in said], [lengths for _, lengths in said]
-        assert all(one == [len(own) for own in words] for one in lengths)
-        said, heard = [], []
-        for one in conversations:
+        words = [own for own, _ in sent]
+        assert all(lengths == [len(own) for own in words] for _, lengths in sent)
+        sent, comparisons = [], []
+        for conversation in conversations:
             try:
-                said.append(one.send(words))
+                sent.append(conversation.send(words))
             except StopIteration as end:
-                heard.append(end.value)
-        if heard:
-            assert not said
-            return heard, exchange
+                comparisons.append(end.value)
+        if comparisons:
+            assert not sent
+            return comparisons, exchange
     raise AssertionError("the ranks never end")
+
+
+def comparison_of(*statements: Statement | None) -> Comparison:
+    return conversation_of(*statements)[0][0]
 
 
 def test_it_is_the_first_comparison_for_all_where_it_is_for_one():
     seen, new = statement(1, 2), replace(statement(1, 3), is_first=True)
-    assert all(one.is_first for one in conversation_of(seen, new)[0])
-    assert not any(one.is_first for one in conversation_of(seen, None, seen)[0])
+    assert all(comparison.is_first for comparison in conversation_of(seen, new)[0])
+    assert not any(comparison.is_first for comparison in conversation_of(seen, None, seen)[0])
 
 
 def sketched(*values: list[float], machine: str = "a") -> Statement:
@@ -163,39 +172,34 @@ def test_ranks_say_as_much_as_they_must():
     same = sketched([1.0, 2.0], [3.0])
     assert conversation_of(same, None, same)[1] == 1
     assert conversation_of(statement(1, 2), statement(1, 3))[1] == 2
-    heard, exchanges = conversation_of(None, same, sketched([1.0, 2.0], [3.3], machine="b"), None, sketched([0.0]))
+    comparisons, exchanges = conversation_of(
+        None, same, sketched([1.0, 2.0], [3.3], machine="b"), None, sketched([0.0])
+    )
     assert exchanges == 3
-    for one in heard:
-        assert one.present == [1, 2, 4]
-        assert np.allclose(one.distances(1), [0, 0])
-        assert np.allclose(one.distances(2), [0, 0.1])
-        assert one.distances(4).tolist() == [np.inf]
-        assert [one.machine(rank) for rank in one.present] == ["a", "b", "a"]
-        assert len(one.details[4]) == 2 + MACHINE_WORDS
-    heard, exchanges = conversation_of(same, statement(1, 2))  # which had joined when hashes differed first
+    for comparison in comparisons:
+        assert comparison.present == list(comparison.hashes) == [1, 2, 4]
+        assert np.allclose(comparison.distances[1], [0, 0])
+        assert np.allclose(comparison.distances[2], [0, 0.1])
+        assert comparison.distances[4].tolist() == [np.inf]
+        assert comparison.machines == {1: "a", 2: "b", 4: "a"}
+        assert len(comparison.hashes[4]) == 1
+    comparisons, exchanges = conversation_of(same, statement(1, 2))  # which had joined when hashes differed first
     assert exchanges == 2
-    assert heard[0].distances(0) is None
-    assert heard[1].hashes(1).tolist() == [1, 2]
+    assert comparisons[0].distances == {}
+    assert comparisons[1].hashes[1].tolist() == [1, 2]
 
 
 def test_a_subnormal_number_that_one_rank_flushes_is_no_difference():
-    heard, _ = conversation_of(sketched([0.0]), sketched([1e-40]))
-    assert heard[0].distances(1)[0] < 1e-6
-    heard, _ = conversation_of(sketched([0.0]), sketched([1e-9]))
-    assert heard[0].distances(1)[0] > 1
+    assert comparison_of(sketched([0.0]), sketched([1e-40])).distances[1][0] < 1e-6
+    assert comparison_of(sketched([0.0]), sketched([1e-9])).distances[1][0] > 1
 
 
 def test_steps_that_are_looked_at():
     assert [step for step in range(2100) if is_due(step, 1000)] == [1, 10, 100, 1000, 2000]
     assert [step for step in range(10) if is_due(step, 3)] == [1, 3, 6, 9]
     assert not any(is_due(step, 0) for step in range(2000))
-    assert [step for step in range(2100) if is_due_for_sparse(step, 10)] == [1, 10, 100, 1000, 2000]
-    assert not any(is_due_for_sparse(step, 0) for step in range(2000))
-
-
-def heard(*statements: Statement | None) -> Heard:
-    rows = [np.zeros(FIELDS, dtype=np.uint64) if one is None else one.row() for one in statements]
-    return Heard(np.stack(rows), [np.zeros(0) if one is None else one.details(None) for one in statements])
+    assert [step for step in range(2100) if is_due(step, 10, sparse=True)] == [1, 10, 100, 1000, 2000]
+    assert not any(is_due(step, 0, sparse=True) for step in range(2000))
 
 
 def statement(*hashes: int, machine: str = "a", updates: bool = False) -> Statement:
@@ -203,22 +207,21 @@ def statement(*hashes: int, machine: str = "a", updates: bool = False) -> Statem
 
 
 def test_only_what_all_ranks_that_take_part_have_hashed_is_compared():
-    assert not heard(statement(1, 2), statement(1, 2)).differs
-    assert heard(statement(1, 2), statement(1, 3)).differs
-    assert heard(statement(1, 2), statement(1, 2, machine="b")).differs  # which compare() looks at
-    assert not heard(statement(1, 2), Statement()).differs
-    assert not heard(statement(1, 2), None).differs
-    joined = heard(statement(1, 2), None, statement(1, 3))
-    assert joined.differs
-    assert joined.present == [0, 2]
-    assert joined.hashes(2).tolist() == [1, 3]
-    assert joined.machine(2) == "a"
+    assert comparison_of(statement(1, 2), statement(1, 2)).hashes == {}
+    assert comparison_of(statement(1, 2), statement(1, 3)).hashes
+    assert comparison_of(statement(1, 2), statement(1, 2, machine="b")).hashes  # which compare() looks at
+    assert comparison_of(statement(1, 2), Statement()).hashes == {}
+    assert comparison_of(statement(1, 2), None).hashes == {}
+    joined = comparison_of(statement(1, 2), None, statement(1, 3))
+    assert list(joined.hashes) == joined.present == [0, 2]
+    assert joined.hashes[2].tolist() == [1, 3]
+    assert joined.machines[2] == "a"
 
 
 def test_all_ranks_update_only_where_none_has_joined():
-    assert heard(Statement(updates=True), statement(1, updates=True)).all_update
-    assert not heard(Statement(updates=True), Statement()).all_update
-    assert not heard(Statement(updates=True), None).all_update
+    assert comparison_of(Statement(updates=True), statement(1, updates=True)).all_update
+    assert not comparison_of(Statement(updates=True), Statement()).all_update
+    assert not comparison_of(Statement(updates=True), None).all_update
 
 
 def test_processors_differ_by_what_they_can():

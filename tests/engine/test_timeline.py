@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.engine.telemetry import timeline as module
-from hvdkit.engine.telemetry.arrivals import last_of
+from hvdkit.engine.telemetry.telemetry import last_of
 from hvdkit.engine.telemetry.timeline import Timeline
 from tests.ranks import ROOT
 

@@ -19,7 +19,7 @@ from hvdkit.environments import Rendezvous, World, detect
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.plugins.horovod.library import find_native_part
 from hvdkit.transports.security.credentials import Credentials
-from hvdkit.transports.security.rendezvous import ADDRESS_LABEL, _meet_through_http
+from hvdkit.transports.security.rendezvous import ADDRESS_LABEL, _rendezvous_by_http
 from tests.launch.launching import PATIENCE_SECONDS, environment
 from tests.preloaded import preloaded
 from tests.ranks import ROOT, TORCH, free_port, mpirun
@@ -209,7 +209,7 @@ def test_under_horovodrun_what_others_say_at_its_server_is_not_believed(said):
         rendezvous = Rendezvous("http", "127.0.0.1", server.server_address[1])
         world = World("horovodrun", 1, 2, rendezvous=rendezvous)
         with pytest.raises(AuthenticationError, match=r"not written by a rank[\s\S]*HINT: "):
-            _meet_through_http(world, rendezvous, "hvdkit/0/1", Credentials(b"k" * 16, "0", 1), 5.0)
+            _rendezvous_by_http(world, rendezvous, "hvdkit/0/1", Credentials(b"k" * 16, "0", 1), 5.0)
 
 
 @pytest.mark.parametrize("said", [b"", b"\xff\xfe 1", b"a b", b"x" * 5000])
@@ -218,7 +218,7 @@ def test_under_horovodrun_what_is_no_place_is_told_without_a_secret(said):
         server.values["/hvdkit.0.1/store"] = said
         rendezvous = Rendezvous("http", "127.0.0.1", server.server_address[1])
         with pytest.raises(TransportUnavailableError, match="where rank 0 should say where its store is"):
-            _meet_through_http(World("horovodrun", 1, 2, rendezvous=rendezvous), rendezvous, "hvdkit/0/1", None, 5.0)
+            _rendezvous_by_http(World("horovodrun", 1, 2, rendezvous=rendezvous), rendezvous, "hvdkit/0/1", None, 5.0)
 
 
 def srun_environment(rank: int, job: int, **more: str) -> dict[str, str]:

@@ -225,32 +225,48 @@ def case_compiled_steps_warn_too(hvd: Any) -> None:
             step()
 
 
-def case_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
+@contextmanager
+def process_group(hvd: Any) -> Iterator[None]:
+    """The block runs beside a group of torch.distributed with all ranks."""
     if hvd.size() == 1 or dist.is_initialized():
         raise Skip("needs two ranks, and a torch.distributed that is free")
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     port = hvd.broadcast_object(free_port(), 0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=hvd.rank(), world_size=hvd.size())
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def case_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    with process_group(hvd):
         nets = [make_net(), make_net()]
         for net in nets:
             del net.spare  # DistributedDataParallel wants that all are used
-        models = [DistributedDataParallel(nets[0]), fully_shard(nets[1])]
-        for model in models:
+        for model in [DistributedDataParallel(nets[0]), fully_shard(nets[1])]:
             optimizer = sgd(model)
             with no_warnings():
                 for step in range(2):
                     train_step(optimizer, model, batch(hvd.rank(), step))
-            assert is_settled(optimizer), "every object is looked at once, not in each step"
-        with warned(hvd, ALONE):
-            third = make_net()
-            optimizer = sgd(third)
-            for step in range(2):
-                train_step(optimizer, third, batch(hvd.rank(), step))
-    finally:
-        dist.destroy_process_group()
+
+
+def case_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: Any) -> None:
+    net = make_net()
+    optimizer = sgd(net)
+    with process_group(hvd), no_warnings():
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, batch(hvd.rank(), step)).backward()
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+    with warned(hvd, ALONE):  # once there is no group that could reduce them
+        for step in range(2):
+            train_step(optimizer, net, batch(hvd.rank(), step))
 
 
 def case_after_the_job_nothing_is_said(hvd: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvdkit.errors import AuthenticationError
-from hvdkit.transports.security.admission import packed, prove, unpacked
+from hvdkit.transports.security.admission import pack_address, prove, unpack_address
 from hvdkit.transports.security.credentials import Credentials
 
 SESSION = Credentials(b"a secret of this job", "job", 1)
@@ -56,5 +56,5 @@ def test_who_does_not_know_the_secret_is_named(wrong: bytes) -> None:
 
 @pytest.mark.parametrize("place", [("10.1.2.3", 1), ("fe80:1234:5678:9abc:def0:1234:5678:9abc", 65535)])
 def test_a_place_arrives_as_it_is(place: tuple[str, int]) -> None:
-    assert unpacked(packed(place)) == place
-    assert len(packed(place)) == len(packed(("", 0)))
+    assert unpack_address(pack_address(place)) == place
+    assert len(pack_address(place)) == len(pack_address(("", 0)))

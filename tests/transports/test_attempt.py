@@ -12,8 +12,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.security.admission import Judge, meet, packed
-from hvdkit.transports.security.attempt import ANSWER, LEADER, here
+from hvdkit.transports.security.admission import (
+    ANSWER,
+    LEADER,
+    Authenticator,
+    admit,
+    introduction_key,
+    pack_address,
+)
 from hvdkit.transports.security.credentials import NONCE_BYTES, Credentials
 
 SECONDS = 20.0
@@ -33,7 +39,7 @@ def start(store: Any, rank: int, credentials: Credentials | None, seconds: float
 
     def run() -> None:
         try:
-            outcome.set_result(meet(store, world(rank), credentials, 1, (f"10.0.0.{rank}", 7000 + rank), seconds))
+            outcome.set_result(admit(store, world(rank), credentials, 1, (f"10.0.0.{rank}", 7000 + rank), seconds))
         except Exception as error:  # for the test to look at
             outcome.set_exception(error)
 
@@ -54,7 +60,7 @@ def store_of(store: Any) -> Any:
 
 
 def keys_said(store: Any) -> set[str]:
-    return {here(rank) for rank in range(SIZE) if store_of(store).check([here(rank)])}
+    return {introduction_key(rank) for rank in range(SIZE) if store_of(store).check([introduction_key(rank)])}
 
 
 def assert_met(store: Any, ranks: list[Future[Any]]) -> None:
@@ -64,7 +70,7 @@ def assert_met(store: Any, ranks: list[Future[Any]]) -> None:
     assert [one.store.get("word") for one in met] == [b"of this attempt"] * len(met)
     assert store_of(store).get("word") == b"of this attempt"
     assert len({one.session for one in met}) == 1
-    assert [one.places for one in met] == [[(f"10.0.0.{rank}", 7000 + rank) for rank in range(SIZE)]] * len(met)
+    assert [one.addresses for one in met] == [[(f"10.0.0.{rank}", 7000 + rank) for rank in range(SIZE)]] * len(met)
 
 
 def run_attempt(store: Any, credentials: Credentials | None) -> None:
@@ -92,10 +98,10 @@ def test_after_an_attempt_that_met_the_next_one_does_in_any_order(order, credent
 def test_a_dead_rank_0s_answer_is_not_taken(credentials):
     store = HashStore()
     run_attempt(store, credentials)
-    said = store_of(store).get(here(1))
+    said = store_of(store).get(introduction_key(1))
     with pytest.raises(TransportUnavailableError, match=r"rank 1 waited 0.3 s for all 3 ranks; missing: \[0\]\nHINT"):
         start(store, 1, credentials, 0.3).result(SECONDS)
-    assert store_of(store).get(here(1)) != said  # it has tried that one
+    assert store_of(store).get(introduction_key(1)) != said  # it has tried that one
 
 
 @with_and_without_a_secret
@@ -107,7 +113,8 @@ def test_a_rank_that_follows_a_dead_rank_0_goes_over_to_the_next_one(credentials
     with pytest.raises(TransportUnavailableError):  # a moment later, and must not come into the next attempt till then
         dead[1].result(SECONDS)
     early = [start(store, rank, credentials) for rank in (2, 1)]
-    until(lambda: keys_said(store) == {here(rank) for rank in range(SIZE)})  # all that the dead one waited for
+    # All that the dead rank 0 waited for.
+    until(lambda: keys_said(store) == {introduction_key(rank) for rank in range(SIZE)})
     assert not store_of(store).check([ANSWER])
     assert_met(store, [start(store, 0, credentials), *early])
 
@@ -119,14 +126,13 @@ def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(creden
     until(lambda: store.check([LEADER]))
     its_store, its_word = store_of(store), store.get(LEADER)
     follower = start(store, 1, credentials)
-    until(lambda: its_store.check([here(1)]))
+    until(lambda: its_store.check([introduction_key(1)]))
     ranks = [start(store, 0, credentials), follower]
     until(lambda: store.get(LEADER) != its_word)  # till then the newest attempt is the orphan's
-    until(lambda: here(1) in keys_said(store))
-    assert not its_store.check([here(2)])
-    its_store.set(
-        here(2), Judge(2, credentials).say(here(2), b"2" * NONCE_BYTES + packed(("", 0)))
-    )  # all are there, too late
+    until(lambda: introduction_key(1) in keys_said(store))
+    assert not its_store.check([introduction_key(2)])
+    key, introduction = introduction_key(2), b"2" * NONCE_BYTES + pack_address(("", 0))
+    its_store.set(key, Authenticator(2, credentials).seal(key, introduction))  # all are there, too late
     with pytest.raises(TransportUnavailableError, match=r"another process has come as rank 0.*\nHINT"):
         orphan.result(SECONDS)
     assert not its_store.check([ANSWER])

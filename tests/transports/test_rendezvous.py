@@ -12,7 +12,7 @@ from hvdkit.environments.network import own_addresses
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.plugins.horovod.meeting import Meeting
 from hvdkit.transports.security.credentials import Credentials
-from hvdkit.transports.security.rendezvous import _meet_through_http
+from hvdkit.transports.security.rendezvous import _rendezvous_by_http
 from tests.ranks import TORCH, run_ranks
 
 SECRET = Credentials(b"a secret of this job", "job", 1)
@@ -32,7 +32,7 @@ def server():
 
 
 def meet(rank: int, server: Rendezvous, credentials: Credentials | None, seconds: float = 10) -> tuple[str, int]:
-    found = _meet_through_http(world(rank), server, "hvdkit/job/1", credentials, seconds)
+    found = _rendezvous_by_http(world(rank), server, "hvdkit/job/1", credentials, seconds)
     if found.listen_fd is not None:
         os.close(found.listen_fd)
     return found.host, found.port

@@ -1,4 +1,4 @@
-"""Whether somebody reduces gradients: what an optimizer that was not wrapped asks before it warns."""
+"""Records of reduced gradients, by which an optimizer that was not wrapped decides whether to warn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 from hvdkit.engine.session import runtime
 
@@ -17,7 +16,7 @@ _SETTLED = "_hvdkit_settled"
 
 
 def unsynchronized(optimizer: Optimizer) -> Optimizer:
-    """Say that an optimizer steps on the gradients of its rank alone on purpose, so that no warning tells of it.
+    """Say that an optimizer steps on the gradients of its rank alone on purpose, so that it does not warn.
 
     For models that each rank trains for itself, as in a search for hyperparameters or an ensemble. Nothing but the
     warning changes.
@@ -29,7 +28,7 @@ def unsynchronized(optimizer: Optimizer) -> Optimizer:
         The optimizer itself.
 
     Raises:
-        TypeError: for what is no optimizer.
+        TypeError: ``optimizer`` is no optimizer.
 
     Examples:
         >>> hvd.unsynchronized(optimizer) is optimizer
@@ -37,54 +36,41 @@ def unsynchronized(optimizer: Optimizer) -> Optimizer:
     """
     if not _is_optimizer(optimizer):
         raise TypeError(f"unsynchronized: optimizer must be one of PyTorch or Keras, got {optimizer!r}")
-    settle(optimizer)
-    for one in list(vars(optimizer).values()):  # of which it may be made
-        if _is_optimizer(one):
-            settle(one)
+    for each in [optimizer, *filter(_is_optimizer, vars(optimizer).values())]:  # of which it may be made
+        settle(each)
     return optimizer
 
 
-def _is_optimizer(one: Any) -> bool:
-    return not isinstance(one, type) and (hasattr(one, "param_groups") or hasattr(one, "apply_gradients"))
+def _is_optimizer(value: Any) -> bool:
+    return not isinstance(value, type) and (hasattr(value, "param_groups") or hasattr(value, "apply_gradients"))
 
 
 def settle(optimizer: Any) -> None:
-    """Nothing is to be said of this optimizer any more: it was said, or it is on purpose, or as it should be."""
+    """Never warn about this optimizer again: its gradients are reduced, or are not on purpose, or it has warned."""
     vars(optimizer)[_SETTLED] = True
 
 
 def is_settled(optimizer: Any) -> bool:
-    """Whether there is nothing to say of an optimizer's step, as in a job of one rank and in a forked child."""
+    """True if an optimizer need not be checked; so it is in a job of one rank and in a forked child, too."""
     if vars(optimizer).get(_SETTLED) or not runtime.is_initialized() or runtime.is_forked():
         return True
     return bool(runtime.topology().size == 1)
 
 
 class GradientWatch:
-    """Who reduces gradients in this process: the user, by a tape or an operation, or a wrapped optimizer."""
+    """The threads that are in an optimizer's step on gradients that were reduced, or are about to be."""
 
     def __init__(self) -> None:
-        self._sources: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id
         self._thread = threading.local()
-
-    def seen(self, sources: Iterable[Any]) -> None:
-        """The user's program reduced the gradients of variables, and may give them to any optimizer."""
-        for source in sources:
-            for one in _both(source):
-                self._sources[id(one)] = one
-
-    def knows(self, variable: Any) -> bool:
-        """Whether the user's program has reduced the gradients of a variable."""
-        return any(self._sources.get(id(one)) is one for one in _both(variable))
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in an optimizer's step on gradients that were reduced, or are about to be."""
+        """True if this thread is in such a step."""
         return bool(getattr(self._thread, "depth", 0))
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
-        """In this context optimizers are given reduced gradients."""
+        """Declare that optimizers get reduced gradients in this context."""
         self._thread.depth = getattr(self._thread, "depth", 0) + 1
         try:
             yield
@@ -92,21 +78,22 @@ class GradientWatch:
             self._thread.depth -= 1
 
 
-def _both(variable: Any) -> list[Any]:
-    """A variable, and the framework's own under one of Keras."""
-    under = getattr(variable, "_value", None)
-    return [variable] if under is None or callable(under) else [variable, under]
-
-
-def mark(tensors: Iterable[Any]) -> None:
-    """Remember that tensors are what an operation of the user's has reduced."""
-    for tensor in tensors:
-        setattr(tensor, _MARK, True)
-
-
-def is_marked(tensor: Any) -> bool:
-    """Whether the user's program has reduced this very tensor."""
-    return getattr(tensor, _MARK, False) is True
-
-
 WATCH = GradientWatch()
+
+
+def mark(values: Iterable[Any]) -> None:
+    """Remember that the user's program has reduced these tensors, or the gradients of these variables."""
+    for value in values:
+        for each in _both(value):
+            setattr(each, _MARK, True)
+
+
+def is_marked(value: Any) -> bool:
+    """True if the user's program has reduced this very tensor, or the gradients of this variable."""
+    return any(getattr(each, _MARK, False) is True for each in _both(value))
+
+
+def _both(value: Any) -> list[Any]:
+    """Return a tensor or variable, and the framework's variable under a variable of Keras."""
+    under = getattr(value, "_value", None)
+    return [value] if under is None or callable(under) else [value, under]

@@ -1,22 +1,22 @@
-"""Parameters verified: after some steps ranks compare hashes of what they train, and raise where they differ."""
+"""Verification of parameters: after some steps ranks compare hashes of what they train, and raise if they differ."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import Heard, Statement, exchange_by_name, is_due, is_due_for_sparse
+from hvdkit.engine.telemetry.verifying import Comparison, Statement, exchange_by_name, is_due
 from hvdkit.errors import ParametersDifferError
 
-# Of each kind so many are told by name.
+# Parameters that a message lists by name.
 MOST_NAMES = 8
 
-# Ranks that do not compute alike may differ by so much of a parameter's norm, or by its type's precision.
+# Ranks that do not compute alike may differ by this part of a parameter's norm, or by its type's precision.
 ROUNDING = 1e-3
 
 DIFFER = "The parameters of '{title}' are not the same on all ranks after step {step}: {names}. {groups}."
@@ -42,117 +42,97 @@ BEYOND_ROUNDING = (
 )
 
 
-def rounding_limit(precision: float) -> float:
-    """Return how far parameters of a type may be apart by rounding; ``precision`` is the type's eps."""
-    return max(ROUNDING, precision)
-
-
-@dataclass(frozen=True)
-class Told:
-    """What all ranks told of the same step, by rank. ``distances``: from the lowest rank, None if not measured.
-
-    ``is_first``: whether some rank compares these parameters for the first time.
-    """
-
-    hashes: dict[int, Array]
-    machines: dict[int, str]
-    distances: dict[int, Array] | None = None
-    is_first: bool = False
-
-
 def compare(
-    title: str, step: int, names: Sequence[str], limits: Sequence[float], told: Told, broadcast: str
+    title: str, step: int, statement: Statement, comparison: Comparison, broadcast: str
 ) -> tuple[str | None, bool]:
-    """What is wrong with the parameters after a step, None if nothing, and whether it is an error or a warning.
+    """Return a message about the parameters after a step, None if they are the same, and whether it is an error.
 
-    Ranks on machines that round alike must hold the same. Others may differ by rounding: by ``limits``, relative to
-    each parameter's norm. In a first comparison all is a warning, since the broadcast may still follow.
+    Ranks on machines that round alike must hold the same. Other ranks may differ by rounding, relative to each
+    parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.
+    ``statement`` is this rank's, ``broadcast`` tells a user how to bring the ranks to the same values.
     """
-    hashes, machines = told.hashes, told.machines
-    alike: dict[bytes, list[int]] = {}
-    for rank in sorted(hashes):
-        alike.setdefault(hashes[rank].tobytes(), []).append(rank)
-    if len(alike) < 2:
+    hashes = comparison.hashes
+    by_hashes = _ranks_by({rank: each.tobytes() for rank, each in hashes.items()})
+    by_machine = _ranks_by(comparison.machines)
+    if len(by_hashes) < 2:
         return None, False
-    by_machine: dict[str, list[int]] = {}
-    for rank in sorted(hashes):
-        by_machine.setdefault(machines[rank], []).append(rank)
-    is_error = len({len(one) for one in hashes.values()}) > 1 or any(
-        len({hashes[rank].tobytes() for rank in ranks}) > 1 for ranks in by_machine.values()
-    )
-    text = DIFFER.format(title=title, step=step, names=_differing(names, hashes), groups=_grouped(list(alike.values())))
+    on_machines = {(comparison.machines[rank], each.tobytes()) for rank, each in hashes.items()}
+    is_error = len(set(map(len, hashes.values()))) > 1 or len(on_machines) > len(by_machine)
+    names, groups = _differing(statement.names, hashes), _grouped(list(by_hashes.values()))
+    text = DIFFER.format(title=title, step=step, names=names, groups=groups)
     if not is_error:
-        listed = "; ".join(f"{_ranks(ranks)}: {machine}" for machine, ranks in by_machine.items())
-        beyond = _beyond_rounding(names, limits, told, listed)
+        listed = "; ".join(f"{_listed(ranks)}: {machine}" for machine, ranks in by_machine.items())
+        beyond = _beyond_rounding(statement, comparison.distances, listed)
         is_error = beyond is not None
         text = f"{text} {beyond or OTHER_MACHINES.format(machines=listed)}"
-    hint = (NEVER_BROADCAST if told.is_first else LATER) + CAUSES
-    return f"{text}\n{hint.format(broadcast=broadcast)}", is_error and not told.is_first
+    hint = (NEVER_BROADCAST if comparison.is_first else LATER) + CAUSES
+    return f"{text}\n{hint.format(broadcast=broadcast)}", is_error and not comparison.is_first
 
 
-def _beyond_rounding(names: Sequence[str], limits: Sequence[float], told: Told, machines: str) -> str | None:
-    """Return what is said of the parameter that is farthest apart, if that is more than its limit."""
-    if told.distances is None:
+def _ranks_by(values: dict[int, Any]) -> dict[Any, list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
+
+
+def _beyond_rounding(statement: Statement, distances: dict[int, Array], machines: str) -> str | None:
+    """Return a text about the parameter that is farthest apart, if that is more than its limit."""
+    if not distances:
         return None
-    distance, rank, index = max(
-        (float(distance) / limit, rank, index)
-        for rank, distances in told.distances.items()
-        for index, (distance, limit) in enumerate(zip(distances, limits, strict=True))
-    )
-    if distance <= 1:
+    limits = np.maximum(statement.precisions, ROUNDING)
+    parts = {rank: each / limits for rank, each in distances.items()}
+    part, rank, index = max((float(each.max()), rank, int(each.argmax())) for rank, each in parts.items())
+    if part <= 1:
         return None
     return BEYOND_ROUNDING.format(
         machines=machines,
-        ranks=_ranks([rank]),
-        first=_ranks([min(told.hashes)]),
-        distance=distance * limits[index],
-        name=names[index],
+        ranks=_listed([rank]),
+        first=_listed([min(parts)]),
+        distance=part * limits[index],
+        name=statement.names[index],
         limit=limits[index],
     )
 
 
 def _differing(names: Sequence[str], hashes: dict[int, Array]) -> str:
-    counts = {len(one) for one in hashes.values()}
-    if len(counts) > 1:
-        return "; ".join(f"rank {rank} has {len(one)} of them" for rank, one in sorted(hashes.items()))
+    if len(set(map(len, hashes.values()))) > 1:
+        return "; ".join(f"rank {rank} has {len(each)} of them" for rank, each in sorted(hashes.items()))
     table = np.stack(list(hashes.values()))
-    found = [f"'{names[index]}'" for index in np.nonzero((table != table[0]).any(axis=0))[0].tolist()]
-    more = len(found) - MOST_NAMES
-    return ", ".join(found[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "") + f" (of {len(names)}) differ"
+    differing = [f"'{names[index]}'" for index in np.nonzero((table != table[0]).any(axis=0))[0].tolist()]
+    more = len(differing) - MOST_NAMES
+    return ", ".join(differing[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "") + f" (of {len(names)}) differ"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _grouped(groups: list[list[int]]) -> str:
-    """Who differs from whom: from the largest group, if there is one."""
+    """Return a text about which ranks differ from the largest group, if there is one."""
     groups = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
     if len(groups[0]) == 1 and len(groups) > 2:
-        return f"Each of {_ranks(sorted(rank for ranks in groups for rank in ranks))} has other values"
-    others = " and of ".join(_ranks(ranks) for ranks in groups[1:])
-    return f"The values of {others} differ from those of {_ranks(groups[0])}"
+        return f"Each of {_listed(sorted(rank for ranks in groups for rank in ranks))} has other values"
+    others = " and of ".join(_listed(ranks) for ranks in groups[1:])
+    return f"The values of {others} differ from those of {_listed(groups[0])}"
 
 
 class Verification:
-    """Of the parameters of one optimizer, or of one tape's sources, on this rank.
+    """The verification of the parameters of one optimizer, or of one tape's sources, on this rank.
 
-    Steps are counted by the lane, which all ranks count alike, whoever has joined or given a step up. ``broadcast`` is
-    how a user brings ranks to the same values.
+    The lane counts the steps, which all ranks count alike, also where a rank has joined or given a step up.
+    ``broadcast`` is how a user brings ranks to the same values.
     """
 
     def __init__(self, broadcast: str) -> None:
-        self.updates = False  # whether the update follows the step that ends now, with nothing of the user's in between
+        self.updates = False  # whether the update follows the step that ends now, with no user code in between
+        self.wants_sketches = False  # since hashes or machines differed
         self._broadcast = broadcast
         self._lane: Any = None
         self._engine: Any = None
         self._every = 0
         self._steps_before = 0  # on earlier lanes
-        self._warned = False
-        self._has_compared = False
-        self._suspects = False  # whether hashes or machines have differed: from then on sketches are told
-        self._names: list[str] = []
-        self._limits: list[float] = []
+        self._warned = self._has_compared = False
         self._forget()
 
     def _forget(self) -> None:
@@ -166,9 +146,8 @@ class Verification:
             self._steps_before += self._lane.steps
         else:
             self._steps_before, self._has_compared = 0, False  # other ranks may be new
-        self._engine = engine
-        self._lane, self._every = lane, lane.verification.every
-        lane.verification.ask = self._state
+        self._lane, self._engine, self._every = lane, engine, lane.verification.every
+        lane.verification.ask = self._statement_of_step
         self._forget()
 
     @property
@@ -177,67 +156,44 @@ class Verification:
         lane = self._lane
         return 0 if lane is None or lane.closed or lane.error is not None else int(lane.steps)
 
-    def wants(self, step: int) -> bool:
-        """Whether hashes of the parameters are wanted as they are after ``step``."""
-        return is_due(step, self._every)
+    def wants(self, step: int, sparse: bool = False) -> bool:
+        """True if hashes of the parameters are wanted as they are after ``step``; see ``is_due``."""
+        return is_due(step, self._every, sparse)
 
-    def wants_sparse(self, step: int) -> bool:
-        """Whether also of those whose gradients are sparse."""
-        return self.wants(step) and is_due_for_sparse(step, self._every)
-
-    @property
-    def wants_sketches(self) -> bool:
-        """True if a statement is to have sketches as well as hashes."""
-        return self._suspects
-
-    def state(self, names: Sequence[str], limits: Sequence[float], statement: Statement) -> None:
-        """Receives what the parameters of these names are after the last step. ``limits``: see ``rounding_limit``."""
+    def state(self, statement: Statement) -> None:
+        """Take a statement about the parameters as they are after the lane's last step."""
         self._after, self._stated = self._lane.steps, replace(statement, is_first=not self._has_compared)
-        self._names, self._limits = list(names), list(limits)
 
-    def _state(self) -> Statement:
-        """What the lane asks for at the end of a step."""
-        if self._after == self._lane.steps:
-            return replace(self._stated, updates=self.updates)
-        return Statement(updates=self.updates)
+    def _statement_of_step(self) -> Statement:
+        """Return the statement that the lane sends at the end of the present step."""
+        return replace(self._stated if self._after == self._lane.steps else Statement(), updates=self.updates)
 
     def finished(self) -> None:
         """A step of the lane is over. Raises ParametersDifferError, on all ranks, if they differed after the last."""
         self._at_once = False
-        heard = None if self._lane is None else self._lane.verification.take()
-        if heard is None:
-            return
-        self._judge(heard, self._lane.name, self._steps_before + self._lane.steps - 1, self._lane.group.members)
-        self._at_once = heard.all_update and self.wants(self.step)
+        comparison = None if self._lane is None else self._lane.verification.take()
+        if comparison is not None:
+            self._judge(comparison, self._lane.name, self._steps_before + self._lane.steps - 1)
+            self._at_once = comparison.all_update and self.wants(self.step)
 
     def compare_at_once(self, process_set_id: int) -> None:
-        """The same for the step that is over, whose parameters are stated, if all ranks said that they would be here.
+        """Compare as ``finished`` does after the step that is over, if all ranks said that they update at once.
 
-        They have not: what is stated is told at the end of the next step.
+        Otherwise the statement is sent at the end of the next step.
         """
         if self._at_once:
             self._at_once, self._after = False, 0
-            heard = exchange_by_name(self._engine.named, self._lane.name, process_set_id, self._stated)
-            self._judge(heard, self._lane.name, self._steps_before + self._lane.steps, self._lane.group.members)
+            comparison = exchange_by_name(self._engine.named, self._lane.name, process_set_id, self._stated)
+            self._judge(comparison, self._lane.name, self._steps_before + self._lane.steps)
 
-    def _judge(self, heard: Heard, title: str, step: int, members: Sequence[int]) -> None:
-        self._has_compared = self._has_compared or heard.is_compared
-        if not heard.differs:
-            return
-        self._suspects = True
-        ranks = {members[index]: index for index in heard.present}
-        distances = {rank: heard.distances(index) for rank, index in ranks.items()}
-        told = Told(
-            {rank: heard.hashes(index) for rank, index in ranks.items()},
-            {rank: heard.machine(index) for rank, index in ranks.items()},
-            {rank: one for rank, one in distances.items() if one is not None} or None,
-            heard.is_first,
-        )
-        text, is_error = compare(title, step, self._names, self._limits, told, self._broadcast)
+    def _judge(self, comparison: Comparison, title: str, step: int) -> None:
+        self._has_compared = self._has_compared or comparison.is_compared
+        self.wants_sketches = self.wants_sketches or bool(comparison.hashes)
+        text, is_error = compare(title, step, self._stated, comparison, self._broadcast)
         if text is not None and is_error:
             raise ParametersDifferError(text)
-        if text is None or (self._warned and not heard.is_first):
+        if text is None or (self._warned and not comparison.is_first):
             return
         self._warned = True
-        if heard.is_first or self._engine.topology.rank == min(ranks):
+        if comparison.is_first or self._engine.topology.rank == min(comparison.present):
             warnings.warn(text, stacklevel=2)

@@ -106,7 +106,7 @@ class Batches:
             submissions[0].turn, submissions[0].tally = self._turn(submissions[0].key), Tally()
         if telemetry.timeline is not None:
             for submission in submissions:
-                telemetry.met(submission.key)
+                telemetry.record_wait(submission.key)
             trace(kind.upper(), batch)
         self._open.add(tag)
         steps = [self._on_device(batch, process_set_id)] if on_device else row.run(batch)

@@ -128,7 +128,7 @@ class Coordinator:
             self._fail([key], f"{key}: there is no such process set; it was removed.")
             return
         if self._telemetry.timeline is not None and 0 in members:  # rank 0 alone records
-            self._telemetry.came(key, rank)
+            self._telemetry.record_request(key, rank)
         if self._departed:
             gone = [member for member in self._missing(key, entry) if member in self._departed]
             if gone:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.wakeup import Wakeup
 from hvdkit.engine.ranks.topology import Topology
-from hvdkit.engine.telemetry.statistics import Statistics
+from hvdkit.engine.telemetry.telemetry import Statistics
 from hvdkit.transports.base import Transport
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from hvdkit.engine.steps.registration import register
 from hvdkit.engine.steps.schedule import Network, choose_sizes
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics, compression_statistics
 from hvdkit.engine.telemetry.liveness import Liveness
-from hvdkit.engine.telemetry.statistics import CommunicationStatistics
-from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.engine.telemetry.telemetry import CommunicationStatistics, Telemetry
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Transport
 

@@ -57,7 +57,7 @@ class Lane:
         self.joined_until = 0  # up to which sequence number this rank takes part with zeros
         self._running: dict[int, Operation] = {}  # by sequence number
         self._sizes = reducer.sizes(lanes.sizes)
-        self.records = LaneRecords(lanes.telemetry, plan, group, reducer, self._sizes.reason)
+        self.records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
         self._observation = Observation(group, len(plan.slots))
         self._abandoned: set[int] = set()  # the steps that this rank abandoned
@@ -224,8 +224,6 @@ class Lane:
             marks = [self.reducer.mark()] if joined else step.marks[piece.bucket]
             record = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
             steps = self.reducer.reduce(piece, joined, marks, tag, None if record is None else record.met)
-            if record is not None:
-                steps = record.recorded(steps)
             what = self._titles[index]
         elif self.steps == 0 and index == len(step.pieces):
             steps, what = self._observation.exchange(tag, joined), f"the gradient order of {self.name}"

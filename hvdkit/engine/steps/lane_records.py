@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-from hvdkit.collectives.group import Group, Steps
 from hvdkit.compression import Tally
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import ReadyAt, Reducer
 from hvdkit.engine.steps.schedule import Piece
-from hvdkit.engine.telemetry.arrivals import FirstData, last_of
 from hvdkit.engine.telemetry.compression_report import timeline_fields
-from hvdkit.engine.telemetry.telemetry import Telemetry
+from hvdkit.engine.telemetry.telemetry import Telemetry, last_of
 from hvdkit.engine.telemetry.timeline import COMPUTATION, TRAINING
 
 
 class LaneRecords:
     """The records of the buckets and pieces of one lane, in their present arrangement."""
 
-    def __init__(self, telemetry: Telemetry, plan: Plan, group: Group, reducer: Reducer, reason: str) -> None:
+    def __init__(self, telemetry: Telemetry, plan: Plan, reducer: Reducer, reason: str) -> None:
         self._telemetry = telemetry
-        self._group = group
         self._reason = reason  # of the sizes of pieces
         self._plan = plan
         self._reducer = reducer
@@ -61,7 +58,7 @@ class LaneRecords:
             "order": f"{index + 1} of {len(self._now.pieces)}: {self._now.reasons[index]}",
             "size": self._reason,
         }
-        return PieceRecord(self._telemetry, self._group, self._reducer, piece, self._piece_row(index), fields)
+        return PieceRecord(self._telemetry, self._reducer, piece, self._piece_row(index), fields)
 
     def reduced(self, index: int, seconds: float, record: PieceRecord | None) -> None:
         """Count a piece that was reduced in so many seconds, and record its end in the timeline."""
@@ -129,49 +126,20 @@ class LaneRecords:
 class PieceRecord:
     """The record of one reduction of a piece: the wait for other ranks, the last of them, then the reduction."""
 
-    def __init__(
-        self, telemetry: Telemetry, group: Group, reducer: Reducer, piece: Piece, row: str, fields: dict[str, Any]
-    ) -> None:
-        self._telemetry, self._group, self._reducer, self._piece = telemetry, group, reducer, piece
+    def __init__(self, telemetry: Telemetry, reducer: Reducer, piece: Piece, row: str, fields: dict[str, Any]) -> None:
+        self._telemetry, self._reducer, self._piece = telemetry, reducer, piece
         self._row, self._fields = row, fields
         self._started = self._begun = perf_counter()
-        self._node: Collection[int] | None = None  # once it has begun, the ranks that were waited for in memory
 
     def met(self, ready_at: ReadyAt | None) -> None:
         """The reduction begins; see ``Reducer.reduce``."""
         timeline = self._telemetry.timeline
         if timeline is None:
             return
-        self._node = came = {} if ready_at is None else ready_at()
-        if (last := last_of(came)) is not None:
+        if ready_at is not None and (last := last_of(ready_at())) is not None:
             timeline.span(self._row, last.activity, self._started, perf_counter(), **last.fields)
         timeline.begin(self._row, "ALLREDUCE", **self._fields)
         self._begun = perf_counter()
-
-    def recorded(self, steps: Steps[None]) -> Steps[None]:
-        """Return ``steps``, which reduce the piece, with the first data from each rank recorded."""
-        yield from steps if self._telemetry.timeline is None else self._with_first_data(steps)
-
-    def _with_first_data(self, steps: Steps[None]) -> Steps[None]:
-        """Notes when the first data of each rank that this one exchanges with came over the wire."""
-        first: FirstData | None = None
-        for transfers in steps:
-            known = self._node
-            if known is None or first is not None:
-                yield transfers
-                continue
-            wire = [one for one in transfers if one.peer not in (-1, *known) and not hasattr(one, "awaited")]
-            if not wire:
-                yield transfers
-                continue
-            first, started = FirstData(wire), perf_counter()
-            for one in wire:  # each by itself, so that each is noticed when it is there
-                self._group.transport.watch([one])
-            # It stands for them: of some transports two waits for one transfer would be one too many.
-            yield [*(one for one in transfers if all(one is not other for other in wire)), first]
-            timeline, last = self._telemetry.timeline, last_of({self._group.transport.rank: started, **first.came})
-            if timeline is not None and last is not None:
-                timeline.span(self._row, "WAIT_FOR_DATA", started, perf_counter(), **last.fields)
 
     def encoded(self, tally: Tally) -> None:
         """Show what the encoding of a piece took."""

@@ -1,1 +1,1 @@
-"""What is told of what runs: timeline, statistics, signs of life, hashes of what is trained."""
+"""Records of the engine's work: timeline, statistics, signs of life, hashes of parameters."""

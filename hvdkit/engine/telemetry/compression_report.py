@@ -1,4 +1,4 @@
-"""What compression did on this rank, for people: by codec, and by parameter."""
+"""Reports of compression on this rank, by codec and by parameter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.compression import Tally
 
-# An encoded tensor, its codec, what that cost and saved, and the norm of what this rank keeps of it.
+# An encoded tensor's name, its codec, the tally, and the norm of the residual on this rank.
 Report = tuple[str, str, Tally, float]
 
 
@@ -18,10 +18,10 @@ class CodecStatistics:
 
     codec: str
     bytes_before: int  # that this rank would have sent of these gradients in two phases without the codec
-    bytes_after: int  # that it sent
+    bytes_after: int  # that this rank sent
     encode_seconds: float
     decode_seconds: float
-    residual_norm: float  # Euclidean norm of what this rank keeps and has not sent
+    residual_norm: float  # Euclidean norm of the residual, which this rank has not sent
 
     @property
     def ratio(self) -> float:
@@ -48,7 +48,7 @@ class CodecStatistics:
 class CompressionStatistics:
     """``str`` of it has a line for each codec.
 
-    Of tensors that travel in one bucket, bytes and seconds are divided by their elements; the norm is each one's own.
+    Bytes and seconds of a bucket are divided among its tensors by their elements; each tensor has its own norm.
     """
 
     by_codec: dict[str, CodecStatistics]
@@ -61,9 +61,11 @@ class CompressionStatistics:
 def compression_statistics(
     reports: Iterable[tuple[str, Iterable[Report]]], by_name: Mapping[str, Tally]
 ) -> CompressionStatistics:
-    """Of all optimizers' parameters, from each lane's name and reports, and of operations by name, which keep nothing.
+    """Return the statistics of all optimizers' parameters and of operations by name, which have no residuals.
 
-    ``by_name``: of the latter, by codec.
+    Args:
+        reports: the name and the reports of each lane.
+        by_name: tallies of operations by name, by codec.
     """
     by_parameter: dict[str, CodecStatistics] = {}
     totals: dict[str, tuple[Tally, float]] = {}
@@ -79,19 +81,18 @@ def compression_statistics(
 
 
 def timeline_fields(tally: Tally, norm: float | None) -> dict[str, Any]:
-    """For the timeline."""
-    kept = {} if norm is None else {"residual_norm": norm}
+    """Return the arguments of an encoded bucket in the timeline."""
     return {
         "bytes_before": int(tally.bytes_before),
         "bytes_after": int(tally.bytes_after),
         "ratio": round(tally.bytes_before / tally.bytes_after, 2) if tally.bytes_after else 1.0,
         "encode_us": round(tally.encode_seconds * 1e6),
         "decode_us": round(tally.decode_seconds * 1e6),
-    } | kept
+    } | ({} if norm is None else {"residual_norm": norm})
 
 
 def _in_words(size: int) -> str:
-    """Bytes in the unit in which they are no zero, and round to less than a thousand: 999,960 are 1.0 MB."""
+    """Return bytes in the unit in which they round to less than a thousand: 999,960 are 1.0 MB."""
     if size < 1000:
         return f"{size} byte{'' if size == 1 else 's'}"
     return f"{size / 1e3:.1f} kB" if size < 999_950 else f"{size / 1e6:.1f} MB"

@@ -7,6 +7,7 @@ the recording began; docs/timeline.md has what the activities mean.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -19,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 FLUSH_EVENTS = 4096
 FLUSH_SECONDS = 0.5
-# Rows that begin so stand above all others, whoever was first.
+# Rows with this prefix stand above all others.
 TRAINING = "training: "
 COMPUTATION = TRAINING + "forward and backward"
 
-TOP = 1 << 20  # how far above
+TOP = 1 << 20  # their offset in the order of rows
 _OPENING = b"["
 _CLOSING = b"\n]\n"
 
@@ -38,7 +39,7 @@ class _Event(NamedTuple):
 
 
 class Timeline:
-    """Records events in memory; whoever records writes them out, at most every half second or by number.
+    """The events of a recording: a caller writes them out, at most every half second or after a number of events.
 
     Any thread may call any method. A file that cannot be written costs one warning and ends the recording: no method
     raises for it. Events recorded since the last flush are lost when the process is killed.
@@ -48,7 +49,7 @@ class Timeline:
         self.path = os.fspath(path)
         self.mark_cycles = mark_cycles
         self._rank = rank
-        # Appended to without a lock; emptied by who holds it.
+        # Appended to without the lock, emptied with it.
         self._events: deque[_Event] = deque()
         self._flushing = threading.Lock()
         self._rows: dict[str, int] = {}
@@ -61,8 +62,8 @@ class Timeline:
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             self._end = os.pwrite(self._file, _OPENING + _CLOSING, 0) - len(_CLOSING)
-            self._write([_metadata("process_name", rank, 0, name=f"rank {rank}")])
-            self._write([_metadata("process_sort_index", rank, 0, sort_index=rank)])
+            name = _metadata("process_name", rank, 0, name=f"rank {rank}")
+            self._write([name, _metadata("process_sort_index", rank, 0, sort_index=rank)])
         except OSError as error:
             self._give_up(error)
         atexit.register(self.close)
@@ -73,40 +74,39 @@ class Timeline:
         return self._file is not None
 
     def begin(self, row: str, activity: str, **args: Any) -> None:
-        """An activity starts now; activities of a row nest."""
+        """Begin an activity now; activities of a row nest."""
         self._open[row] = self._open.get(row, 0) + 1
-        self._record("B", row, activity, time.perf_counter(), 0.0, args)
+        self._record(_Event("B", row, activity, time.perf_counter(), 0.0, args))
 
     def end(self, row: str) -> None:
-        """The innermost activity of the row ends now; nothing happens where none was begun in this recording."""
-        if not self._open.get(row):
-            return
-        self._open[row] -= 1
-        self._record("E", row, "", time.perf_counter(), 0.0, None)
+        """End the innermost activity of the row now, if one was begun in this recording."""
+        if self._open.get(row):
+            self._open[row] -= 1
+            self._record(_Event("E", row, "", time.perf_counter(), 0.0, None))
 
     def span(self, row: str, activity: str, start_seconds: float, end_seconds: float, **args: Any) -> None:
-        """An activity that is over, by ``time.perf_counter``; what was before the recording is cut off."""
+        """Record an activity that is over, by ``time.perf_counter``; the part before the recording is cut off."""
         start = max(start_seconds, self._began)
-        self._record("X", row, activity, start, max(end_seconds - start, 0.0), args)
+        self._record(_Event("X", row, activity, start, max(end_seconds - start, 0.0), args))
 
     def instant(self, name: str, **args: Any) -> None:
-        """A mark over all rows, now."""
-        self._record("i", None, name, time.perf_counter(), 0.0, args)
+        """Set a mark over all rows, now."""
+        self._record(_Event("i", None, name, time.perf_counter(), 0.0, args))
 
     def mark_cycle(self) -> None:
-        """Marks one round of the engine, if ``mark_cycles``."""
+        """Mark one round of the engine, if ``mark_cycles``."""
         if self.mark_cycles:
             self.instant("CYCLE_START")
 
     def flush(self) -> None:
-        """Writes what was recorded."""
+        """Write the recorded events."""
         if os.getpid() != self._process:
             return  # a forked child: the lock may be held by a thread that only the parent has
         with self._flushing:
             self._drain()
 
     def close(self) -> None:
-        """Writes the rest and ends the recording; a second call does nothing."""
+        """Write the rest and end the recording; a second call does nothing."""
         if os.getpid() != self._process:
             return
         with self._flushing:
@@ -114,14 +114,12 @@ class Timeline:
             self._close_file()
         atexit.unregister(self.close)
 
-    def _record(
-        self, phase: str, row: str | None, name: str, start: float, duration: float, args: dict[str, Any] | None
-    ) -> None:
+    def _record(self, event: _Event) -> None:
         if self._file is None:
             return
-        self._events.append(_Event(phase, row, name, start, duration, args))
+        self._events.append(event)
         due = len(self._events) >= FLUSH_EVENTS or time.perf_counter() >= self._next_flush
-        # Where somebody else is at it, do not wait for the disk.
+        # If another thread writes, do not wait for the disk.
         if due and self._flushing.acquire(blocking=False):
             try:
                 self._drain()
@@ -140,8 +138,8 @@ class Timeline:
             if event.row is not None and event.row not in self._rows:
                 self._rows[event.row] = row = len(self._rows) + 1
                 lines.append(_metadata("thread_name", self._rank, row, name=event.row))
-                place = row - TOP if event.row.startswith(TRAINING) else row
-                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=place))
+                index = row - TOP if event.row.startswith(TRAINING) else row
+                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=index))
             lines.append(self._line(event))
         try:
             self._write(lines)
@@ -161,7 +159,7 @@ class Timeline:
         return line + (f',"args":{_args_json(event.args)}}}' if event.args else "}")
 
     def _write(self, lines: list[str]) -> None:
-        """Replaces the closing bracket by events and a closing bracket, in one write."""
+        """Replace the closing bracket by events and a closing bracket, in one write."""
         assert self._file is not None
         separator = ",\n" if self._end > len(_OPENING) else "\n"
         payload = (separator + ",\n".join(lines)).encode() + _CLOSING
@@ -171,18 +169,11 @@ class Timeline:
             while written < len(payload):
                 written += os.pwrite(self._file, payload[written:], self._end + written)
         except OSError:
-            self._restore_closing()
+            with contextlib.suppress(OSError):  # cut off a part that was written, and put the bracket where it was
+                os.ftruncate(self._file, self._end)
+                os.pwrite(self._file, _CLOSING, self._end)
             raise
         self._end += len(payload) - len(_CLOSING)
-
-    def _restore_closing(self) -> None:
-        """Gives back the room of a part that was written, and puts the bracket where it was."""
-        assert self._file is not None
-        try:
-            os.ftruncate(self._file, self._end)
-            os.pwrite(self._file, _CLOSING, self._end)
-        except OSError as error:
-            _log.debug("timeline %s: the closing bracket could not be restored: %s", self.path, error)
 
     def _give_up(self, error: OSError) -> None:
         _log.warning("timeline %s cannot be written, recording is off: %s", self.path, error.strerror or error)
@@ -200,7 +191,7 @@ def _metadata(kind: str, process: int, row: int, **args: Any) -> str:
 
 
 def _args_json(args: dict[str, Any]) -> str:
-    """JSON of anything: what JSON cannot hold, NaN among it, as text."""
+    """Return JSON of anything; values that JSON cannot hold, such as NaN, as text."""
     try:
         return json.dumps(args, allow_nan=False, default=str)
     except (ValueError, TypeError):

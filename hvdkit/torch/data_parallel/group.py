@@ -28,8 +28,7 @@ from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Transport
 from hvdkit.transports.gloo import GlooTransport, open_gloo
-from hvdkit.transports.security.admission import Judge, Meeting, packed
-from hvdkit.transports.security.attempt import absent_after
+from hvdkit.transports.security.admission import Admission, Authenticator, absent_after, introduction_key, pack_address
 from hvdkit.transports.security.credentials import Credentials, new_nonce
 from hvdkit.transports.security.listening import addresses_for, listen
 from hvdkit.transports.solo import SoloTransport
@@ -81,28 +80,28 @@ class GroupTransport(GlooTransport):
         addresses = addresses_for(World(LAUNCHER, me, len(ranks)))
         listener = listen(addresses[0])
         try:
-            meeting = _meet(store, ranks, me, listener.getsockname()[:2], timeout)
+            admission = _admit(store, ranks, me, listener.getsockname()[:2], timeout)
             gloo_store = PrefixStore("gloo", store)
             group = open_gloo(gloo_store, me, len(ranks), addresses, timeout.total_seconds())
         except BaseException:
             listener.close()
             raise
-        super().__init__(me, len(ranks), group, gloo_store, listener, meeting)
+        super().__init__(me, len(ranks), group, gloo_store, listener, admission)
 
 
-def _meet(store: Any, ranks: list[int], me: int, place: tuple[str, int], timeout: timedelta) -> Meeting:
-    keys = [f"here/{index}" for index in range(len(ranks))]
-    judge = Judge(ranks[me], None)
-    store.set(keys[me], new_nonce() + packed(place))
+def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], timeout: timedelta) -> Admission:
+    keys = [introduction_key(index) for index in range(len(ranks))]
+    authenticator = Authenticator(ranks[me], None)
+    store.set(keys[me], new_nonce() + pack_address(address))
     if absent := absent_after(store, keys, timeout.total_seconds()):
         raise PeerLostError(
             f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {[ranks[index] for index in absent]} to "
             "use a ddp_hook.\n"
             "HINT: all ranks of the model's process group must use one, in the same order if it is several."
         )
-    said = [judge.introduction_of(rank, store.get(key)) for rank, key in zip(ranks, keys, strict=True)]
-    session = Credentials(b"", LAUNCHER, 0).for_session([nonce for nonce, _ in said])
-    return Meeting(store, session, [place for _, place in said])
+    introductions = [authenticator.introduction(rank, store.get(key)) for rank, key in zip(ranks, keys, strict=True)]
+    session = Credentials(b"", LAUNCHER, 0).for_session([nonce for nonce, _ in introductions])
+    return Admission(store, session, [address for _, address in introductions])
 
 
 def timeout_of(process_group: Any) -> timedelta:

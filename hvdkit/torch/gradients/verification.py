@@ -1,8 +1,7 @@
-"""The parameters of an optimizer, hashed where they are, and compared with those of the other ranks."""
+"""Verification of an optimizer's parameters, which are hashed where they are."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from hvdkit import kernels
-from hvdkit.api.gradients.verification import Verification, rounding_limit
+from hvdkit.api.gradients.verification import Verification
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import Statement, exchange_by_name, sketch
@@ -21,7 +20,7 @@ from hvdkit.torch.gradients.names import parameters_of
 
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.broadcast_optimizer_state(optimizer, 0)"
 
-# Of a tensor of a device so many elements are hashed at a time: what is computed of them takes 16 bytes each.
+# Elements of a device's tensor that are hashed at a time; each takes 16 bytes of temporary memory.
 CHUNK = 1 << 20
 # By the bytes of an element, the integers that its bits are read as.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,18 +40,20 @@ def can_be_hashed(parameter: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the real numbers of a tensor in their logical order."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return flat.as_strided((flat.numel(),), (1,))  # of less than two elements the stride may be any number
 
 
 def device_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """64 bits for a tensor's values, of dimension 0, on its device: the host is not waited for.
+    """Return 64 bits for a tensor's values, of dimension 0, on its device. The host does not wait.
 
-    The sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its offset, so that
-    one that changed is always seen; chunks are folded by Horner's rule. Another number than that of kernels.checksum.
+    The hash is the sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its
+    offset, so that a change of one element is always seen; chunks are folded by Horner's rule. It differs from the hash
+    of ``kernels.checksum``.
     """
     flat = _flat(tensor)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     words = flat.view(_WORDS[flat.element_size()])
     offsets = torch.arange(min(CHUNK, words.numel()), dtype=torch.int64, device=tensor.device)
     weights = (offsets * _ODD) ^ (offsets << 21) | 1
@@ -64,24 +65,22 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
-    """A hash of each tensor's values in their logical order, uint64. Of each device one small copy is waited for."""
+    """Return a hash of each tensor's values, uint64. One small copy of each device is waited for."""
     hashes = np.zeros(len(tensors), dtype=np.uint64)
-    elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.is_cpu:
             hashes[index] = kernels.checksum(_flat(tensor).view(torch.uint8).numpy())
         else:
-            elsewhere.setdefault(tensor.device, []).append((index, device_hash(tensor)))
-    for found in elsewhere.values():
-        indices, values = zip(*found, strict=True)
-        hashes[list(indices)] = torch.stack(values).cpu().numpy().view(np.uint64)
+            by_device.setdefault(tensor.device, []).append(index)
+    for indices in by_device.values():
+        hashes[indices] = torch.stack([device_hash(tensors[index]) for index in indices]).cpu().numpy().view(np.uint64)
     return hashes
 
 
-def sketch_of(tensor: torch.Tensor) -> Array:
-    """The sketch of a tensor's values, of which one part at a time is copied from a device."""
+def _sketch_of(tensor: torch.Tensor) -> Array:
+    """Return the sketch of a tensor's values, which are copied from a device in parts."""
     flat = _flat(tensor)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return sketch(flat.numel(), lambda begin, end: flat[begin:end].to("cpu", torch.float64).numpy())
 
 
@@ -90,71 +89,66 @@ def _precision(dtype: torch.dtype) -> float:
 
 
 def machine_of(tensors: Sequence[torch.Tensor]) -> str:
-    """What decides how this rank's updates are rounded."""
-    devices = sorted({_device_name(tensor.device) for tensor in tensors if not tensor.is_cpu})
+    """Return what decides how this rank's updates are rounded."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    names = {torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices}
     capability = torch.backends.cpu.get_cpu_capability()
-    return machine(capability, f"{torch.get_num_threads()} threads", f"torch {torch.__version__}", *devices)
-
-
-@functools.cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return machine(capability, f"{torch.get_num_threads()} threads", f"torch {torch.__version__}", *sorted(names))
 
 
 class OptimizerVerification(Verification):
-    """Of an optimizer. Parameters are hashed right after its update, also where they are compared a step later."""
+    """The verification of an optimizer's parameters, which are hashed right after its update."""
 
     def __init__(self, process_set: Any, broadcast: str = BROADCAST) -> None:
         super().__init__(broadcast)
         self._process_set = process_set
         self._sparse: Collection[int] = ()  # ids
-        self._joins = self._count = 0  # of updates that Adasum combined, since the last join
-        self._title = ""
+        self._joins = self._count = 0  # updates that Adasum combined, since the last join
 
     def attach_to(self, engine: Any, planned: Any, sparse: Collection[int]) -> None:
-        """Routes were agreed on: ``planned`` are the gradients with a lane, ``sparse`` the ids of the sparse ones."""
+        """Use routes that were agreed on: ``planned`` are the gradients with a lane, ``sparse`` ids of parameters."""
         self._sparse = sparse
         if planned is not None:
             self.attach(planned.lane, engine)
 
     @_disable_dynamo
     def updated(self, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
-        """The optimizer, which has these groups of parameters, made its update.
+        """Hash the parameters of these groups after the optimizer's update, if they are to be compared.
 
-        Raises ParametersDifferError on all ranks if they differ, and all ranks are here.
+        Raises ParametersDifferError on all ranks if they differ and all ranks update at once.
         """
         if self.wants(self.step):
-            self.state(*self._statement(groups, name_of, self.wants_sparse(self.step)))
+            self.state(self._statement(groups, name_of, self.wants(self.step, sparse=True)))
             self.compare_at_once(self._process_set.process_set_id)
 
     @_disable_dynamo
     def combined(self, engine: Any, label: str, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
-        """The same where all ranks have combined their updates by name, and are here.
+        """Do what ``updated`` does after all ranks have combined their updates by name. Collective.
 
-        Ranks that had joined have not counted what they left out, so all begin anew after a join.
+        Ranks that had joined have not counted the updates that they left out, so all count anew after a join.
         """
         if engine is not self._engine:
             self._engine, self._every, self._joins = engine, engine.settings.verify, -1
             self._has_compared = False
-            self._title = label
         if engine.joining.over != self._joins:
             self._joins, self._count = engine.joining.over, 0
         self._count += 1
         if self.wants(self._count):
-            self._names, self._limits, stated = self._statement(groups, name_of, self.wants_sparse(self._count))
-            stated = replace(stated, is_first=not self._has_compared)
-            heard = exchange_by_name(engine.named, self._title, self._process_set.process_set_id, stated)
-            self._judge(heard, self._title, self._count, range(engine.topology.size))
+            statement = self._statement(groups, name_of, self.wants(self._count, sparse=True))
+            self._stated = replace(statement, is_first=not self._has_compared)
+            comparison = exchange_by_name(engine.named, label, self._process_set.process_set_id, self._stated)
+            self._judge(comparison, label, self._count)
 
-    def _statement(
-        self, groups: Sequence[dict[str, Any]], name_of: NameOf, sparse_too: bool
-    ) -> tuple[list[str], list[float], Statement]:
+    def _statement(self, groups: Sequence[dict[str, Any]], name_of: NameOf, sparse_too: bool) -> Statement:
         parameters = [
             parameter
             for parameter in parameters_of(groups)
             if can_be_hashed(parameter) and (sparse_too or id(parameter) not in self._sparse)
         ]
-        sketches = np.array([sketch_of(one) for one in parameters]) if self.wants_sketches else None
-        limits = [rounding_limit(_precision(one.dtype)) for one in parameters]
-        statement = Statement(machine_of(parameters), hashes_of(parameters), sketches=sketches)
-        return [name_of(one) for one in parameters], limits, statement
+        return Statement(
+            machine_of(parameters),
+            hashes_of(parameters),
+            sketches=np.array(list(map(_sketch_of, parameters))) if self.wants_sketches else None,
+            names=list(map(name_of, parameters)),
+            precisions=[_precision(parameter.dtype) for parameter in parameters],
+        )

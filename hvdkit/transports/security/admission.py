@@ -1,130 +1,85 @@
-"""Who may take part in a job of the ``torch`` transport: who knows its secret, if it has one.
+"""Admission of ranks to a job of the ``torch`` transport: one attempt to start it, and the proof of its secret.
 
-Each rank tells a nonce at the store, and where it listens, sealed with the secret. From all nonces follows a secret of
-this session, which seals the addresses at which Gloo connects, and which each rank proves over every connection before
-anything that comes over it is looked at. Without a secret of the job, that of the session is as open as the store: it
-keeps out who is here by mistake. How ranks are told from dead ones is in ``attempt``.
+torchrun starts ranks anew where one has died, and its store keeps what dead ranks wrote. (How often an agent of
+torchrun has started its ranks is no name for an attempt: each agent counts for itself.) So rank 0's fresh nonce is the
+name of the attempt, and under it each rank writes its introduction: a nonce, and the address where it listens, sealed
+with the job's secret if it has one. Rank 0 answers, once it has all introductions, with a digest of them. A rank that
+follows a dead rank 0 finds no answer, or an answer to another introduction than its own, and waits until another rank 0
+has come. A rank 0 that was only taken for dead sees its successor before it answers, and gives up.
+
+The secret of the session follows from all nonces. It seals the addresses at which Gloo connects, and each rank proves
+it over every connection. Without a secret of the job, the session's secret is as open as the store: it keeps out
+processes that are here by mistake.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
-from hvdkit.transports.security.attempt import Attempt, here
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
-from hvdkit.transports.security.listening import listen
+from hvdkit.transports.security.sealed_store import STRANGERS, pause, unseal_at
 
 NEVER = timedelta(days=3650)
-PLACE = struct.Struct("<46sH")  # an address, and a port
-STRANGERS = (
-    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
-    "see SECURITY.md."
-)
+_ADDRESS = struct.Struct("<46sH")  # host and port
+LEADER = "rank 0"  # the key of rank 0's word, whose nonce is the attempt's name
+ANSWER = "met"
+LISTING_SECONDS = 1.0
 
-
-class SealedStore(Store):
-    """A store whose values are sealed. What is not authentic is refused before anybody looks at it."""
-
-    def __init__(self, store: Any, prefix: str, credentials: Credentials) -> None:
-        super().__init__()
-        self.bare = PrefixStore(prefix, store)
-        self._below = store  # which may be an object of Python
-        self.plain: Any = None  # for what calls a store from threads of C++, which may outlive Python
-        self._prefix = prefix
-        self._credentials = credentials
-
-    def set(self, key: str, value: str | bytes) -> None:
-        plain = value.encode() if isinstance(value, str) else value
-        self.bare.set(key, self._credentials.seal(f"{self._prefix}/{key}", plain))  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        return believed(self._credentials, f"{self._prefix}/{key}", self.bare.get(key), key)
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self.bare.check(keys))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            self.bare.wait(keys)
-        else:
-            self.bare.wait(keys, timeout)
-
-
-def believed(credentials: Credentials, label: str, word: bytes, key: str) -> bytes:
-    """What a rank has sealed with a label, and put at a key of the store. Raises AuthenticationError."""
-    try:
-        return credentials.unseal(label, word)
-    except NotAuthenticError:
-        raise AuthenticationError(
-            f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
-        ) from None
-
-
-def unsealed(store: Any) -> Any:
-    """The store below the seals, if it has any."""
-    return store.plain if isinstance(store, SealedStore) else store
-
-
-def serve_plain(store: SealedStore, address: str) -> Any:
-    """Serve a TCPStore for ``store.plain`` on a port of its own, which the other ranks learn from ``store``."""
-    listener = listen(address)
-    host, port = listener.getsockname()[:2]
-    plain = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    store.set("plain", f"{host} {port}")
-    store.plain = PrefixStore("plain", plain)
-    return plain
-
-
-def join_plain(store: SealedStore, timeout_seconds: float) -> Any:
-    """Connect to what ``serve_plain`` serves, for ``store.plain``."""
-    store.wait(["plain"], timedelta(seconds=timeout_seconds))
-    host, port = store.get("plain").decode().split()
-    plain = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    store.plain = PrefixStore("plain", plain)
-    return plain
+Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """``store``: the part of it that is this attempt's alone; ``places``: where each rank listens."""
+class Admission:
+    """The attempt's part of the store, the credentials of the session, and where each rank listens."""
 
     store: Any
     session: Credentials
-    places: list[tuple[str, int]]
+    addresses: list[Address]
 
 
-def meet(
+def admit(
     store: Any,
     world: World,
     credentials: Credentials | None,
     generation: int,
-    place: tuple[str, int],
+    address: Address,
     timeout_seconds: float,
-) -> Meeting:
-    """Wait until every rank is there, so that connecting cannot wait for one that never started.
+) -> Admission:
+    """Wait until every rank is there, so that connecting cannot wait for a rank that never started.
 
-    ``credentials``: of the job's secret, if it has one; ``place``: where this rank listens. Raises
-    TransportUnavailableError that names the ranks which did not come, AuthenticationError that names the one which does
-    not know the secret.
+    Args:
+        store: where the ranks meet.
+        world: this rank's.
+        credentials: of the job's secret, if it has one.
+        generation: how often this process has called ``hvd.init()``.
+        address: where this rank listens.
+        timeout_seconds: how long to wait.
+
+    Raises:
+        TransportUnavailableError: some ranks did not come; it names them.
+        AuthenticationError: a rank does not know the secret; it is named.
     """
-    nonce, judge = new_nonce(), Judge(world.rank, credentials)
+    authenticator = Authenticator(world.rank, credentials)
     late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
     try:
         with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
-            attempt_store, words = Attempt(store, world, nonce, packed(place), judge).meet(timeout_seconds)
+            attempt = _Attempt(store, world, new_nonce(), address, authenticator)
+            attempt_store, words = attempt.lead(timeout_seconds) if world.rank == 0 else attempt.follow(timeout_seconds)
     except TransportUnavailableError:
         raise
     except (RuntimeError, dist.DistError) as error:
@@ -132,68 +87,183 @@ def meet(
             f"rank {world.rank} lost the store where the ranks meet: {str(error).splitlines()[0]}\n"
             "HINT: see what rank 0 printed, and the launcher; whoever serves the store has ended."
         ) from error
-    said = [judge.introduction_of(rank, word) for rank, word in enumerate(words)]
-    session = (credentials or Credentials(b"", world.job, generation)).for_session([nonce for nonce, _ in said])
-    return Meeting(attempt_store, session, [place for _, place in said])
+    introductions = [authenticator.introduction(rank, word) for rank, word in enumerate(words)]
+    job = credentials or Credentials(b"", world.job, generation)
+    session = job.for_session([nonce for nonce, _ in introductions])
+    return Admission(attempt_store, session, [address for _, address in introductions])
 
 
-def packed(place: tuple[str, int]) -> bytes:
-    """An address and a port, always in equally many bytes."""
-    return PLACE.pack(place[0].encode(), place[1])
+def pack_address(address: Address) -> bytes:
+    """Return an address in a fixed number of bytes."""
+    return _ADDRESS.pack(address[0].encode(), address[1])
 
 
-def unpacked(raw: bytes) -> tuple[str, int]:
-    """The place in bytes that were ``packed``."""
-    host, port = PLACE.unpack(raw)
+def unpack_address(raw: bytes) -> Address:
+    host, port = _ADDRESS.unpack(raw)
     return host.rstrip(b"\0").decode(), port
 
 
-class Judge:
-    """What rank ``me`` says with its secret, if it has one, and whether it believes what others said."""
+class Authenticator:
+    """The seals of the words that rank ``me`` writes to the store and reads there, if the job has a secret."""
 
     def __init__(self, me: int, credentials: Credentials | None) -> None:
         self._me = me
         self._credentials = credentials
 
-    def say(self, label: str, value: bytes) -> bytes:
-        """What is put into the store for a value."""
+    def seal(self, label: str, value: bytes) -> bytes:
+        """Return the word that stands in the store for a value."""
         return value if self._credentials is None else self._credentials.seal(label, value)
 
-    def hear(self, label: str, word: bytes) -> bytes:
-        """The value that was said with a label. Raises AuthenticationError."""
-        return word if self._credentials is None else believed(self._credentials, label, word, label)
+    def unseal(self, label: str, word: bytes) -> bytes:
+        """Return the value of a word with a label. Raises AuthenticationError."""
+        return word if self._credentials is None else unseal_at(label, self._credentials, label, word)
 
-    def introduction_of(self, rank: int, word: bytes) -> tuple[bytes, tuple[str, int]]:
-        """A rank's nonce, and where it listens. Raises AuthenticationError that names the rank."""
-        said = self.said_by(rank, here(rank), word, NONCE_BYTES + PLACE.size)
-        return said[:NONCE_BYTES], unpacked(said[NONCE_BYTES:])
+    def introduction(self, rank: int, word: bytes) -> tuple[bytes, Address]:
+        """Return a rank's nonce and address. Raises AuthenticationError that names the rank."""
+        value = self.unseal_from(rank, introduction_key(rank), word, NONCE_BYTES + _ADDRESS.size)
+        return value[:NONCE_BYTES], unpack_address(value[NONCE_BYTES:])
 
-    def said_by(self, rank: int, label: str, word: bytes, nbytes: int = NONCE_BYTES) -> bytes:
-        """So many bytes that a rank said with a label. Raises AuthenticationError that names the rank."""
+    def unseal_from(self, rank: int, label: str, word: bytes, nbytes: int = NONCE_BYTES) -> bytes:
+        """Return the value, of ``nbytes``, of a rank's word. Raises AuthenticationError that names the rank."""
         if self._credentials is None:
             if len(word) != nbytes:
                 raise AuthenticationError(f"rank {rank} asks for a secret that rank {self._me} has not.\n{STRANGERS}")
             return word
         try:
-            said = self._credentials.unseal(label, word)
+            value = self._credentials.unseal(label, word)
         except NotAuthenticError:
-            said = b""
-        if len(said) != nbytes:
+            value = b""
+        if len(value) != nbytes:
             raise AuthenticationError(f"who says to be rank {rank} does not know the job's secret.\n{STRANGERS}")
-        return said
+        return value
+
+
+def introduction_key(rank: int) -> str:
+    """Return the key and label of a rank's introduction."""
+    return f"here/{rank}"
+
+
+def digest(words: Sequence[bytes]) -> bytes:
+    """Return rank 0's answer to the introductions of all ranks, in their order."""
+    sha256 = hashlib.sha256()
+    for word in words:
+        sha256.update(len(word).to_bytes(8, "big") + word)
+    return sha256.digest()
+
+
+class _Attempt:
+    """The introduction of this rank to the others, with its fresh ``nonce``.
+
+    ``lead`` and ``follow`` return the attempt's part of the store and all introductions, sealed, when every rank is
+    there. They raise TransportUnavailableError that names the ranks which did not come, and AuthenticationError for
+    words that no rank has written.
+    """
+
+    def __init__(self, store: Any, world: World, nonce: bytes, address: Address, authenticator: Authenticator) -> None:
+        self._store = store
+        self._world = world
+        self._nonce = nonce
+        self._authenticator = authenticator
+        self._word = authenticator.seal(introduction_key(world.rank), nonce + pack_address(address))
+        self._keys = [introduction_key(rank) for rank in range(world.size)]
+
+    def lead(self, timeout_seconds: float) -> tuple[Any, list[bytes]]:
+        leader_word = self._authenticator.seal(LEADER, self._nonce)
+        attempt_store = self._enter(leader_word)
+        self._store.set(LEADER, leader_word)
+        try:
+            attempt_store.wait(self._keys, timedelta(seconds=timeout_seconds))
+        except (RuntimeError, dist.DistError) as error:
+            raise self._late(_missing(attempt_store, self._keys), timeout_seconds) from error
+        words = self._words(attempt_store)
+        # A rank 0 that was taken for dead, and has a successor already, must not take ranks from the successor.
+        if self._store.get(LEADER) != leader_word:
+            raise TransportUnavailableError(
+                "another process has come as rank 0 of this job, so this attempt to start it is over.\n"
+                "HINT: if no launcher started the job anew meanwhile, two jobs meet at the same place: give each a "
+                "MASTER_PORT, or HVDKIT_JOB, of its own."
+            )
+        attempt_store.set(ANSWER, self._authenticator.seal(ANSWER, digest(words)))
+        return attempt_store, words
+
+    def follow(self, timeout_seconds: float) -> tuple[Any, list[bytes]]:
+        began = monotonic()
+        following, attempt_store = b"", None
+        while True:
+            leader_word = self._store.get(LEADER) if self._store.check([LEADER]) else b""
+            if leader_word != following:
+                following, attempt_store = leader_word, self._enter(leader_word)
+                # Checked only now, so that rank 0 checks this rank's introduction too.
+                self._authenticator.unseal_from(0, LEADER, leader_word)
+            if attempt_store is not None and attempt_store.check([ANSWER]):
+                words = self._words(attempt_store)
+                answer = self._authenticator.unseal(ANSWER, attempt_store.get(ANSWER))
+                # A dead rank 0 has not answered this rank's word. A newer rank 0 may have come just now.
+                is_own = answer == digest(words) and words[self._world.rank] == self._word
+                if is_own and self._store.get(LEADER) == following:
+                    return attempt_store, words
+            waited = monotonic() - began
+            if waited > timeout_seconds:
+                is_listed = attempt_store is not None and not attempt_store.check([ANSWER])
+                raise self._late((_missing(attempt_store, self._keys) if is_listed else []) or [0], timeout_seconds)
+            pause(waited)
+
+    def _enter(self, leader_word: bytes) -> Any:
+        """Write this rank's introduction in the attempt of a rank 0."""
+        attempt_store = PrefixStore(f"attempt/{leader_word[:NONCE_BYTES].hex()}", self._store)
+        attempt_store.set(introduction_key(self._world.rank), self._word)  # type: ignore[arg-type]
+        return attempt_store
+
+    def _words(self, attempt_store: Any) -> list[bytes]:
+        if attempt_store.has_extended_api():
+            return list(attempt_store.multi_get(self._keys))
+        return [attempt_store.get(key) for key in self._keys]
+
+    def _late(self, ranks: Sequence[int], timeout_seconds: float) -> TransportUnavailableError:
+        return TransportUnavailableError(
+            f"rank {self._world.rank} waited {timeout_seconds:g} s for all {self._world.size} ranks; missing: "
+            f"{list(ranks)}\n"
+            "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
+        )
+
+
+def absent_after(store: Any, keys: Sequence[str], seconds: float) -> list[int]:
+    """Wait for all keys; return the ranks, by index, whose keys are not there after ``seconds``."""
+    deadline = monotonic() + seconds
+    # A call that waits would keep the store from the other threads of this process.
+    while not store.check(keys):
+        if monotonic() > deadline:
+            return _missing(store, keys)
+        pause(0.0)
+    return []
+
+
+def _missing(store: Any, keys: Sequence[str]) -> list[int]:
+    """Return the ranks that did not come, as many as the store tells in a moment: all ranks ask it at once."""
+    absent: list[int] = []
+    deadline = monotonic() + LISTING_SECONDS
+    for rank, key in enumerate(keys):
+        if absent and monotonic() > deadline:
+            break
+        try:
+            if not store.check([key]):
+                absent.append(rank)
+        except (RuntimeError, dist.DistError):
+            absent.append(rank)
+    return absent
 
 
 def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, connected: Callable[[], None]) -> None:
-    """Show over a connection of Gloo's who is here, and see who is there, however long that takes.
+    """Exchange proofs with a peer over a connection of Gloo's, however long that takes.
 
     Calls ``connected`` when there is a connection. Raises AuthenticationError, RuntimeError where it breaks.
     """
-    shown = np.frombuffer(bytearray(session.shown_by(rank, to=peer)), dtype=np.uint8)
-    heard = np.zeros(TAG_BYTES, dtype=np.uint8)
-    sent = group.send([torch.from_numpy(shown)], peer, tag)
-    received = group.recv([torch.from_numpy(heard)], peer, tag)
+    own = np.frombuffer(bytearray(session.shown_by(rank, to=peer)), dtype=np.uint8)
+    peers = np.zeros(TAG_BYTES, dtype=np.uint8)
+    sent = group.send([torch.from_numpy(own)], peer, tag)
+    received = group.recv([torch.from_numpy(peers)], peer, tag)
     connected()
     for work in (sent, received):
         work.wait(NEVER)
-    if not hmac.compare_digest(heard.tobytes(), session.shown_by(peer, to=rank)):
+    if not hmac.compare_digest(peers.tobytes(), session.shown_by(peer, to=rank)):
         raise AuthenticationError(f"who is connected as rank {peer} does not know the job's secret.\n{STRANGERS}")

@@ -1,27 +1,36 @@
-"""What ranks show each other to prove that they belong to one job: HMACs over nonces, the job and the generation."""
+"""Proofs by which ranks show that they belong to one job: HMACs over nonces, the job and the generation.
+
+Two ranks that have connected prove it by a handshake. The initiator says its rank and a fresh nonce. The responder
+answers with a nonce of its own and an HMAC of both. Another HMAC of both admits the initiator. So a recorded handshake
+is of no use.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 NONCE_BYTES = 32
 TAG_BYTES = 32
+_HELLO = struct.Struct(f"<I{NONCE_BYTES}s")  # the initiator's rank and nonce
+_ANSWER = struct.Struct(f"<{NONCE_BYTES}s{TAG_BYTES}s")  # the responder's nonce and proof
+HELLO_BYTES, ANSWER_BYTES, PROOF_BYTES = _HELLO.size, _ANSWER.size, TAG_BYTES
 
 
 class NotAuthenticError(ValueError):
-    """These bytes do not come from somebody who knows the secret, or not with this label in this job."""
+    """The bytes were not made with the secret, or not with this label in this job."""
 
 
 @dataclass(frozen=True)
 class Credentials:
     """A secret, and the job and the generation (how often it has called ``hvd.init()``) for which it is shown.
 
-    What was recorded of another job, or of another generation, proves nothing, nor does what has another label: all of
-    them are in every HMAC.
+    Bytes recorded of another job, of another generation or with another label prove nothing: all of these are in every
+    HMAC.
     """
 
     secret: bytes = field(repr=False)
@@ -29,31 +38,70 @@ class Credentials:
     generation: int
 
     def tag(self, label: str, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of these bytes with this label."""
+        """Return the HMAC-SHA256 of these bytes with this label."""
         mac = hmac.new(self.secret, digestmod=hashlib.sha256)
         for part in (b"hvdkit 1", self.job.encode(), str(self.generation).encode(), label.encode(), *parts):
             mac.update(len(part).to_bytes(8, "big") + part)  # so that two parts cannot be taken for others
         return mac.digest()
 
     def seal(self, label: str, value: bytes) -> bytes:
-        """The bytes and, behind them, what proves them."""
+        """Return the bytes and, behind them, their tag."""
         return value + self.tag(label, value)
 
     def unseal(self, label: str, sealed: bytes) -> bytes:
-        """What was sealed. Raises NotAuthenticError before anybody has looked at it."""
+        """Return the bytes that were sealed. Raises NotAuthenticError before anything reads them."""
         value, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(tag, self.tag(label, value)):
             raise NotAuthenticError(label)
         return value
 
     def for_session(self, nonces: Sequence[bytes]) -> Credentials:
-        """The same with a secret that holds only between those who have just told these nonces, in rank order."""
+        """Return credentials with a secret that holds only between the ranks with these nonces, in rank order."""
         return replace(self, secret=self.tag("session", *nonces))
 
     def shown_by(self, rank: int, to: int) -> bytes:
-        """What ``rank`` sends first over its connection ``to`` another one."""
+        """Return the bytes that ``rank`` sends first over its connection ``to`` another rank."""
         return self.tag("connection", str(rank).encode(), str(to).encode())
 
 
 def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
+
+
+def _proof(session: Credentials, label: str, initiator: int, responder: int, *nonces: bytes) -> bytes:
+    return session.tag(f"control {label}", str(initiator).encode(), str(responder).encode(), *nonces)
+
+
+class Initiator:
+    """The handshake of rank ``me``, which connects to ``peer`` and begins with ``hello``."""
+
+    def __init__(self, session: Credentials, me: int, peer: int) -> None:
+        self._session, self._me, self._peer = session, me, peer
+        self._nonce = new_nonce()
+        self.hello = _HELLO.pack(me, self._nonce)
+
+    def proof(self, answer: bytes) -> bytes:
+        """Return the proof that admits this rank. Raises NotAuthenticError if the answer is not from ``peer``."""
+        peers_nonce, proof = _ANSWER.unpack(answer)
+        nonces = self._nonce, peers_nonce
+        if not hmac.compare_digest(proof, _proof(self._session, "connected to", self._me, self._peer, *nonces)):
+            raise NotAuthenticError("who answers in its place does not know the session's secret")
+        return _proof(self._session, "connects", self._me, self._peer, *nonces)
+
+
+class Responder:
+    """The handshake of rank ``me`` of ``size`` with a process that sent ``hello`` and gets ``answer``."""
+
+    def __init__(self, session: Credentials, me: int, size: int, hello: bytes) -> None:
+        self._rank: int
+        self._rank, peers_nonce = _HELLO.unpack(hello)
+        self._size = size
+        nonces = peers_nonce, new_nonce()
+        self.answer = _ANSWER.pack(nonces[1], _proof(session, "connected to", self._rank, me, *nonces))
+        self._expected = _proof(session, "connects", self._rank, me, *nonces)
+
+    def admitted(self, proof: bytes) -> int:
+        """Return the rank that has connected. Raises NotAuthenticError if it is no rank of the session."""
+        if not hmac.compare_digest(proof, self._expected) or self._rank >= self._size:
+            raise NotAuthenticError(f"who connected as rank {self._rank} is none of this session")
+        return self._rank

@@ -1,4 +1,4 @@
-"""Where this rank listens: on one address, which is the loopback if all ranks are on one host."""
+"""The address on which this rank listens, which is the loopback if all ranks are on one host."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger("hvdkit")
 
 
 def on_one_host(world: World) -> bool:
-    """Whether all ranks are known to be on one host: the launcher says so, or they meet on a loopback."""
+    """True if all ranks are known to be on one host: the launcher says so, or they meet on a loopback."""
     meets_here = world.rendezvous is not None and is_loopback(world.rendezvous.host)
     return meets_here or world.local_size == world.size
 
 
 def addresses_for(world: World) -> list[str]:
-    """This rank's addresses for the other ranks: of each named interface, else a single one.
+    """Return this rank's addresses for the other ranks: of each named interface, else a single address.
 
     Raises TransportUnavailableError if an interface that was named is not there.
     """
@@ -45,7 +45,7 @@ def addresses_for(world: World) -> list[str]:
 
 
 def meeting_addresses(world: World, host: str) -> tuple[str, str]:
-    """For a meeting place that a user or a launcher named: the host to connect to, and where rank 0 listens for that.
+    """Return the host to connect to, and where rank 0 listens for that, for a meeting place that a user named.
 
     Both are the same on all ranks of a host. Raises TransportUnavailableError for a name that is not known here.
     """
@@ -71,9 +71,9 @@ def meeting_addresses(world: World, host: str) -> tuple[str, str]:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on this address only; port 0 takes one that is free.
+    """Return a socket that listens on this address only; port 0 takes a free port.
 
-    Raises TransportUnavailableError where somebody else has it.
+    Raises TransportUnavailableError where another program has the port.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -1,4 +1,4 @@
-"""Where the ranks of the ``torch`` transport meet: one store, found by each launcher's own way."""
+"""The store at which the ranks of the ``torch`` transport meet, found by each launcher's own way."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hvdkit.environments.network import job_secret
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.mpi import MEETING_TAG, start_mpi
-from hvdkit.transports.security.admission import STRANGERS
 from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.security.listening import addresses_for, listen, meeting_addresses
-from hvdkit.transports.security.meeting_store import MeetingStore, Server, connect
+from hvdkit.transports.security.sealed_store import STRANGERS
+from hvdkit.transports.security.store import RendezvousStore, StoreServer, connect
 
-# By their place. They live as long as the process: a second hvd.init(), also of some of the ranks, meets at the same
-# one, over the connections of the first.
+# By host and port. They live as long as the process: a second hvd.init(), also of some of the ranks, meets at the same
+# store, over the connections of the first.
 _stores: dict[tuple[str, int], Any] = {}
-_servers: dict[tuple[str, int], Server] = {}
+_servers: dict[tuple[str, int], StoreServer] = {}
 
-# More than an address and a port ever need, or an error that says why there are none.
+# More than an address ever needs, or an error that says why there is none.
 ADDRESS_BYTES = 1024
 SECRET_BYTES = 32
 ADDRESS_TAG = MEETING_TAG + 1
@@ -38,7 +38,7 @@ ADDRESS_LABEL = "where the store is"
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """None: another place is not where the launcher said."""
+        """Follow no redirection: another server is not the launcher's."""
 
 
 # Neither a proxy, which is for other networks, nor a redirection comes between a rank and its launcher.
@@ -46,24 +46,24 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 
 
 def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[Any, bytes | None]:
-    """A store that all ranks of ``world`` reach, with keys of this job and generation only; and the job's secret.
+    """Return a store that all ranks of ``world`` reach, for this job and generation only, and the job's secret.
 
-    Raises TransportUnavailableError where the launcher gave no meeting place or nobody answers there in time.
+    Raises TransportUnavailableError where the launcher gave no meeting place or no store answers there in time.
     """
     prefix = f"hvdkit/{world.job}/{generation}"
     secret = job_secret()
     if dist.is_initialized():
-        # The user's own process group knows where to meet; its store is shared, its collectives are left alone.
+        # The store of the user's own process group is shared, its collectives are left alone.
         from torch.distributed.distributed_c10d import _get_default_store
 
         return PrefixStore(prefix, _get_default_store()), secret
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
-        rendezvous, made = _meet_through_mpi(world, generation, timeout_seconds)
+        rendezvous, made = _rendezvous_by_mpi(world, generation, timeout_seconds)
         secret = secret or made
     elif rendezvous is not None and rendezvous.kind == "http":
         credentials = None if secret is None else Credentials(secret, world.job, generation)
-        rendezvous = _meet_through_http(world, rendezvous, prefix, credentials, timeout_seconds)
+        rendezvous = _rendezvous_by_http(world, rendezvous, prefix, credentials, timeout_seconds)
     if rendezvous is None:
         raise TransportUnavailableError(
             f"launcher {world.launcher!r} does not say where the ranks of the torch transport can meet.\n"
@@ -77,7 +77,7 @@ def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeou
     others = set(world.launched) - {me}
     server = _servers.get(key)
     if server is not None:
-        # Ranks that took no part in the jobs before come to the port that was closed.
+        # Ranks that took no part in earlier jobs need the port that was closed.
         server.expect(others, listen(*server.address) if server.lacks(others) else None)
     if key in _stores and not getattr(_stores[key], "is_broken", False):
         return _stores[key]
@@ -92,9 +92,9 @@ def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeou
     elif rendezvous.kind == "fd" and world.rank == 0:
         listener = socket.socket(fileno=rendezvous.listen_fd)
     if listener is not None:
-        _servers[key] = server = Server(session, listener.getsockname()[:2])
+        _servers[key] = server = StoreServer(session, listener.getsockname()[:2])
         server.expect(others, listener)
-        _stores[key] = MeetingStore(server.values, timeout_seconds)
+        _stores[key] = RendezvousStore(server, timeout_seconds)
         return _stores[key]
     try:
         _stores[key] = connect(session, me, (host, rendezvous.port), timeout_seconds)
@@ -106,16 +106,16 @@ def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeou
     return _stores[key]
 
 
-def strangers_instead_of(world: World) -> list[int]:
-    """Return the ranks that have not come, but that somebody said to be who did not know the job's secret."""
+def refused_ranks(world: World) -> list[int]:
+    """Return the ranks that have not come, but in whose place a process without the job's secret was refused."""
     refused = {rank for server in _servers.values() for rank in server.refused if server.lacks([rank])}
     return [rank for rank, launched in enumerate(world.launched) if launched in refused]
 
 
 def _agents_store(world: World, rendezvous: Rendezvous, timeout_seconds: float) -> Any:
     timeout = timedelta(seconds=timeout_seconds)
-    place = f"{rendezvous.host}:{rendezvous.port}"
-    late = f"rank {world.rank} was not answered by the store at {place}, of the launcher.\n{STOPPED}"
+    address = f"{rendezvous.host}:{rendezvous.port}"
+    late = f"rank {world.rank} was not answered by the store at {address}, of the launcher.\n{STOPPED}"
     try:
         with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
             return TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -134,19 +134,19 @@ def _unreached(
     )
 
 
-def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
-    """Under mpirun with HVDKIT_TRANSPORT=torch: rank 0 picks an address and a secret, MPI tells the others."""
+def _rendezvous_by_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
+    """Meet under mpirun with HVDKIT_TRANSPORT=torch: rank 0 sends an address and a secret to the others by MPI."""
     MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
     served, message = None, bytearray(ADDRESS_BYTES)
-    # What an earlier start of these ranks, or of others, left behind is not this one's.
-    meeting = hashlib.sha256(repr((list(world.launched), generation)).encode()).hexdigest().encode() + b" "
+    # Tells this start from messages that an earlier start of these ranks, or of others, left behind.
+    label = hashlib.sha256(repr((list(world.launched), generation)).encode()).hexdigest().encode() + b" "
     if world.rank == 0:
         try:
-            served = _serve(addresses_for(world)[0])
+            served = _listening_rendezvous(addresses_for(world)[0])
             words = f"{secrets.token_hex(SECRET_BYTES)} {served.host} {served.port}"
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
-        message[:] = (meeting + words.encode())[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
+        message[:] = (label + words.encode())[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
     late = (
         f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
     )
@@ -154,13 +154,13 @@ def _meet_through_mpi(world: World, generation: int, timeout_seconds: float) -> 
         if world.rank == 0:
             sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, ADDRESS_TAG) for rank in world.launched[1:]]
             MPI.Request.Waitall(sent)
-        while not message.startswith(meeting):
+        while not message.startswith(label):
             MPI.COMM_WORLD.Recv([message, MPI.BYTE], world.launched[0], ADDRESS_TAG)
-    said = bytes(message).removeprefix(meeting)
-    if said.startswith(b"!"):
-        raise TransportUnavailableError(said.decode(errors="replace").strip("! "))
-    secret, _, address = said.partition(b" ")
-    return served or _rendezvous_at(address), secret
+    received = bytes(message).removeprefix(label)
+    if received.startswith(b"!"):
+        raise TransportUnavailableError(received.decode(errors="replace").strip("! "))
+    secret, _, address = received.partition(b" ")
+    return served or _parsed_rendezvous(address), secret
 
 
 def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableError:
@@ -171,8 +171,8 @@ def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableE
     )
 
 
-def _rendezvous_at(words: bytes) -> Rendezvous:
-    """Where rank 0 says that its store is."""
+def _parsed_rendezvous(words: bytes) -> Rendezvous:
+    """Return the address of rank 0's store from rank 0's words."""
     try:
         host, port = words.decode().split()
         return Rendezvous("tcp", host, int(port))
@@ -183,19 +183,20 @@ def _rendezvous_at(words: bytes) -> Rendezvous:
         ) from None
 
 
-def _serve(address: str) -> Rendezvous:
+def _listening_rendezvous(address: str) -> Rendezvous:
+    """Return the address of a new listener, with its descriptor. The store closes it."""
     listener = listen(address)
     port = listener.getsockname()[1]
-    return Rendezvous("fd", address, port, listen_fd=listener.detach())  # the store closes it
+    return Rendezvous("fd", address, port, listen_fd=listener.detach())
 
 
-def _meet_through_http(
+def _rendezvous_by_http(
     world: World, rendezvous: Rendezvous, prefix: str, credentials: Credentials | None, timeout_seconds: float
 ) -> Rendezvous:
-    """Under horovodrun's Gloo mode: rank 0 publishes where its store is at horovodrun's key-value server."""
+    """Meet in horovodrun's Gloo mode: rank 0 publishes its store's address at horovodrun's key-value server."""
     url = f"http://{rendezvous.host}:{rendezvous.port}/{prefix.replace('/', '.')}/store"
     if world.rank == 0:
-        served = _serve(addresses_for(world)[0])
+        served = _listening_rendezvous(addresses_for(world)[0])
         words = f"{served.host} {served.port}".encode()
         data = words if credentials is None else credentials.seal(ADDRESS_LABEL, words)
         try:
@@ -208,7 +209,7 @@ def _meet_through_http(
         try:
             with _OPENER.open(url, timeout=timeout_seconds) as answer:
                 words = answer.read(ADDRESS_BYTES)
-            return _rendezvous_at(words if credentials is None else credentials.unseal(ADDRESS_LABEL, words))
+            return _parsed_rendezvous(words if credentials is None else credentials.unseal(ADDRESS_LABEL, words))
         except NotAuthenticError:
             raise AuthenticationError(
                 f"what is at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"

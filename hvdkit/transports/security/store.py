@@ -1,8 +1,8 @@
 """The store where the ranks of a job meet. Rank 0 serves it to processes that prove the job's secret, to no others.
 
-PyTorch's TCPStore keeps what anybody sends. Here a connection begins with the proofs of ``greeting``, of fixed length;
-before that nothing is kept of it, and it has a few seconds. The port is closed as soon as all ranks have connected:
-what ranks ask for later goes over these connections.
+PyTorch's TCPStore keeps what anybody sends. Here a connection begins with the handshake of ``credentials``, of fixed
+length, within a few seconds; nothing is kept of it before. When all ranks have connected, the port is closed: later
+requests go over these connections.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -20,19 +21,26 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from hvdkit.errors import AuthenticationError, PeerLostError
-from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
-from hvdkit.transports.security.greeting import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Connected, Connecting
+from hvdkit.transports.security.credentials import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    Credentials,
+    Initiator,
+    NotAuthenticError,
+    Responder,
+)
+from hvdkit.transports.security.sealed_store import pause
 
 STORE = (1 << 32) - 1  # the server's number in proofs, which no rank has
 SET, GET, CHECK = range(3)
-_REQUEST = struct.Struct("<BII")  # what is asked, bytes of the keys, bytes of the value
-_ANSWER = struct.Struct("<BI")  # whether all keys are there, bytes of what follows
+_REQUEST = struct.Struct("<BII")  # SET, GET or CHECK, bytes of the keys, bytes of the value
+_ANSWER = struct.Struct("<BI")  # whether all keys are there, bytes of their values
 _LENGTH = struct.Struct("<I")
 LONGEST = 1 << 24  # of a request: the keys of some ten thousand ranks
-GREETING_SECONDS = 10.0
-STRANGERS = 64  # connections that have proved nothing, beside those of the ranks that are expected
-RETRY_SECONDS = 0.05
-SHORTEST_PAUSE, LONGEST_PAUSE, PAUSE_OF_WAIT = 0.002, 0.25, 1 / 8
+HANDSHAKE_SECONDS, RETRY_SECONDS = 10.0, 0.05
+MOST_UNPROVED = 64  # connections that have proved nothing, beside those of the ranks that are expected
+MOST_BEFORE = HELLO_BYTES + PROOF_BYTES  # that a connection sends before it is admitted
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:
@@ -48,43 +56,26 @@ def _split(joined: bytes) -> list[bytes]:
     return parts
 
 
-class _Values:
-    """What ranks have said, by key."""
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-        self._lock = threading.Lock()
-
-    def answer(self, what: int, keys: bytes, value: bytes) -> tuple[bool, bytes]:
-        """Return whether all keys are there, and their values if these are asked for."""
-        names = _split(keys)
-        with self._lock:
-            if what == SET:
-                self._values[names[0]] = value
-                return True, b""
-            is_there = all(name in self._values for name in names)
-            return is_there, _joined([self._values[name] for name in names]) if is_there and what == GET else b""
-
-
+@dataclass(eq=False)
 class _Client:
-    """A connection to the server: a greeting, then requests."""
+    """A connection to the server: a handshake, then requests."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.deadline = monotonic() + GREETING_SECONDS
-        self.received = bytearray()
-        self.greeting: Connected | None = None
-        self.claimed = -1  # the rank that it says to be
-        self.is_admitted = False
+    connection: socket.socket
+    deadline: float  # of the handshake
+    received: bytearray = field(default_factory=bytearray)
+    handshake: Responder | None = None
+    claimed: int = -1  # the rank that the client says to be
+    is_admitted: bool = False
 
 
-class Server:
+class StoreServer:
     """The thread of rank 0 that answers ranks, as long as the process lives: jobs of other ranks may meet there."""
 
     def __init__(self, session: Credentials, address: tuple[str, int]) -> None:
-        self.values = _Values()
-        self.address = address  # where it listens as long as ranks are expected
-        self.refused: set[int] = set()  # ranks that somebody said to be who did not know the secret
+        self._values: dict[bytes, bytes] = {}
+        self._values_lock = threading.Lock()
+        self.address = address  # of the listener, which is open as long as ranks are expected
+        self.refused: set[int] = set()  # ranks that a client without the secret said to be
         self._session = session
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
@@ -92,11 +83,11 @@ class Server:
         self._expected: set[int] = set()
         self._wakes, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._lock = threading.Lock()  # of what ranks are expected, and so of the listener
+        self._lock = threading.Lock()  # of the expected ranks, and so of the listener
         threading.Thread(target=self._serve, name="store of hvdkit", daemon=True).start()
 
     def expect(self, ranks: Collection[int], listener: socket.socket | None) -> None:
-        """Let these ranks in, by ``listener``, which is closed when all have come."""
+        """Admit these ranks, by ``listener``, which is closed when all have come."""
         with self._lock:
             self._expected |= set(ranks)
             if listener is not None:
@@ -105,9 +96,19 @@ class Server:
             self._close_if_complete()
         self._wakes.send(b"\0")
 
+    def answer(self, request: int, keys: bytes, value: bytes) -> tuple[bool, bytes]:
+        """Return whether all keys are there, and for GET their values."""
+        names = _split(keys)
+        with self._values_lock:
+            if request == SET:
+                self._values[names[0]] = value
+                return True, b""
+            is_there = all(name in self._values for name in names)
+            return is_there, _joined([self._values[name] for name in names]) if is_there and request == GET else b""
+
     def lacks(self, ranks: Collection[int]) -> bool:
-        """True if some of these ranks are not connected, as one that has died and is started anew."""
-        connected = {one.claimed for one in list(self._clients.values()) if one.is_admitted}
+        """True if some of these ranks are not connected, as a rank that has died and is started anew."""
+        connected = {client.claimed for client in list(self._clients.values()) if client.is_admitted}
         return not connected.issuperset(ranks)
 
     def _serve(self) -> None:
@@ -117,74 +118,73 @@ class Server:
                     self._woken.recv(1)
                 elif key.fileobj is self._listener:
                     self._accept()
-                else:
-                    client = self._clients.get(key.fileobj)  # type: ignore[call-overload]
-                    if client is not None and not self._hear(client):
-                        self._drop(client)
-            now = monotonic()
-            for client in [one for one in self._clients.values() if not one.is_admitted and now > one.deadline]:
-                self._drop(client)
+                elif (client := self._clients.get(key.fileobj)) and not self._receive(client):  # type: ignore[call-overload]
+                    self._drop(client)
+            for client in self._unproved():
+                if monotonic() > client.deadline:
+                    self._drop(client)
+
+    def _unproved(self) -> list[_Client]:
+        return [client for client in self._clients.values() if not client.is_admitted]
 
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # whoever connected has gone, or this process has no descriptor left
+        except OSError:  # the client has gone, or this process has no descriptor left
             sleep(RETRY_SECONDS)
             return
-        strangers = [one for one in self._clients.values() if not one.is_admitted]
-        if len(strangers) >= STRANGERS + len(self._expected):
-            self._drop(strangers[0])
-        connection.settimeout(GREETING_SECONDS)
+        if len(unproved := self._unproved()) >= MOST_UNPROVED + len(self._expected):
+            self._drop(unproved[0])
+        connection.settimeout(HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._clients[connection] = _Client(connection)
+        self._clients[connection] = _Client(connection, monotonic() + HANDSHAKE_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _drop(self, client: _Client) -> None:
-        if client.greeting is not None and not client.is_admitted:
+        if client.handshake is not None and not client.is_admitted:
             self.refused.add(client.claimed)
         self._selector.unregister(client.connection)
         del self._clients[client.connection]
         client.connection.close()
 
-    def _hear(self, client: _Client) -> bool:
-        """Take what has come over a connection. Returns whether it may stay."""
+    def _receive(self, client: _Client) -> bool:
+        """Receive from a connection. Returns whether it may stay."""
         try:
-            data = client.connection.recv(1 << 16 if client.is_admitted else HELLO_BYTES + PROOF_BYTES)
-            client.received += data
-            return bool(data) and (client.is_admitted or self._greet(client)) and self._answer(client)
+            client.received += (data := client.connection.recv(1 << 16 if client.is_admitted else MOST_BEFORE))
+            return bool(data) and (client.is_admitted or self._shake_hands(client)) and self._answer(client)
         except (OSError, NotAuthenticError):
             return False
 
-    def _greet(self, client: _Client) -> bool:
-        """Go on with a greeting. False for too many bytes."""
-        if client.greeting is None and len(client.received) >= HELLO_BYTES:
+    def _shake_hands(self, client: _Client) -> bool:
+        """Go on with a handshake. Returns False for too many bytes."""
+        if client.handshake is None and len(client.received) >= HELLO_BYTES:
             hello = bytes(client.received[:HELLO_BYTES])
             del client.received[:HELLO_BYTES]
             client.claimed = int.from_bytes(hello[:4], "little")
-            client.greeting = Connected(self._session, STORE, max(self._expected) + 1, hello)
-            client.connection.sendall(client.greeting.answer)
-        if client.greeting is not None and len(client.received) >= PROOF_BYTES:
-            client.greeting.admitted(bytes(client.received[:PROOF_BYTES]))
+            client.handshake = Responder(self._session, STORE, max(self._expected) + 1, hello)
+            client.connection.sendall(client.handshake.answer)
+        if client.handshake is not None and len(client.received) >= PROOF_BYTES:
+            client.handshake.admitted(bytes(client.received[:PROOF_BYTES]))
             del client.received[:PROOF_BYTES]
             client.is_admitted = True
             with self._lock:
                 self._close_if_complete()
-        return client.is_admitted or len(client.received) < HELLO_BYTES + PROOF_BYTES
+        return client.is_admitted or len(client.received) < MOST_BEFORE
 
     def _close_if_complete(self) -> None:
         if self._listener is not None and not self.lacks(self._expected):
             self._selector.unregister(self._listener)
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # for those who have inherited it, too
+                self._listener.shutdown(socket.SHUT_RDWR)  # for processes that have inherited it, too
             self._listener.close()
             self._listener = None
 
     def _answer(self, client: _Client) -> bool:
-        """Answer the requests that have come whole. False for one that is too long."""
+        """Answer the requests that have come whole. Returns False for a request that is too long."""
         received = client.received
         while client.is_admitted and len(received) >= _REQUEST.size:
-            what, keys, value = _REQUEST.unpack_from(received)
+            request, keys, value = _REQUEST.unpack_from(received)
             if keys + value > LONGEST:
                 return False
             end = _REQUEST.size + keys + value
@@ -192,65 +192,65 @@ class Server:
                 break
             parts = bytes(received[_REQUEST.size : _REQUEST.size + keys]), bytes(received[end - value : end])
             del received[:end]
-            is_there, found = self.values.answer(what, *parts)
-            client.connection.sendall(_ANSWER.pack(is_there, len(found)) + found)
+            is_there, values = self.answer(request, *parts)
+            client.connection.sendall(_ANSWER.pack(is_there, len(values)) + values)
         return True
 
 
-class MeetingStore(Store):
-    """A rank's way to the store: the server's memory on rank 0, else a connection to it.
+class RendezvousStore(Store):
+    """The store as a rank uses it: the server's memory on rank 0, else a connection to it.
 
     Raises PeerLostError where the server is gone, RuntimeError where keys are not there in time.
     """
 
-    def __init__(self, asks: _Values | socket.socket, timeout_seconds: float) -> None:
+    def __init__(self, server: StoreServer | socket.socket, timeout_seconds: float) -> None:
         super().__init__()
-        self._asks = asks
+        self._server = server
         self._timeout_seconds = timeout_seconds
         self.is_broken = False
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(SET, [key], value.encode() if isinstance(value, str) else bytes(value))
+        self._request(SET, [key], value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.wait(keys)
-        return _split(self._ask(GET, keys)[1])
+        return _split(self._request(GET, keys)[1])
 
     def has_extended_api(self) -> bool:
         return True
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask(CHECK, keys)[0]
+        return self._request(CHECK, keys)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
         began = monotonic()
-        # Asked again and again: a call that waits would keep the store from the other threads of this process.
+        # A request that waits would keep the store from the other threads of this process.
         while not self.check(keys):
             waited = monotonic() - began
             if waited > seconds:
                 raise RuntimeError(f"the store did not have {keys[:8]} within {seconds:g} s")
-            sleep(min(max(waited * PAUSE_OF_WAIT, SHORTEST_PAUSE), LONGEST_PAUSE))
+            pause(waited)
 
-    def _ask(self, what: int, keys: Sequence[str], value: bytes = b"") -> tuple[bool, bytes]:
+    def _request(self, request: int, keys: Sequence[str], value: bytes = b"") -> tuple[bool, bytes]:
         joined = _joined([key.encode() for key in keys])
-        if isinstance(self._asks, _Values):
-            return self._asks.answer(what, joined, value)
+        if isinstance(self._server, StoreServer):
+            return self._server.answer(request, joined, value)
         with self._lock:
             try:
-                # Until the answer is there: an answer that comes later does not belong to the next request.
+                # Until the answer is there: a late answer does not belong to the next request.
                 self.is_broken = True
-                self._asks.sendall(_REQUEST.pack(what, len(joined), len(value)) + joined + value)
-                is_there, length = _ANSWER.unpack(_received(self._asks, _ANSWER.size))
-                found = _received(self._asks, length)
+                self._server.sendall(_REQUEST.pack(request, len(joined), len(value)) + joined + value)
+                is_there, length = _ANSWER.unpack(_received(self._server, _ANSWER.size))
+                values = _received(self._server, length)
                 self.is_broken = False
-                return bool(is_there), found
+                return bool(is_there), values
             except OSError as error:
-                self._asks.close()
+                self._server.close()
                 raise PeerLostError(f"rank 0, which serves the store, does not answer: {error}", rank=0) from error
 
 
@@ -265,12 +265,11 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
     return bytes(received)
 
 
-def connect(session: Credentials, me: int, address: tuple[str, int], timeout_seconds: float) -> MeetingStore:
+def connect(session: Credentials, me: int, address: tuple[str, int], timeout_seconds: float) -> RendezvousStore:
     """Connect to the store of rank 0, which may start later.
 
-    Raises:
-        AuthenticationError: what listens there does not know the secret.
-        OSError: nothing that listens there has let this rank in.
+    Raises AuthenticationError if the process that listens there does not know the secret, OSError if none admits this
+    rank in time.
     """
     deadline = monotonic() + timeout_seconds
     while True:
@@ -278,11 +277,11 @@ def connect(session: Credentials, me: int, address: tuple[str, int], timeout_sec
         try:
             connection = socket.create_connection(address, timeout=max(deadline - monotonic(), RETRY_SECONDS))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = Connecting(session, me, STORE)
-            connection.sendall(greeting.hello)
-            connection.sendall(greeting.proof(_received(connection, ANSWER_BYTES)))
+            handshake = Initiator(session, me, STORE)
+            connection.sendall(handshake.hello)
+            connection.sendall(handshake.proof(_received(connection, ANSWER_BYTES)))
             connection.settimeout(timeout_seconds)
-            return MeetingStore(connection, timeout_seconds)
+            return RendezvousStore(connection, timeout_seconds)
         except NotAuthenticError:
             connection.close()
             raise AuthenticationError("who says to be rank 0 does not know the job's secret.") from None

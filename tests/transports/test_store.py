@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hvdkit.errors import AuthenticationError
-from hvdkit.transports.security import meeting_store
-from hvdkit.transports.security.credentials import Credentials
-from hvdkit.transports.security.greeting import PROOF_BYTES, Connecting
+from hvdkit.transports.security import store as store_module
+from hvdkit.transports.security.credentials import PROOF_BYTES, Credentials, Initiator
 from hvdkit.transports.security.listening import listen
-from hvdkit.transports.security.meeting_store import STORE, MeetingStore, Server, connect
+from hvdkit.transports.security.store import STORE, RendezvousStore, StoreServer, connect
 
 SECONDS = 20.0
 SESSION = Credentials(b"a secret of this job", "job", 0)
@@ -30,10 +29,10 @@ class Place:
         listener = listen("127.0.0.1")
         self.copy = os.dup(listener.fileno())
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        self.server = Server(SESSION, self.address)
+        self.server = StoreServer(SESSION, self.address)
         self.server.expect(OTHERS, listener)
 
-    def connect(self, rank: int) -> MeetingStore:
+    def connect(self, rank: int) -> RendezvousStore:
         return connect(SESSION, rank, self.address, SECONDS)
 
     def is_closed(self) -> bool:
@@ -57,7 +56,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_all_ranks_read_what_one_has_set_and_the_port_is_closed_though_others_have_inherited_it(place):
-    ranks = [MeetingStore(place.server.values, SECONDS), *(place.connect(rank) for rank in OTHERS)]
+    ranks = [RendezvousStore(place.server, SECONDS), *(place.connect(rank) for rank in OTHERS)]
     for number, rank in enumerate(ranks):
         rank.set(f"key {number}", f"value {number}")
     assert [rank.multi_get(["key 0", "key 1", "key 2"]) for rank in ranks] == [[b"value 0", b"value 1", b"value 2"]] * 3
@@ -66,7 +65,7 @@ def test_all_ranks_read_what_one_has_set_and_the_port_is_closed_though_others_ha
 
 def test_the_port_stays_open_for_a_rank_that_is_started_anew(place):
     dead = place.connect(1)
-    dead._asks.close()
+    dead._server.close()
     until(lambda: place.server.lacks([1]))
     second = place.connect(2)
     first = place.connect(1)
@@ -96,8 +95,8 @@ def test_what_a_stranger_sends_is_not_kept(place, begin):
 
 
 def test_a_stranger_who_cannot_prove_the_secret_stores_nothing(place):
-    side = Connecting(Credentials(b"a guess", "job", 0), 1, STORE)
-    request = meeting_store._REQUEST.pack(meeting_store.SET, 0, 0)
+    side = Initiator(Credentials(b"a guess", "job", 0), 1, STORE)
+    request = store_module._REQUEST.pack(store_module.SET, 0, 0)
     with socket.create_connection(place.address, timeout=SECONDS) as connection:
         connection.sendall(side.hello)
         assert len(connection.recv(4096)) > 0
@@ -111,7 +110,7 @@ def test_a_stranger_who_cannot_prove_the_secret_stores_nothing(place):
 
 
 def test_connections_that_say_nothing_keep_no_rank_out(place, monkeypatch):
-    monkeypatch.setattr(meeting_store, "STRANGERS", 8)
+    monkeypatch.setattr(store_module, "MOST_UNPROVED", 8)
     with contextlib.ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(socket.create_connection(place.address, timeout=SECONDS))
