@@ -18,77 +18,79 @@ from typing import Any, cast
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.chunks import scale_in_place
+from hvdkit.collectives.exchange import scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Cast, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
+from hvdkit.compression import CASTS, Cast, Codec, CodecState, LinearCodec, LossyCodec, PayloadCodec, frames
 from hvdkit.compression.lossy import as_float32
-from hvdkit.compression.memory import TURN
+from hvdkit.compression.state import TURN
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Bytes, Transfer
 
 
 def allreduce_encoded(
-    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Codec, tag: int, memory: Memory | None
+    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Codec, tag: int, state: CodecState | None
 ) -> Steps[None]:
     """Replace ``flat`` by ``scale * (op over all ranks)``, by the algorithm that goes with the codec.
 
-    Uses ``tag`` and ``tag + 1``, lossy codecs four tags. These need a sum, and a memory of these elements if they keep
+    Uses ``tag`` and ``tag + 1``, lossy codecs four tags. These need a sum, and a state of these elements if they keep
     anything; values of other floating types they convert to float32 and back. On one rank nothing travels, so nothing
     is encoded. Raises PayloadError where a payload does not arrive as it was sent.
     """
     if not codec.encodes:
-        return _allreduce_cast(group, flat, op, scale, cast("Cast", codec), tag, memory)
+        return _allreduce_cast(group, flat, op, scale, cast("Cast", codec), tag, state)
     assert op == ReduceOp.SUM, op
-    return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, memory)
+    return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, state)
 
 
 def _allreduce_cast(
-    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, memory: Memory | None
+    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, state: CodecState | None
 ) -> Steps[None]:
-    if memory is None or not codec.room_bytes(flat) or group.size == 1:
+    if state is None or not codec.room_bytes(flat) or group.size == 1:
         yield from allreduce(group, flat, op, scale, codec, tag)
         return
     wire = Group(group.transport, group.members, group.choice)
     yield from allreduce(wire, flat, op, scale, codec, tag)
-    memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
-    memory.tally.bytes_after += wire.bytes_sent
+    state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
+    state.tally.bytes_after += wire.bytes_sent
     group.bytes_sent += wire.bytes_sent
 
 
 def _allreduce_lossy(
-    group: Group, flat: Array, scale: Scale, codec: LossyCodec, tag: int, memory: Memory | None
+    group: Group, flat: Array, scale: Scale, codec: LossyCodec, tag: int, state: CodecState | None
 ) -> Steps[None]:
     if group.size == 1 or not flat.size:
         scale_in_place(flat, scale)
         return
-    memory = memory or Memory(flat.size)
+    state = state or CodecState(flat.size)
     values = as_float32(flat)
-    memory.turn, memory.salt = int(memory.recall(TURN) or memory.turn), 2 * group.rank
+    state.turn, state.salt = int(state.recall(TURN) or state.turn), 2 * group.rank
     # Of its own, since others that are under way count what they send in this one.
     wire = Group(group.transport, group.members, group.choice)
     started = perf_counter()
-    codec.prepare(values, memory, group.size)
-    memory.tally.encode_seconds += perf_counter() - started
-    memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
+    codec.prepare(values, state, group.size)
+    state.tally.encode_seconds += perf_counter() - started
+    state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
     way, _ = codec.way(flat.size, group.size)
-    yield from _WAYS[way](wire, values, scale, codec, tag, memory)
-    memory.tally.bytes_after += wire.bytes_sent
+    yield from _WAYS[way](wire, values, scale, codec, tag, state)
+    state.tally.bytes_after += wire.bytes_sent
     group.bytes_sent += wire.bytes_sent
     if values is not flat:
         kernels.convert_into(flat, values)
-    memory.keep(TURN, memory.turn + 1)
+    state.keep(TURN, state.turn + 1)
 
 
-def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
+def _two_phase(
+    group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, state: CodecState
+) -> Steps[None]:
     me, bounds = group.rank, partition(values.size, group.size, values.itemsize)
     chunks = [values[begin:end] for begin, end in bounds]
-    wire = _Wire(group, codec, memory)
-    yield from _sum_own(wire, values, bounds, tag, memory)
+    wire = _Wire(group, codec, state)
+    yield from _sum_own(wire, values, bounds, tag, state)
     own, sends, sums = chunks[me], [], {}
     if own.size:
-        of_sum = memory.part(*bounds[me])
+        of_sum = state.part(*bounds[me])
         of_sum.salt += 1
         frame = wire.encode(own, of_sum)
         sends = wire.send(frame, own.size, group.peers, tag + 2)
@@ -99,13 +101,13 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
     wire.give_back()
 
 
-def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, memory: Memory) -> Steps[None]:
+def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, state: CodecState) -> Steps[None]:
     """Send everyone their chunk, and add to this rank's own what the others send for it, in their order."""
     sends, group = [], wire.group
     for peer in group.peers:
         begin, end = bounds[peer]
         if begin < end:
-            sends += wire.send(wire.encode(values[begin:end], memory.part(begin, end)), end - begin, [peer], tag)
+            sends += wire.send(wire.encode(values[begin:end], state.part(begin, end)), end - begin, [peer], tag)
     own = values[slice(*bounds[group.rank])]
     incoming = yield from wire.receive(dict.fromkeys(group.peers, own.size), sends, tag)
     for peer in sorted(incoming):
@@ -114,28 +116,28 @@ def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, memory: Memory)
 
 
 def compressed_reduce_scatter(
-    group: Group, flat: Array, bounds: Runs, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory
+    group: Group, flat: Array, bounds: Runs, scale: Scale, codec: PayloadCodec, tag: int, state: CodecState
 ) -> Steps[Array]:
     """This rank's run of ``flat``, in float32: ``scale`` times the sum of all ranks' runs. Uses ``tag``, ``tag + 1``.
 
     The first phase of two: each rank's own run is added as it is, and nothing is kept.
     """
     values = as_float32(flat)
-    memory.salt = 2 * group.rank
+    state.salt = 2 * group.rank
     if group.size > 1:
         wire = Group(group.transport, group.members, group.choice)
-        yield from _sum_own(_Wire(wire, codec, memory), values, bounds, tag, memory)
-        memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size) / 2
-        memory.tally.bytes_after += wire.bytes_sent
+        yield from _sum_own(_Wire(wire, codec, state), values, bounds, tag, state)
+        state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size) / 2
+        state.tally.bytes_after += wire.bytes_sent
         group.bytes_sent += wire.bytes_sent
     own = values[slice(*bounds[group.rank])]
     scale_in_place(own, scale)
     return own
 
 
-def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
-    wire = _Wire(group, codec, memory)
-    own = wire.encode(values, memory)
+def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, state: CodecState) -> Steps[None]:
+    wire = _Wire(group, codec, state)
+    own = wire.encode(values, state)
     sends = wire.send(own, values.size, group.peers, tag)
     incoming = yield from wire.receive(dict.fromkeys(group.peers, values.size), sends, tag)
     incoming[group.rank] = own
@@ -143,8 +145,8 @@ def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag:
     wire.give_back()
 
 
-def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, memory: Memory) -> Steps[None]:
-    vectors, tally = codec.sums(values, scale, memory), memory.tally
+def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, state: CodecState) -> Steps[None]:
+    vectors, tally = codec.sums(values, scale, state), state.tally
     while True:
         started = perf_counter()
         vector = next(vectors, None)
@@ -158,7 +160,7 @@ def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: in
 
 
 # By what LossyCodec.way answers.
-_WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, Memory], Steps[None]]] = {
+_WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, CodecState], Steps[None]]] = {
     "two_phase": _two_phase,
     "gather": _gather,
     "sums": _sums,
@@ -171,8 +173,8 @@ class _Wire:
     Of a frame whose length may vary, as many bytes travel at once as all expect of it; what is longer follows.
     """
 
-    def __init__(self, group: Group, codec: PayloadCodec, memory: Memory) -> None:
-        self.group, self._codec, self._tally = group, codec, memory.tally
+    def __init__(self, group: Group, codec: PayloadCodec, state: CodecState) -> None:
+        self.group, self._codec, self._tally = group, codec, state.tally
         self._identity = frames.identity(codec.summary)
         self._scratch: list[Bytes] = []
         self._rests: list[Transfer] = []  # what follows of frames that were sent
@@ -197,11 +199,11 @@ class _Wire:
             SCRATCH.give_back(scratch)
         self._scratch.clear()
 
-    def encode(self, values: Array, memory: Memory) -> Bytes:
+    def encode(self, values: Array, state: CodecState) -> Bytes:
         """The frame of some values plus their residual, in memory for the largest one."""
         started = perf_counter()
         frame = self._room(self._most(values.size))
-        nbytes = self._codec.encode_into(frame[frames.HEADER_BYTES :], values, memory)
+        nbytes = self._codec.encode_into(frame[frames.HEADER_BYTES :], values, state)
         frames.seal(frame, nbytes, values.size, self._identity)
         self._tally.encode_seconds += perf_counter() - started
         return frame

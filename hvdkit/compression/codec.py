@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.compression.memory import RESIDUAL
+from hvdkit.compression.state import RESIDUAL
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -28,7 +28,7 @@ class Codec(ABC):
     encodes: ClassVar[bool] = False  # as a LossyCodec: what it makes is summed in a way of its own, for floats only
     all_tensors: ClassVar[bool] = True  # whether it is for small tensors too, unless the user says otherwise
     whole_tensors: ClassVar[bool] = False  # whether it must see a tensor as a whole, not a part of it
-    lives_on_memory: ClassVar[bool] = False  # whether it is of no use where nothing is kept from step to step
+    needs_state: ClassVar[bool] = False  # whether it is of no use where nothing is kept from step to step
     has_momentum: ClassVar[bool] = False  # whether gradients get from it the momentum that the optimizer must not have
 
     @property
@@ -38,7 +38,7 @@ class Codec(ABC):
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """The arrays that a memory must have."""
+        """The arrays that a state must have."""
         return ()
 
     @property

@@ -14,8 +14,8 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.compression.checks import check_number
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import RESIDUAL, Memory
 from hvdkit.compression.sparse import TopK, pairs_in
+from hvdkit.compression.state import RESIDUAL, CodecState
 
 VELOCITY = "velocity"
 
@@ -47,7 +47,7 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     all_tensors: ClassVar[bool] = True
-    lives_on_memory: ClassVar[bool] = True
+    needs_state: ClassVar[bool] = True
     has_momentum: ClassVar[bool] = True
     has_device_twin: ClassVar[bool] = True
 
@@ -70,9 +70,9 @@ class DGC(TopK):
         """A gradient comes again with each turn of the velocity, 1 / (1 - momentum) times in the end."""
         return {RESIDUAL: 1.0 - self.momentum, VELOCITY: self.momentum}
 
-    def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
+    def prepare(self, values: Array, state: CodecState, ranks: int) -> None:
         """Add the gradient to the velocity and that to what is kept; of the gradient stays what is not finite."""
-        residual, velocity = memory.residual, memory.arrays.get(VELOCITY)
+        residual, velocity = state.residual, state.arrays.get(VELOCITY)
         if residual is None or velocity is None:  # of a rank that has closed its plan and gives zeros
             return
         if self.clip is not None:
@@ -84,10 +84,10 @@ class DGC(TopK):
         else:
             values[np.isfinite(values)] = 0.0
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """As top-k does; what is sent leaves the velocity."""
-        velocity = memory.arrays.get(VELOCITY)
-        nbytes = super().encode_into(payload, values, memory)
+        velocity = state.arrays.get(VELOCITY)
+        nbytes = super().encode_into(payload, values, state)
         pairs = pairs_in(payload)
         if velocity is not None and pairs is None:
             velocity[np.isfinite(values)] = 0.0

@@ -12,7 +12,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.compression.checks import check_choice, check_flag
 from hvdkit.compression.codec import Array, Codec
-from hvdkit.compression.memory import RESIDUAL, Memory
+from hvdkit.compression.state import RESIDUAL, CodecState
 from hvdkit.kernels import Scale
 
 BETWEEN_NODES, EVERYWHERE = "between_nodes", "everywhere"
@@ -22,7 +22,7 @@ BETWEEN_NODES, EVERYWHERE = "between_nodes", "everywhere"
 class LossyCodec(Codec):
     """Sends less than the sum of gradients, and keeps what it does not send.
 
-    With ``feedback``, what is not sent stays in the memory's residual and is added to the next gradient
+    With ``feedback``, what is not sent stays in the state's residual and is added to the next gradient
     (Seide et al., 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training
     of speech DNNs"; Karimireddy et al., 2019, "Error feedback fixes SignSGD and other gradient compression schemes").
     ``compress`` says where: "between_nodes" (within a node gradients are summed where they lie, which costs less than
@@ -68,10 +68,10 @@ class LossyCodec(Codec):
         """
 
     @abstractmethod
-    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
-        """About how many bytes stand for so many elements, at the memory's turn: the same on all ranks."""
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
+        """About how many bytes stand for so many elements, at the state's turn: the same on all ranks."""
 
-    def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
+    def prepare(self, values: Array, state: CodecState, ranks: int) -> None:
         """Change this rank's gradient, in place, before it is summed with those of ``ranks`` ranks."""
 
 
@@ -80,11 +80,11 @@ class LinearCodec(LossyCodec):
     """Sends vectors of which plain sums are taken, one after the other."""
 
     @abstractmethod
-    def sums(self, values: Array, scale: Scale, memory: Memory) -> Iterator[Array]:
+    def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
         """Replace ``values`` (flat float32) by ``scale`` times what stands for their sum over all ranks.
 
         Yields at most two flat float32 vectors, of lengths that all ranks know; whoever goes on has replaced each by
-        its sum over all ranks. ``memory`` says where the tensors are.
+        its sum over all ranks. ``state`` says where the tensors are.
         """
 
     def way(self, elements: int, ranks: int) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from hvdkit import kernels
 from hvdkit.compression.checks import check_integer, check_seed
 from hvdkit.compression.codec import Array
 from hvdkit.compression.lossy import LinearCodec
-from hvdkit.compression.memory import Key, Memory
+from hvdkit.compression.state import CodecState, Key
 from hvdkit.kernels import Scale
 
 RIGHT = "right"
@@ -43,7 +43,7 @@ class PowerSGD(LinearCodec):
 
     name: ClassVar[str] = "powersgd"
     whole_tensors: ClassVar[bool] = True
-    lives_on_memory: ClassVar[bool] = True
+    needs_state: ClassVar[bool] = True
     has_device_twin: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -55,9 +55,9 @@ class PowerSGD(LinearCodec):
         """How many vectors stand for a matrix; 0 where they would not be smaller."""
         return self.rank if self.rank * (rows + cols) < rows * cols else 0
 
-    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
         """Of all vectors; of the elements themselves where it is not told what tensors they are."""
-        return 4 * (elements if memory is None else sum(self.sent_elements(memory.matrices())))
+        return 4 * (elements if state is None else sum(self.sent_elements(state.matrices())))
 
     def sent_elements(self, matrices: list[tuple[int, int, int]]) -> tuple[int, int]:
         """How many numbers travel the first and the second time."""
@@ -68,33 +68,33 @@ class PowerSGD(LinearCodec):
             second += count * cols
         return first, second
 
-    def start(self, memory: Memory, begin: int, rows: int, cols: int) -> Array:
+    def start(self, state: CodecState, begin: int, rows: int, cols: int) -> Array:
         """The vectors as long as a row to begin with: the last step's; random ones, alike on all ranks, for zeros."""
         count = self.vectors(rows, cols)
-        kept = memory.shared.vectors.get(self.key(memory, begin, rows, cols))
+        kept = state.shared.vectors.get(self.key(state, begin, rows, cols))
         right = np.zeros(count * cols, dtype=np.float32) if kept is None else kept
         for k, vector in enumerate(right.reshape(count, cols)):
             if not vector.any():
-                drawn = np.random.Philox(key=self.seed, counter=[memory.turn, memory.begin + begin, k, 0])
+                drawn = np.random.Philox(key=self.seed, counter=[state.turn, state.begin + begin, k, 0])
                 vector[...] = np.random.Generator(drawn).random(cols) - 0.5
         return right
 
     @staticmethod
-    def key(memory: Memory, begin: int, rows: int, cols: int) -> Key:
+    def key(state: CodecState, begin: int, rows: int, cols: int) -> Key:
         """Where the vectors of a matrix are kept."""
-        return RIGHT, memory.begin + begin, memory.begin + begin + rows * cols
+        return RIGHT, state.begin + begin, state.begin + begin + rows * cols
 
-    def sums(self, values: Array, scale: Scale, memory: Memory) -> Iterator[Array]:
+    def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
         """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, as far as ``rank`` goes.
 
         Of each tensor what the result lacks is kept: what this rank's matrix is beyond the vectors that all agreed on.
         Where any rank's gradient is not finite, the tensor becomes NaN on all ranks, and all keep what they kept
         before, but for rounding.
         """
-        first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(memory.matrices()))
-        matrices = self._matrices(values, memory, first, second)
+        first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(state.matrices()))
+        matrices = self._matrices(values, state, first, second)
         for one in matrices:
-            self._project(one, memory)
+            self._project(one, state)
         yield first
         finite = [bool(np.isfinite(one.left).all()) for one in matrices]
         for one, good in zip(matrices, finite, strict=True):
@@ -107,30 +107,30 @@ class PowerSGD(LinearCodec):
         yield second
         for one, good, mine in zip(matrices, finite, own, strict=True):
             if one.is_product:
-                self._reconstruct(one, good and bool(np.isfinite(one.right).all()), mine, scale, memory)
+                self._reconstruct(one, good and bool(np.isfinite(one.right).all()), mine, scale, state)
             else:
                 kernels.scale_into(one.values, one.left, scale)
 
-    def _matrices(self, values: Array, memory: Memory, first: Array, second: Array) -> list[_Matrix]:
+    def _matrices(self, values: Array, state: CodecState, first: Array, second: Array) -> list[_Matrix]:
         matrices = []
         left = right = 0
-        for begin, rows, cols in memory.matrices():
+        for begin, rows, cols in state.matrices():
             count, elements = self.vectors(rows, cols), slice(begin, begin + rows * cols)
             lefts, rights = (count * rows if count else rows * cols), count * cols
             mine = values[elements]
-            residual = None if memory.residual is None else memory.residual[elements]
+            residual = None if state.residual is None else state.residual[elements]
             ends = first[left : left + lefts], second[right : right + rights]
             matrices.append(_Matrix(mine, residual, rows, cols, *ends, begin))
             left, right = left + lefts, right + rights
         return matrices
 
-    def _project(self, one: _Matrix, memory: Memory) -> None:
+    def _project(self, one: _Matrix, state: CodecState) -> None:
         """What travels first."""
         if not one.is_product:
             one.left[...] = one.values
             return
         with kernels.DefaultFloats():  # who flushes subnormal vectors would take them for none and draw others
-            start = self.start(memory, one.begin, one.rows, one.cols)
+            start = self.start(state, one.begin, one.rows, one.cols)
         if one.residual is not None:
             one.finite = kernels.add_and_project_into(one.left, one.residual, one.values, start, one.rows, one.cols)
         else:
@@ -139,7 +139,7 @@ class PowerSGD(LinearCodec):
         if not one.finite:
             one.left[...] = np.nan
 
-    def _reconstruct(self, one: _Matrix, good: bool, mine: Array, scale: Scale, memory: Memory) -> None:
+    def _reconstruct(self, one: _Matrix, good: bool, mine: Array, scale: Scale, state: CodecState) -> None:
         """The result, and what is kept; ``mine`` is this rank's part of ``one.right``."""
         if not good:
             if one.residual is not None and one.finite:
@@ -153,7 +153,7 @@ class PowerSGD(LinearCodec):
         kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, known)
         if factor is None:
             kernels.scale_into(one.values, one.values, scale)
-        memory.shared.vectors[self.key(memory, one.begin, one.rows, one.cols)] = one.right.copy()
+        state.shared.vectors[self.key(state, one.begin, one.rows, one.cols)] = one.right.copy()
 
 
 @dataclass

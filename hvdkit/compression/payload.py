@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.lossy import LossyCodec
-from hvdkit.compression.memory import Memory
+from hvdkit.compression.state import CodecState
 from hvdkit.kernels import Scale
 
 
@@ -36,7 +36,7 @@ class PayloadCodec(LossyCodec):
         name = "gather" if gather <= two_phase else "two_phase"
         return name, f"payloads of about {payload} bytes x {ranks} ranks: gather {gather}, two_phase {two_phase} bytes"
 
-    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
         """About how many bytes a payload has."""
         return self.most_bytes(elements)
 
@@ -52,7 +52,7 @@ class PayloadCodec(LossyCodec):
         """The bytes of the largest payload of so many elements; of every one if ``fixed``."""
 
     @abstractmethod
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """Write the payload of ``values`` plus residual; returns its bytes. Leaves in the residual what it lacks.
 
         ``payload`` has ``most_bytes`` bytes, aligned to 64. Where a value is not finite, what is decoded is not finite
@@ -139,9 +139,9 @@ class CustomCodec(PayloadCodec):
         """As ``largest_ratio`` says, and a little for headers of its own."""
         return int(4 * elements * self.largest_ratio) + 1024
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """Encode the values and what was kept, and keep what that loses."""
-        residual = memory.residual
+        residual = state.residual
         with np.errstate(all="ignore"):
             wanted = values.copy() if residual is None else values + residual
             encoded = self._bytes(self.encode(wanted), payload.nbytes)

@@ -10,8 +10,8 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.compression.checks import check_block, check_flag, check_seed
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import Memory
 from hvdkit.compression.payload import PayloadCodec
+from hvdkit.compression.state import CodecState
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class _Quantised(_Blocks):
         check_flag(self.name, "stochastic", self.stochastic)
         check_seed(self.name, self.seed)
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """The scales, then the codes."""
         scales, codes = self._split(payload, values.size)
-        words = self.seed + memory.turn * 0x85EBCA6B + memory.begin + memory.salt * 0xC2B2AE35
+        words = self.seed + state.turn * 0x85EBCA6B + state.begin + state.salt * 0xC2B2AE35
         seed = words % 2**32 if self.stochastic else None
-        kernels.quantise_into(codes, scales, values, memory.residual, self.bits, self.block, seed)
+        kernels.quantise_into(codes, scales, values, state.residual, self.bits, self.block, seed)
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
@@ -133,10 +133,10 @@ class OneBit(_Blocks):
     multiple: ClassVar[int] = 512
     has_device_twin: ClassVar[bool] = True
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """The scales, then the signs."""
         scales, packed = self._split(payload, values.size)
-        kernels.sign_into(packed, scales, values, memory.residual, self.block)
+        kernels.sign_into(packed, scales, values, state.residual, self.block)
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdkit.compression.checks import check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import Memory
 from hvdkit.compression.payload import PayloadCodec
+from hvdkit.compression.state import CodecState
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class RandomK(PayloadCodec):
         """Where the indices are drawn from, and the values."""
         return 16 + 4 * self._count(elements)
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """The values at this turn's indices; NaN for a run in which a value, sent or not, is not finite."""
-        payload[:16].view(np.int64)[...] = memory.turn, memory.begin
-        indices = self._indices(values.size, memory.turn, memory.begin)
-        picked, residual = payload[16:].view(np.float32), memory.residual
+        payload[:16].view(np.int64)[...] = state.turn, state.begin
+        indices = self._indices(values.size, state.turn, state.begin)
+        picked, residual = payload[16:].view(np.float32), state.residual
         with np.errstate(all="ignore"):
             wanted = values if residual is None else values + residual
         odd = ~np.isfinite(wanted)

@@ -15,8 +15,8 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.compression.checks import check_integer, check_number, check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import Memory
 from hvdkit.compression.payload import PayloadCodec, put
+from hvdkit.compression.state import CodecState
 from hvdkit.kernels import Scale
 
 _HEAD = 8  # bytes: the mode and the count
@@ -186,45 +186,45 @@ class TopK(_Sparse):
         check_integer(self.name, "warmup_epochs", self.warmup_epochs, 0, 10**6)
         check_integer(self.name, "steps_per_epoch", self.steps_per_epoch, 1, 10**9)
 
-    def ratio_at(self, memory: Memory | None) -> float:
-        """The part of the values that is sent at a memory's turn; without a memory, after the warm-up."""
-        if memory is None or memory.turn >= self.warmup_steps:
+    def ratio_at(self, state: CodecState | None) -> float:
+        """The part of the values that is sent at a state's turn; without a state, after the warm-up."""
+        if state is None or state.turn >= self.warmup_steps:
             return self.ratio
-        epoch = memory.turn // self.steps_per_epoch
+        epoch = state.turn // self.steps_per_epoch
         return float(FIRST_RATIO * (self.ratio / FIRST_RATIO) ** (epoch / self.warmup_epochs))
 
-    def _wanted(self, elements: int, memory: Memory | None) -> int:
-        return min(elements, max(1, round(elements * self.ratio_at(memory))))
+    def _wanted(self, elements: int, state: CodecState | None) -> int:
+        return min(elements, max(1, round(elements * self.ratio_at(state))))
 
-    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
         """Of as many pairs as are wanted."""
-        return min(_HEAD + 8 * self._wanted(elements, memory), self.most_bytes(elements))
+        return min(_HEAD + 8 * self._wanted(elements, state), self.most_bytes(elements))
 
     def usual_bytes(self, elements: int) -> int:
         """Of a tenth more pairs than are wanted after the warm-up, which are seldom fewer than there are."""
         return min(_HEAD + 8 * int(USUAL * self._wanted(elements, None)), self.most_bytes(elements))
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """One pass over the values where the threshold still fits; a sample and another pass each time it does not."""
-        residual = memory.residual
-        capacity = max(1, int(MOST * self._wanted(values.size, memory)))
+        residual = state.residual
+        capacity = max(1, int(MOST * self._wanted(values.size, state)))
         if 2 * capacity >= values.size:
             return write_all(payload, values, residual)
-        return self._select(payload, values, residual, capacity, memory)
+        return self._select(payload, values, residual, capacity, state)
 
     def _select(
-        self, payload: Bytes, values: Array | None, residual: Array | None, capacity: int, memory: Memory
+        self, payload: Bytes, values: Array | None, residual: Array | None, capacity: int, state: CodecState
     ) -> int:
         """The payload of values plus residual; with no values, of the residual alone."""
-        wanted = self._wanted(memory.elements, memory)
+        wanted = self._wanted(state.elements, state)
         indices, picked = room_for_pairs(payload, capacity)
-        recalled, distrust = memory.recall(THRESHOLD), memory.recall(DISTRUST) or 0.0
+        recalled, distrust = state.recall(THRESHOLD), state.recall(DISTRUST) or 0.0
         carried = recalled is not None and distrust == 0.0
         for attempt in range(1 + RETRIES):
             if recalled is not None and carried and attempt == 0:
                 threshold = recalled
             else:
-                seed = (self.seed + 31 * memory.turn + 7 * attempt + memory.begin) % 2**32
+                seed = (self.seed + 31 * state.turn + 7 * attempt + state.begin) % 2**32
                 threshold = estimate(values, residual, wanted, seed)
             emitted, found = kernels.select_into(indices, picked, values, residual, threshold)
             if found > emitted and values is not None and emit_odd(indices, picked, values, residual, emitted):
@@ -235,9 +235,9 @@ class TopK(_Sparse):
             if residual is not None:  # everything is there now but what was emitted
                 residual[indices[:emitted]] = picked[:emitted]
                 values = None
-        memory.keep(DISTRUST, SAMPLED_STEPS if carried and attempt else max(0.0, distrust - 1.0))
+        state.keep(DISTRUST, SAMPLED_STEPS if carried and attempt else max(0.0, distrust - 1.0))
         if threshold > 0.0 and found:
-            memory.keep(THRESHOLD, min(_LARGEST, threshold * (found / wanted) ** FOLLOW))
+            state.keep(THRESHOLD, min(_LARGEST, threshold * (found / wanted) ** FOLLOW))
         return write_pairs(payload, emitted, capacity)
 
 
@@ -263,9 +263,9 @@ class Threshold(_Sparse):
         if not 0.0 <= check_number(self.name, "threshold", self.threshold) <= _LARGEST:
             raise ValueError(f"Compression.threshold: threshold must be 0 or more, and finite, got {self.threshold}")
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """One pass; where there is no room for all that it finds, one more."""
-        residual = memory.residual
+        residual = state.residual
         capacity = values.size // 2
         indices, picked = room_for_pairs(payload, capacity)
         emitted, found = kernels.select_into(indices, picked, values, residual, self.threshold)

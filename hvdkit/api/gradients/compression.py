@@ -120,7 +120,7 @@ def check_codec_dtypes(function: str, codec: Codec, floating: Mapping[Any, bool]
 
 def check_operation(function: str, codec: LossyCodec) -> None:
     """Raises ValueError for a codec that lives on what it keeps from step to step."""
-    if codec.lives_on_memory:
+    if codec.needs_state:
         raise ValueError(
             f"{function}: Compression.{codec.name} lives on what it keeps from step to step, which needs a "
             "DistributedOptimizer.\nHINT: use Compression.topk or int8 here."

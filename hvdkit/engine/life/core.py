@@ -10,8 +10,7 @@ from threading import get_ident
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.collectives.choice import Choice
-from hvdkit.collectives.group import Array
+from hvdkit.collectives.group import Array, Choice
 from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
 from hvdkit.engine.life.joining import Joining

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from hvdkit.collectives.choice import Choice
-from hvdkit.collectives.group import Group
+from hvdkit.collectives.group import Choice, Group
 from hvdkit.engine.ranks.repetitions import Repetitions
 from hvdkit.engine.ranks.segments import layout_of, repetitions_of
 from hvdkit.transports.base import DeviceCollectives, Transport

@@ -135,6 +135,11 @@ class Gradients:
             if small is not None:
                 values[...] = small
 
+    @property
+    def _keys(self) -> list[str]:
+        """The keys of parameters in a state: their places, since a model may be known without names."""
+        return [str(index) for index in range(len(self._shapes))]
+
     def can_be_saved(self, has_failed: bool) -> bool:
         """Whether codecs keep what they kept after the last complete step. ``has_failed``: nothing runs any more."""
         if self.lane is None or not self.lane.reducer.residuals.keeps_anything:
@@ -149,7 +154,7 @@ class Gradients:
 
     def saved(self, rank: int, size: int) -> dict[str, Any]:
         """What codecs keep, as ``DDPHook.state_dict`` says it."""
-        kept = None if self.lane is None else compression_state.saved(self.lane, range(len(self._shapes)))
+        kept = None if self.lane is None else compression_state.saved(self.lane, self._keys)
         return {
             "codec": self._codec.summary,
             "rank": rank,
@@ -169,10 +174,9 @@ class Gradients:
             raise ValueError(
                 f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
             )
-        indices = range(len(self._shapes))
-        kept = compression_state.check(kept, compression_state.shapes_of(lane, indices))
+        kept = compression_state.check(kept, compression_state.shapes_of(lane, self._keys))
         lane.reducer.reset()
-        compression_state.resume(lane, indices, kept, lane.group.rank, lane.group.size)
+        compression_state.resume(lane, kept, self._keys)
         self._earlier = states[0]["turn"] - lane.steps
 
 

@@ -292,12 +292,8 @@ class GradientSynchronizer:
         self.verification.attach_to(self._engine, routes.planned, routes.sparse_dims)
         if self._kept is not None and routes.planned is not None:
             saved, self._kept = self._kept, None
-            self._resume(routes.planned, saved)
+            compression_state.resume(routes.planned.lane, saved)
         return routes
-
-    def _resume(self, planned: PlannedGradients, saved: Any) -> None:
-        process_set = self.settings.process_set
-        compression_state.resume(planned.lane, self._indices_of(planned), saved, process_set.rank(), process_set.size())
 
     def _save_kept(self, routes: Routes) -> None:
         """Routes are given up between two steps: what codecs kept goes on with the next ones."""
@@ -321,11 +317,6 @@ class GradientSynchronizer:
             )
         old.close()
 
-    def _indices_of(self, planned: PlannedGradients) -> list[int | None]:
-        """The indices in the optimizer of the parameters of a plan; None for one that it has no more."""
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters_of(self._groups()))}
-        return [index_of.get(id(parameter)) for parameter in planned.parameters]
-
     def kept_by_codecs(self) -> Any:
         """What this rank's codecs keep, or what was loaded and could not be used yet; None if nothing."""
         if self._routes is None or self._routes.planned is None:
@@ -333,7 +324,7 @@ class GradientSynchronizer:
         return self._kept_in(self._routes.planned)
 
     def _kept_in(self, planned: PlannedGradients) -> Any:
-        return compression_state.save(planned.lane, self._indices_of(planned))
+        return compression_state.save(planned.lane)
 
     def check_compression_state(self, saved: Any) -> None:
         """Raises TypeError or ValueError for what codecs cannot go on from. Nothing is changed."""
@@ -342,8 +333,8 @@ class GradientSynchronizer:
 
     def _shapes(self) -> compression_state.Shapes:
         return {
-            index: (self.name_of(parameter), slot_of("", parameter, gradient_dtype(parameter)).shape)
-            for index, parameter in enumerate(parameters_of(self._groups()))
+            self.name_of(parameter): slot_of("", parameter, gradient_dtype(parameter)).shape
+            for parameter in parameters_of(self._groups())
             if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
         }
 
@@ -353,7 +344,7 @@ class GradientSynchronizer:
         if saved is None or self._routes is None or self._routes.planned is None:
             self._kept = saved
         else:
-            self._resume(self._routes.planned, saved)
+            compression_state.resume(self._routes.planned.lane, saved)
 
     def reset_compression(self) -> None:
         """Forget what codecs keep."""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hvdkit.compression import DGC, Codec, LossyCodec, Memory, PowerSGD
+from hvdkit.compression import DGC, Codec, CodecState, LossyCodec, PowerSGD
 from hvdkit.compression.dgc import VELOCITY
-from hvdkit.compression.memory import OWED, RESIDUAL, Key
+from hvdkit.compression.state import OWED, RESIDUAL, Key
 from hvdkit.kernels import Scale
 from hvdkit.transports.gpu.device_codecs import CODERS, Coder, lacks
 from hvdkit.transports.gpu.device_scale import rescale_
@@ -84,7 +84,7 @@ class DeviceMemory:
         self._is_paid.copy_(~owed.any(), non_blocking=True)
         return 1.0
 
-    def forget_paid(self, memory: Memory) -> None:
+    def forget_paid(self, memory: CodecState) -> None:
         """After a payment: if all was paid, nothing is owed here any more, nor in a memory of the host."""
         if self._is_paid:
             for arrays in (self.arrays, memory.arrays):
@@ -95,7 +95,7 @@ class DeviceMemory:
         """All that lies on the device."""
         return [*(array for array in self.arrays.values() if array is not None), *self.vectors.values()]
 
-    def pull(self, memory: Memory) -> None:
+    def pull(self, memory: CodecState) -> None:
         """Copy what is kept into a memory of the host. Waits for the device."""
         for name, array in [*self.arrays.items()]:  # what is paid meanwhile goes
             ours = memory.arrays.get(name)
@@ -103,7 +103,7 @@ class DeviceMemory:
                 ours[...] = array.cpu().numpy()
         memory.shared.vectors = {key: one.reshape(-1).cpu().numpy().copy() for key, one in [*self.vectors.items()]}
 
-    def push(self, memory: Memory) -> None:
+    def push(self, memory: CodecState) -> None:
         """Take over what a memory of the host holds."""
         self.arrays = {
             name: torch.from_numpy(array.copy()).to(self._device) if array.any() else None
@@ -244,7 +244,7 @@ def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     """Two plain sums: of what each matrix is on the vectors of the step before, then on these, made orthonormal."""
     codec, residual = exchange.codec, memory.array(RESIDUAL)
     assert isinstance(codec, PowerSGD), f"{codec.summary} has no twin on devices, though it says so"
-    host = Memory(flat.numel())
+    host = CodecState(flat.numel())
     host.turn = exchange.turn
     products = [one for one in exchange.matrices if codec.vectors(*one[1:])]
     plain = [one for one in exchange.matrices if not codec.vectors(*one[1:])]
