@@ -113,7 +113,7 @@ def choose_pieces(nbytes: int, nodes: int, algorithm: str = "auto") -> tuple[int
 
 
 def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | None = None) -> str:
-    """Return the way of an allreduce of ``nbytes`` bytes in ``pieces`` pieces among these ranks, with the reason, for people."""
+    """Return the way of an allreduce of ``nbytes`` bytes in ``pieces`` pieces and why, for people."""
     layout, choice, nodes = group.layout, group.choice, nodes_of(group)
     if codec is not None and codec.encodes and (codec.everywhere or layout is None or nodes > 1):
         return why_encoded(group, nbytes, cast("LossyCodec", codec))

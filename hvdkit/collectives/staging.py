@@ -141,7 +141,7 @@ class Staging:
         scale: Scale,
         source: Array | None = None,
     ) -> Steps[None]:
-        """Make one pass over ``flat``, out of ``source`` if given; ``shares`` are the members' elements (begin, end)."""
+        """Make one pass over ``flat``, out of ``source`` if given; ``shares`` are the members' elements."""
         queue = self.queues[half]
         if queue.passed != ticket:
             yield [Turn(queue, ticket, self._rank)]

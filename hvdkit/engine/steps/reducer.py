@@ -15,7 +15,7 @@ from hvdkit.collectives.hierarchical import Layout, split_scale
 from hvdkit.compression.state import OWED
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
-from hvdkit.engine.steps.plan import Bucket, Reduction
+from hvdkit.engine.steps.plan import Bucket, Reduction, Slot
 from hvdkit.engine.steps.residuals import Checkpoint, Residuals
 from hvdkit.engine.steps.schedule import Piece, Sizes, without_overlap
 from hvdkit.engine.telemetry.compression_report import Report
@@ -42,6 +42,7 @@ class Reducer(ABC):
     arrangement: Arrangement  # of the lane: its buckets, and how they are cut
     _group: Group
     _reduction: Reduction
+    _slots: list[Slot]
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -138,13 +139,11 @@ class Reducer(ABC):
         self.residuals.restore(saved, self.fingerprint(), self.units(), keys)
 
     def fingerprint(self) -> str:
-        """Return a hash of this rank's place in the group, and of the codec and shapes of each encoded bucket."""
+        """Return a hash of this rank's place in the group, the codecs and shapes of slots, and the encoded buckets."""
         group, layout = self._group, self.layout
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
-        encoded = [
-            (codec.summary, str(bucket.dtype), bucket.slots, self.residuals.shapes(number))
-            for number, bucket in enumerate(self._buckets)
-            if (codec := self.residuals.codec(number)).encodes
-        ]
-        origin = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, encoded
+        codecs = self._reduction.codecs
+        slots = [(slot.shape, str(slot.dtype), codecs[slot.codec].summary) for slot in self._slots]
+        encoded = [bucket.slots for bucket in self._buckets if codecs[bucket.codec].encodes]
+        origin = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, slots, encoded
         return hashlib.sha256(repr(origin).encode()).hexdigest()

@@ -24,6 +24,8 @@ TOO_LARGE = (
 )
 
 Arrays = dict[str, Array]  # by kind, as RESIDUAL: flat float32 arrays of one tensor
+# A number or vector: the first slot of its bucket, its name, its elements (begin, end), its value.
+Note = tuple[int, str, int, int, Any]
 
 
 @dataclass
@@ -38,8 +40,7 @@ class Checkpoint:
     arrays: dict[Any, Arrays]  # by a key of the tensor, in the order of slots
     units: dict[Any, dict[str, float]]  # by key and kind: the factor that makes an element a part of the result
     turn: int  # how often elements were reduced
-    # Numbers and vectors: the first slot of their bucket, the number's name, the elements (begin, end), the value.
-    notes: list[tuple[int, str, int, int, Any]]
+    notes: list[Note]
 
     def owed(self, key: Hashable) -> Array | None:
         """Return the part of the result that a tensor lacks, as a vector; None if there is none."""
@@ -113,10 +114,6 @@ class Residuals:
         """Return the state of a bucket."""
         return self._states[bucket]
 
-    def shapes(self, bucket: int) -> list[tuple[int, ...]]:
-        """Return the shapes of a bucket's tensors."""
-        return [self._slots[slot].shape for slot in self._buckets[bucket].slots]
-
     def gaps(self, number: int) -> list[tuple[int, int]]:
         """Return the elements of a bucket that belong to none of its tensors."""
         if number not in self._gaps:
@@ -137,8 +134,6 @@ class Residuals:
     def finished(self, piece: Piece) -> Tally:
         """Return the tally of the operation on a piece, and add it to the totals of its tensors, by elements."""
         tally = self._tallies.pop((piece.bucket, piece.begin))
-        if not self.codec(piece.bucket).lossy:
-            return tally
         inside = {}
         for slot in self._buckets[piece.bucket].slots:
             _, begin, end = self._places[slot]
@@ -232,14 +227,14 @@ class Residuals:
         for slot, key in enumerate(keys):
             arrays[key] = {kind: array.copy() for kind, array in self.of_slot(slot).items() if array.any()}
             units_of[key] = units[self._places[slot][0]]
-        notes = [
+        notes: list[Note] = [
             (bucket.slots[0], *key, deepcopy(value))
             for bucket, state in zip(self._buckets, self._states, strict=True)
             for key, value in [*state.shared.numbers.items(), *state.shared.vectors.items()]
         ]
         turns = [state.shared.turn for state in self._states]
-        turns += [value for _, name, _, _, value in notes if name == TURN]
-        return Checkpoint(fingerprint, arrays, units_of, int(max(turns, default=0)), notes)
+        turns += [int(value) for _, name, *_, value in notes if name == TURN]
+        return Checkpoint(fingerprint, arrays, units_of, max(turns, default=0), notes)
 
     def restore(
         self, saved: Checkpoint, fingerprint: str, units: Sequence[dict[str, float]], keys: Sequence[Hashable]

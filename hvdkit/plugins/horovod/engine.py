@@ -32,7 +32,7 @@ _NAME = "mpi_lib_v2"  # Horovod's name of the library, from which its entry poin
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
 LARGEST = 1 << 30  # elements: Horovod passes their numbers on as C ints
 EVERYONE = 0  # Horovod's process set of all ranks
-# In so long the transport below names a lost rank: Horovod's Gloo has the same time-out, and ours may look a second later.
+# The transport below names a lost rank within this time: its time-out is that of Horovod's Gloo, and a second may pass.
 NAMING_SECONDS = 3.0
 # The numbers of Horovod's C interface.
 _OPS = ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.MIN, 3), (dist.ReduceOp.MAX, 4), (dist.ReduceOp.PRODUCT, 5))
