@@ -116,7 +116,11 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | Non
     """Return the way of an allreduce of ``nbytes`` bytes in ``pieces`` pieces and why, for people."""
     layout, choice, nodes = group.layout, group.choice, nodes_of(group)
     if codec is not None and codec.encodes and (codec.everywhere or layout is None or nodes > 1):
-        return why_encoded(group, nbytes, cast("LossyCodec", codec))
+        layout = None if codec.everywhere else layout
+        ranks, carriers = (group.size, 1) if layout is None else (nodes, layout.carriers)
+        name, reason = cast("LossyCodec", codec).way(nbytes // 4 // carriers, ranks)
+        text = f"{name} of {codec.summary}: {reason}"
+        return text if layout is None else f"the sum of each node, then {text} between nodes"
     if layout is not None and nodes == 1:
         assert layout.staging is not None
         mode, reason = choose_pass(nbytes)
@@ -128,15 +132,6 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | Non
         text += f", {choose_pieces(nbytes, nodes, choice.algorithm)[1]}"
     staging = None if layout is None else layout.staging
     return text if staging is None else f"{text}; {staging.why_handover(nbytes // pieces)}"
-
-
-def why_encoded(group: Group, nbytes: int, codec: LossyCodec) -> str:
-    """Return the way of float32 gradients of ``nbytes`` bytes in payloads and why, for people."""
-    layout = None if codec.everywhere else group.layout
-    nodes, carriers = (group.size, 1) if layout is None else (len(layout.nodes), layout.carriers)
-    name, reason = codec.way(nbytes // 4 // carriers, nodes)
-    text = f"{name} of {codec.summary}: {reason}"
-    return text if layout is None else f"the sum of each node, then {text} between nodes"
 
 
 def allreduce_share(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 from hvdkit.collectives.group import Array, Runs, Steps
 from hvdkit.kernels import ReduceOp, Scale
@@ -54,18 +54,12 @@ class AreaQueue:
         return self.passed == self._drawn and self.area.left_by_others()
 
 
-class Queue(Protocol):
-    """A queue of operations, of which ``passed`` are through."""
-
-    passed: int
-
-
 class Turn:
-    """A wait, like a transfer, for the turn of a ticket, which earlier operations of this rank hold up."""
+    """A wait, like a transfer, until ``queue.passed`` is a ticket: earlier operations of this rank come first."""
 
     __slots__ = ("_queue", "_ticket", "peer")
 
-    def __init__(self, queue: Queue, ticket: int, peer: int) -> None:
+    def __init__(self, queue: Any, ticket: int, peer: int) -> None:
         self._queue, self._ticket = queue, ticket
         self.peer = peer
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_number
 from hvdkit.compression.codec import Array, Bytes
+from hvdkit.compression.lossy import check_number
 from hvdkit.compression.sparse import TopK, pairs_in
 from hvdkit.compression.state import RESIDUAL, CodecState
 

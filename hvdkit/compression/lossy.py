@@ -1,16 +1,15 @@
-"""The parents of lossy codecs, which send less than a sum."""
+"""The parents of lossy codecs, which send less than a sum, and checks of their arguments."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_choice, check_flag
 from hvdkit.compression.codec import Array, Codec
 from hvdkit.compression.state import RESIDUAL, CodecState
 from hvdkit.kernels import Scale
@@ -40,7 +39,9 @@ class LossyCodec(Codec):
 
     def __post_init__(self) -> None:
         check_flag(self.name, "feedback", self.feedback)
-        check_choice(self.name, "compress", self.compress, (BETWEEN_NODES, EVERYWHERE))
+        if self.compress not in (BETWEEN_NODES, EVERYWHERE):
+            choices = f"{BETWEEN_NODES!r} or {EVERYWHERE!r}"
+            raise ValueError(f"Compression.{self.name}: compress must be {choices}, got {self.compress!r}")
 
     @property
     def everywhere(self) -> bool:
@@ -93,3 +94,44 @@ def as_float32(values: Array) -> Array:
     converted = np.empty(values.shape, dtype=np.float32)
     kernels.convert_into(converted, values)
     return converted
+
+
+def check_flag(codec: str, argument: str, value: Any) -> None:
+    """Raise TypeError unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"Compression.{codec}: {argument} must be True or False, got {value!r}")
+
+
+def check_integer(codec: str, argument: str, value: Any, least: int, most: int) -> None:
+    """Raise TypeError unless a value is an integer, ValueError unless it is from ``least`` to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"Compression.{codec}: {argument} must be an integer, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"Compression.{codec}: {argument} must be from {least} to {most}, got {value}")
+
+
+def check_block(codec: str, block: Any, multiple: int) -> None:
+    """Raise TypeError or ValueError unless a block is a positive multiple of ``multiple``."""
+    check_integer(codec, "block", block, multiple, 1 << 20)
+    if block % multiple:
+        raise ValueError(f"Compression.{codec}: block must be a multiple of {multiple}, got {block}")
+
+
+def check_seed(codec: str, seed: Any) -> None:
+    """Raise TypeError or ValueError unless a seed is an integer of 32 bits."""
+    check_integer(codec, "seed", seed, 0, 2**32 - 1)
+
+
+def check_number(codec: str, argument: str, value: Any) -> float:
+    """Return a value as float. Raises TypeError unless it is a real number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"Compression.{codec}: {argument} must be a number, got {value!r}")
+    return float(value)
+
+
+def check_ratio(codec: str, ratio: Any) -> None:
+    """Raise TypeError unless a ratio is a number, ValueError unless it is above 0 and at most 1."""
+    if not 0.0 < check_number(codec, "ratio", ratio) <= 1.0:
+        raise ValueError(
+            f"Compression.{codec}: ratio must be above 0 and at most 1 (0.01 sends one value of 100), got {ratio}"
+        )

@@ -12,9 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_integer, check_seed
 from hvdkit.compression.codec import Array
-from hvdkit.compression.lossy import LinearCodec
+from hvdkit.compression.lossy import LinearCodec, check_integer, check_seed
 from hvdkit.compression.state import CodecState, Key
 from hvdkit.kernels import Scale
 

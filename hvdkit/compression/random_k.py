@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdkit.compression.checks import check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
+from hvdkit.compression.lossy import check_ratio, check_seed
 from hvdkit.compression.payload import PayloadCodec
 from hvdkit.compression.state import CodecState
 

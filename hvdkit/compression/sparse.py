@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_integer, check_number, check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
+from hvdkit.compression.lossy import check_integer, check_number, check_ratio, check_seed
 from hvdkit.compression.payload import PayloadCodec, put
 from hvdkit.compression.state import CodecState
 from hvdkit.kernels import Scale

@@ -18,16 +18,6 @@ from hvdkit.kernels.scale import ONE, Scale
 # Elements at a time, so that temporaries stay in the cache.
 _BLOCK = 1 << 15
 
-# Of checksums.
-_LANES = 8
-_STEP = 4 * _LANES  # bytes
-_MASK = (1 << 64) - 1
-
-_STEPS = 1 << 13  # at a time
-
-# The order in which lanes are folded: of each vector of the native code the lower words, then the upper.
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
 # The C library's value of "as a process starts", no real address (fenv.h of glibc and musl).
 _DEFAULT = ctypes.c_void_p(-1)
 _ENVIRONMENT_BYTES = 64  # more than fenv_t has on any processor
@@ -169,6 +159,14 @@ def _rounded_to_odd(values: Array) -> Array:
     words = words - (np.abs(back) > np.abs(values))  # a magnitude's bits count like an integer
     words = words | ((back != values) & (values == values))
     return np.asarray(words, dtype=np.uint32).view(np.float32)
+
+
+_LANES = 8
+_STEP = 4 * _LANES  # bytes
+_MASK = (1 << 64) - 1
+_STEPS = 1 << 13  # at a time
+# The order in which lanes are folded: of each vector of the native code the lower words, then the upper.
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def checksum(array: Array) -> int:

@@ -89,12 +89,11 @@ class Residuals:
         """Return a state of zeros. ``matrices`` of tensors have their first dimension as rows."""
         codec = self._codecs[bucket.codec]
         state = CodecState(bucket.elements, codec.keeps if self._encodes_its_own(codec) or self._over_nodes else ())
-        state.shared, shared.matrices = shared, []
-        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
-            shape, elements = self._slots[slot].shape, self._slots[slot].elements
-            rows = shape[0] if shape else 1
-            if elements:
-                shared.matrices.append((offset, rows, elements // rows))
+        tensors = [(offset, self._slots[slot]) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)]
+        rows = [(offset, slot, slot.shape[0] if slot.shape else 1) for offset, slot in tensors if slot.elements]
+        # Assigned at once: an operation of a lane that is being closed may read them.
+        shared.matrices = [(offset, count, slot.elements // count) for offset, slot, count in rows]
+        state.shared = shared
         return state
 
     def codec(self, bucket: int) -> Codec:

@@ -1,7 +1,6 @@
 """Horovod's engine in this process, and a process group that it carries.
 
-Its native part is loaded without Horovod's Python. So ``import horovod`` may give hvdkit (``hvdkit.as_horovod``), and
-the process does not wait at its end without a deadline.
+Horovod's Python is not loaded: ``import horovod`` may give hvdkit, and no process waits at its end without a deadline.
 """
 
 from __future__ import annotations
@@ -142,9 +141,8 @@ class LaunchEnd(Future[None]):
 class HorovodGroup:
     """All ranks of Horovod's engine, in the places of a process group and of a stream of TorchDeviceCollectives.
 
-    Each launch runs on a thread of its own, so that none waits for another; the methods of a process group block that
-    thread. Horovod matches operations by name, in any order: the launches, which number the names, must have one order
-    on all ranks.
+    Each launch runs on a thread of its own, which the methods of a process group block. Horovod matches operations by
+    name, in any order: the launches, which number the names, must have one order on all ranks.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""The key-value server on rank 0 where the ranks of Horovod's engine meet by Gloo, as Horovod's HTTP client expects it.
-
-Horovod's launcher has such a server, with the places of all ranks fixed in advance; other launchers have none.
-"""
+"""The key-value server on rank 0 where Gloo's ranks of Horovod's engine meet; only Horovod's launcher has its own."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from hvdkit.transports.security.listening import addresses_for
 logger = logging.getLogger("hvdkit")
 
 LARGEST_VALUE = 1 << 20  # bytes
-# Gloo's addresses take 136 bytes for each pair of ranks, in two groups; besides, one value of any kind has room.
-BYTES_OF_A_PAIR = 512
+BYTES_OF_A_PAIR = 512  # of ranks: Gloo's addresses take 136 bytes, in two groups
 KEYS_OF_A_RANK = 16  # Gloo has one for each of its three groups
 POLL_SECONDS = 0.02  # between two looks at whether to end
 SILENCE_SECONDS = 10.0  # of a client
@@ -72,17 +68,16 @@ class KeyValueServer(ThreadingHTTPServer):
     request_queue_size = 1024  # all ranks come at once
 
     def __init__(self, world: World) -> None:
-        address, ranks = addresses_for(world)[0], world.size
+        address = addresses_for(world)[0]
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Handler)
         self.address = address, int(self.server_address[1])
         self.values: dict[str, bytes] = {}
         self._refused: set[str] = set()
         self._hosts: frozenset[str] = frozenset()
-        self._hosts_are_known = threading.Event()
-        self._most_keys = KEYS_OF_A_RANK * ranks
-        self._bytes_left = LARGEST_VALUE + BYTES_OF_A_PAIR * ranks * ranks
-        self._lock = threading.Lock()
+        self._hosts_are_known, self._lock = threading.Event(), threading.Lock()
+        self._most_keys = KEYS_OF_A_RANK * world.size
+        self._bytes_left = LARGEST_VALUE + BYTES_OF_A_PAIR * world.size**2
         threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), name="hvdkit-meeting", daemon=True).start()
 
     def admit(self, addresses: Iterable[str]) -> None:
