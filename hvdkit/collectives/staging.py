@@ -64,7 +64,7 @@ class Turn:
         self.peer = peer
 
     def done(self) -> bool:
-        return self._queue.passed == self._ticket
+        return bool(self._queue.passed == self._ticket)
 
 
 class Pass:
