@@ -33,9 +33,6 @@ from hvdkit.kernels import ONE, ReduceOp, Scale
 MASTER = 0
 
 
-# -- direct ------------------------------------------------------------------------------------------------------------
-
-
 def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Send the whole tensor to all ranks and reduce the tensors of all, in rank order.
 
@@ -70,9 +67,6 @@ def two_phase_allreduce(
     SCRATCH.give_back(scratch)
 
 
-# -- hops --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Hops:
     """Hops of partial sums from rank to rank."""
@@ -98,9 +92,6 @@ class _Hops:
         SCRATCH.give_back(scratch)
 
 
-# -- ring -------------------------------------------------------------------------------------------------------------
-
-
 def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Send each chunk around the ring to be reduced, and once more as the result: 2 (P - 1) rounds over one link.
 
@@ -117,9 +108,6 @@ def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, code
         outgoing, incoming = encoded[(group.rank - step) % group.size], encoded[(group.rank - step - 1) % group.size]
         yield group.sendrecv(outgoing, right, incoming, left, tag + 1)
     decode_final(codec, encoded, chunks)
-
-
-# -- tree --------------------------------------------------------------------------------------------------------------
 
 
 def children(rank: int, size: int) -> list[int]:
@@ -147,9 +135,6 @@ def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, code
         yield [group.isend(payload, group.rank & (group.rank - 1), tag)]
     yield from tree_broadcast(group, payload, 0, tag + 1)
     decode_final(codec, [payload], [buffer])
-
-
-# -- butterfly ---------------------------------------------------------------------------------------------------------
 
 
 def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
@@ -232,9 +217,6 @@ def _part(buffer: Array, chunks: tuple[int, int], parts: int) -> Array:
     return buffer[bounds[chunks[0]][0] : bounds[chunks[1] - 1][1]]
 
 
-# -- round robin -------------------------------------------------------------------------------------------------------
-
-
 def opponents(rank: int, size: int) -> list[int | None]:
     """Return the opponent of ``rank`` in each round, or None where it sits out.
 
@@ -257,9 +239,6 @@ def round_robin_allreduce(
     """
     rounds = [[peer] for peer in opponents(group.rank, group.size) if peer is not None]
     return two_phase_allreduce(group, buffer, op, scale, codec, tag, rounds)
-
-
-# -- master and workers ------------------------------------------------------------------------------------------------
 
 
 def master_worker_allreduce(

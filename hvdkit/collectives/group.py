@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.transports.base import CACHE_LINE, Bytes, Transfer, Transport
+from hvdkit.transports.base import CACHE_LINE, Transfer, Transport
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
@@ -51,10 +51,10 @@ class Group:
 
     def isend(self, array: Array, peer: int, tag: int) -> Transfer:
         self.bytes_sent += array.nbytes
-        return self.transport.isend(as_bytes(array), self.members[peer], tag)
+        return self.transport.isend(array.view(np.uint8), self.members[peer], tag)
 
     def irecv(self, array: Array, peer: int, tag: int) -> Transfer:
-        return self.transport.irecv(as_bytes(array), self.members[peer], tag)
+        return self.transport.irecv(array.view(np.uint8), self.members[peer], tag)
 
     def sendrecv(self, outgoing: Array, receiver: int, incoming: Array, sender: int, tag: int) -> list[Transfer]:
         """Send and receive at once. Empty arrays do not travel; both ends know by the length."""
@@ -64,11 +64,6 @@ class Group:
         if outgoing.size:
             transfers.append(self.isend(outgoing, receiver, tag))
         return transfers
-
-
-def as_bytes(array: Array) -> Bytes:
-    """Return the memory of a flat contiguous array as bytes, without a copy."""
-    return array.view(np.uint8)
 
 
 def two_phase_bytes(nbytes: int, ranks: int) -> int:

@@ -110,13 +110,6 @@ def check_integer(codec: str, argument: str, value: Any, least: int, most: int) 
         raise ValueError(f"Compression.{codec}: {argument} must be from {least} to {most}, got {value}")
 
 
-def check_block(codec: str, block: Any, multiple: int) -> None:
-    """Raise TypeError or ValueError unless a block is a positive multiple of ``multiple``."""
-    check_integer(codec, "block", block, multiple, 1 << 20)
-    if block % multiple:
-        raise ValueError(f"Compression.{codec}: block must be a multiple of {multiple}, got {block}")
-
-
 def check_seed(codec: str, seed: Any) -> None:
     """Raise TypeError or ValueError unless a seed is an integer of 32 bits."""
     check_integer(codec, "seed", seed, 0, 2**32 - 1)

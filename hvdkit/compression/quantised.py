@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.lossy import check_block, check_flag, check_seed
+from hvdkit.compression.lossy import check_flag, check_integer, check_seed
 from hvdkit.compression.payload import PayloadCodec
 from hvdkit.compression.state import CodecState
 
@@ -25,7 +25,9 @@ class _Blocks(PayloadCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_block(self.name, self.block, self.multiple)
+        check_integer(self.name, "block", self.block, self.multiple, 1 << 20)
+        if self.block % self.multiple:
+            raise ValueError(f"Compression.{self.name}: block must be a multiple of {self.multiple}, got {self.block}")
 
     def _scale_bytes(self, elements: int) -> int:
         return 4 * -(-elements // self.block)

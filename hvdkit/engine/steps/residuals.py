@@ -176,8 +176,6 @@ class Residuals:
             return whole_shares(begins, piece.end - piece.begin, layout, ranks)
         return node_shares(piece.end - piece.begin, bucket.dtype.itemsize, layout, ranks)
 
-    # -- around a reduction -------------------------------------------------------------------------------------------
-
     def owes(self, bucket: int) -> bool:
         """True if something is to be added to this rank's next gradients of a bucket."""
         return OWED in self._states[bucket].arrays
@@ -208,8 +206,6 @@ class Residuals:
         """Drop the arrays of a closed lane. Turns stay: a joined rank gives zeros at the turn of the others."""
         pairs = zip(self._buckets, self._states, strict=True)
         self._states = [self._state(bucket, state.shared) for bucket, state in pairs]
-
-    # -- from run to run ----------------------------------------------------------------------------------------------
 
     @property
     def keeps_anything(self) -> bool:
