@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from hvdkit import kernels
-from hvdkit.compression import CASTS, DGC, Int4, Int8, Memory, OneBit, PayloadCodec, RandomK, Threshold, TopK
+from hvdkit.compression import CASTS, DGC, CodecState, Int4, Int8, OneBit, PayloadCodec, RandomK, Threshold, TopK
 
 COPY, ADD = "copy", "add"
 RATIO = 0.01
@@ -127,7 +127,7 @@ def casts(name: str, out: Array) -> list[Operation]:
 
 def codec(name: str, codec: PayloadCodec, out: Array, decodes: bool) -> list[Operation]:
     """A codec over the steps of a training that go on through all rounds."""
-    memory, payload = Memory(out.size, codec.keeps), aligned(codec.most_bytes(out.size))
+    memory, payload = CodecState(out.size, codec.keeps), aligned(codec.most_bytes(out.size))
     written = payload
 
     def encode(gradient: Array) -> int:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.chunks import scale_in_place
+from hvdkit.collectives.exchange import scale_in_place
 from hvdkit.collectives.group import Array, Group, Steps
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.kernels import Scale
 
 
 def combine(lower: Array, higher: Array) -> Array:
-    """(1 - l.h / 2 l.l) l + (1 - l.h / 2 h.h) h in float64; a vector of zeros leaves the other one as it is.
+    """Return (1 - l.h / 2 l.l) l + (1 - l.h / 2 h.h) h, computed in float64, in the dtype of the arguments.
 
-    The result has the dtype of what comes in. Two ranks compute it, each for itself, with the same bits.
+    A vector of zeros leaves the other vector as it is. Two ranks compute it, each for itself, with the same bits.
     """
     with kernels.DefaultFloats():
         low, high = lower.astype(np.float64), higher.astype(np.float64)
@@ -31,7 +31,7 @@ def combine(lower: Array, higher: Array) -> Array:
 
 
 def _dot(a: Array, b: Array) -> float:
-    """Not by BLAS, whose order of additions depends on its threads, which have settings of their own."""
+    """Return the dot product, without BLAS, whose order of additions depends on the settings of its threads."""
     return float(np.einsum("i,i->", a, b))
 
 

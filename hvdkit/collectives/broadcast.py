@@ -6,8 +6,7 @@ n log2 P.
 
 from __future__ import annotations
 
-from hvdkit.collectives.chunks import chunks_of
-from hvdkit.collectives.exchange import allgather
+from hvdkit.collectives.exchange import allgather, chunks_of
 from hvdkit.collectives.group import Array, Group, Steps
 
 SCATTER_BYTES = 512 * 1024
@@ -24,7 +23,7 @@ def broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
 
 
 def tree_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
-    """Binomial tree: in round k, the 2**k ranks that have the data send it to the next 2**k."""
+    """Broadcast along a binomial tree: in round k, the 2**k ranks that have the data send it to the next 2**k."""
     virtual_rank = (group.rank - root) % group.size
     reach = 1 << (group.size - 1).bit_length()  # the least power of two that is no less than the size
     transfers = []
@@ -39,7 +38,7 @@ def tree_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[No
 
 
 def scatter_allgather_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
-    """The root sends every rank one chunk, then all ranks gather the chunks from each other."""
+    """Send every rank one chunk from the root, then let all ranks gather the chunks from each other."""
     chunks = chunks_of(buffer, group.size)
     own = chunks[group.rank]
     if group.rank == root:

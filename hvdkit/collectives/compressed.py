@@ -1,13 +1,12 @@
-"""Allreduce by lossy codecs: what travels is encoded, sums are in float32, and all ranks decode the same bytes.
+"""Allreduce with codecs: payloads travel, sums are in float32, and all ranks decode the same bytes.
 
-Three ways, of which the codec chooses. ``two_phase``: chunk p of everyone goes to rank p, which sums, encodes the sum
-and hands it to all. ``gather``: everyone's payload of all elements goes to everyone. ``sums``: plain ones of vectors
-that stand for the elements.
+A lossy codec chooses one of three ways. ``two_phase``: chunk p of each rank goes to rank p, its owner, which sums,
+encodes the sum and sends it to all. ``gather``: the payload of all elements goes from each rank to each. ``sums``:
+plain sums of vectors that stand for the elements.
 
-With error feedback there is one residual for each element on each rank: of what the rank did not send to the element's
-owner, and on the owner, which sends itself nothing, of what it did not hand on (Tang et al., 2019, "DoubleSqueeze:
-parallel stochastic gradient descent with double-pass error-compensated compression"). So the sum of what was handed on
-and of all ranks' residuals is the sum of what came in.
+With error feedback each rank has a residual for each element: what it did not send to the owner, and on the owner,
+which sends itself nothing, what it did not send on (Tang et al., 2019, "DoubleSqueeze: parallel stochastic gradient
+descent with double-pass error-compensated compression"). The result plus all residuals is the sum of all gradients.
 """
 
 from __future__ import annotations
@@ -18,77 +17,79 @@ from typing import Any, cast
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.chunks import scale_in_place
+from hvdkit.collectives.exchange import scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Cast, Codec, LinearCodec, LossyCodec, Memory, PayloadCodec, frames
+from hvdkit.compression import CASTS, Cast, Codec, CodecState, LinearCodec, LossyCodec, PayloadCodec, frames
 from hvdkit.compression.lossy import as_float32
-from hvdkit.compression.memory import TURN
+from hvdkit.compression.state import TURN
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Bytes, Transfer
 
 
 def allreduce_encoded(
-    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Codec, tag: int, memory: Memory | None
+    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Codec, tag: int, state: CodecState | None
 ) -> Steps[None]:
-    """Replace ``flat`` by ``scale * (op over all ranks)``, by the algorithm that goes with the codec.
+    """Replace ``flat`` by ``scale * (op over all ranks)``, by the algorithm of the codec.
 
-    Uses ``tag`` and ``tag + 1``, lossy codecs four tags. These need a sum, and a memory of these elements if they keep
-    anything; values of other floating types they convert to float32 and back. On one rank nothing travels, so nothing
-    is encoded. Raises PayloadError where a payload does not arrive as it was sent.
+    Uses ``tag`` and ``tag + 1``, lossy codecs four tags. Lossy codecs need SUM, and the state of these elements if they
+    keep anything; they convert other floating types to float32 and back. On one rank nothing is encoded. Raises
+    PayloadError where a payload does not arrive as it was sent.
     """
     if not codec.encodes:
-        return _allreduce_cast(group, flat, op, scale, cast("Cast", codec), tag, memory)
+        return _allreduce_cast(group, flat, op, scale, cast("Cast", codec), tag, state)
     assert op == ReduceOp.SUM, op
-    return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, memory)
+    return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, state)
 
 
 def _allreduce_cast(
-    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, memory: Memory | None
+    group: Group, flat: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, state: CodecState | None
 ) -> Steps[None]:
-    if memory is None or not codec.room_bytes(flat) or group.size == 1:
+    if state is None or not codec.room_bytes(flat) or group.size == 1:
         yield from allreduce(group, flat, op, scale, codec, tag)
         return
+    # A group of its own counts the bytes of this operation only.
     wire = Group(group.transport, group.members, group.choice)
     yield from allreduce(wire, flat, op, scale, codec, tag)
-    memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
-    memory.tally.bytes_after += wire.bytes_sent
+    state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
+    state.tally.bytes_after += wire.bytes_sent
     group.bytes_sent += wire.bytes_sent
 
 
 def _allreduce_lossy(
-    group: Group, flat: Array, scale: Scale, codec: LossyCodec, tag: int, memory: Memory | None
+    group: Group, flat: Array, scale: Scale, codec: LossyCodec, tag: int, state: CodecState | None
 ) -> Steps[None]:
     if group.size == 1 or not flat.size:
         scale_in_place(flat, scale)
         return
-    memory = memory or Memory(flat.size)
+    state = state or CodecState(flat.size)
     values = as_float32(flat)
-    memory.turn, memory.salt = int(memory.recall(TURN) or memory.turn), 2 * group.rank
-    # Of its own, since others that are under way count what they send in this one.
+    state.turn, state.salt = int(state.recall(TURN) or state.turn), 2 * group.rank
     wire = Group(group.transport, group.members, group.choice)
     started = perf_counter()
-    codec.prepare(values, memory, group.size)
-    memory.tally.encode_seconds += perf_counter() - started
-    memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
+    codec.prepare(values, state, group.size)
+    state.tally.encode_seconds += perf_counter() - started
+    state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
     way, _ = codec.way(flat.size, group.size)
-    yield from _WAYS[way](wire, values, scale, codec, tag, memory)
-    memory.tally.bytes_after += wire.bytes_sent
+    yield from _WAYS[way](wire, values, scale, codec, tag, state)
+    state.tally.bytes_after += wire.bytes_sent
     group.bytes_sent += wire.bytes_sent
     if values is not flat:
         kernels.convert_into(flat, values)
-    memory.keep(TURN, memory.turn + 1)
+    state.keep(TURN, state.turn + 1)
 
 
-def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
+def _two_phase(
+    group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, state: CodecState
+) -> Steps[None]:
     me, bounds = group.rank, partition(values.size, group.size, values.itemsize)
     chunks = [values[begin:end] for begin, end in bounds]
-    wire = _Wire(group, codec, memory)
-    yield from _sum_own(wire, values, bounds, tag, memory)
+    wire = _Wire(group, codec, state)
+    yield from _sum_own(wire, values, bounds, tag, state)
     own, sends, sums = chunks[me], [], {}
     if own.size:
-        of_sum = memory.part(*bounds[me])
+        of_sum = state.part(*bounds[me])
         of_sum.salt += 1
         frame = wire.encode(own, of_sum)
         sends = wire.send(frame, own.size, group.peers, tag + 2)
@@ -99,13 +100,13 @@ def _two_phase(group: Group, values: Array, scale: Scale, codec: PayloadCodec, t
     wire.give_back()
 
 
-def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, memory: Memory) -> Steps[None]:
-    """Send everyone their chunk, and add to this rank's own what the others send for it, in their order."""
+def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, state: CodecState) -> Steps[None]:
+    """Send each rank its chunk, and add the others' payloads to this rank's own chunk, in rank order."""
     sends, group = [], wire.group
     for peer in group.peers:
         begin, end = bounds[peer]
         if begin < end:
-            sends += wire.send(wire.encode(values[begin:end], memory.part(begin, end)), end - begin, [peer], tag)
+            sends += wire.send(wire.encode(values[begin:end], state.part(begin, end)), end - begin, [peer], tag)
     own = values[slice(*bounds[group.rank])]
     incoming = yield from wire.receive(dict.fromkeys(group.peers, own.size), sends, tag)
     for peer in sorted(incoming):
@@ -114,28 +115,28 @@ def _sum_own(wire: _Wire, values: Array, bounds: Runs, tag: int, memory: Memory)
 
 
 def compressed_reduce_scatter(
-    group: Group, flat: Array, bounds: Runs, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory
+    group: Group, flat: Array, bounds: Runs, scale: Scale, codec: PayloadCodec, tag: int, state: CodecState
 ) -> Steps[Array]:
-    """This rank's run of ``flat``, in float32: ``scale`` times the sum of all ranks' runs. Uses ``tag``, ``tag + 1``.
+    """Return this rank's part of ``scale`` times the sum of ``flat``, in float32. Uses ``tag`` and ``tag + 1``.
 
-    The first phase of two: each rank's own run is added as it is, and nothing is kept.
+    The first of two phases: each rank's own part is added as it is, and no residual is kept.
     """
     values = as_float32(flat)
-    memory.salt = 2 * group.rank
+    state.salt = 2 * group.rank
     if group.size > 1:
         wire = Group(group.transport, group.members, group.choice)
-        yield from _sum_own(_Wire(wire, codec, memory), values, bounds, tag, memory)
-        memory.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size) / 2
-        memory.tally.bytes_after += wire.bytes_sent
+        yield from _sum_own(_Wire(wire, codec, state), values, bounds, tag, state)
+        state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size) / 2
+        state.tally.bytes_after += wire.bytes_sent
         group.bytes_sent += wire.bytes_sent
     own = values[slice(*bounds[group.rank])]
     scale_in_place(own, scale)
     return own
 
 
-def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, memory: Memory) -> Steps[None]:
-    wire = _Wire(group, codec, memory)
-    own = wire.encode(values, memory)
+def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, state: CodecState) -> Steps[None]:
+    wire = _Wire(group, codec, state)
+    own = wire.encode(values, state)
     sends = wire.send(own, values.size, group.peers, tag)
     incoming = yield from wire.receive(dict.fromkeys(group.peers, values.size), sends, tag)
     incoming[group.rank] = own
@@ -143,8 +144,8 @@ def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag:
     wire.give_back()
 
 
-def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, memory: Memory) -> Steps[None]:
-    vectors, tally = codec.sums(values, scale, memory), memory.tally
+def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, state: CodecState) -> Steps[None]:
+    vectors, tally = codec.sums(values, scale, state), state.tally
     while True:
         started = perf_counter()
         vector = next(vectors, None)
@@ -157,8 +158,8 @@ def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: in
         tag += 2
 
 
-# By what LossyCodec.way answers.
-_WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, Memory], Steps[None]]] = {
+# By LossyCodec.way.
+_WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, CodecState], Steps[None]]] = {
     "two_phase": _two_phase,
     "gather": _gather,
     "sums": _sums,
@@ -166,16 +167,16 @@ _WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, Memory], Steps[None]]]
 
 
 class _Wire:
-    """Frames between the ranks of a group, in scratch memory.
+    """Exchange of frames between the ranks of a group, in scratch memory.
 
-    Of a frame whose length may vary, as many bytes travel at once as all expect of it; what is longer follows.
+    Of a frame of variable length, a number of bytes that all ranks know travels first; the rest follows.
     """
 
-    def __init__(self, group: Group, codec: PayloadCodec, memory: Memory) -> None:
-        self.group, self._codec, self._tally = group, codec, memory.tally
+    def __init__(self, group: Group, codec: PayloadCodec, state: CodecState) -> None:
+        self.group, self._codec, self._tally = group, codec, state.tally
         self._identity = frames.identity(codec.summary)
         self._scratch: list[Bytes] = []
-        self._rests: list[Transfer] = []  # what follows of frames that were sent
+        self._rests: list[Transfer] = []  # of frames that were sent
 
     def _room(self, nbytes: int) -> Bytes:
         scratch = SCRATCH.take(nbytes)
@@ -186,37 +187,34 @@ class _Wire:
         return frames.HEADER_BYTES + self._codec.most_bytes(elements)
 
     def _first(self, elements: int) -> int:
-        """How many bytes of a frame travel at once."""
+        """Return the bytes of a frame that travel first."""
         if self._codec.fixed:
             return self._most(elements)
         return min(self._most(elements), frames.HEADER_BYTES + self._codec.usual_bytes(elements))
 
     def give_back(self) -> None:
-        """No frame is needed any more."""
+        """Give back the memory of all frames."""
         for scratch in self._scratch:
             SCRATCH.give_back(scratch)
         self._scratch.clear()
 
-    def encode(self, values: Array, memory: Memory) -> Bytes:
-        """The frame of some values plus their residual, in memory for the largest one."""
+    def encode(self, values: Array, state: CodecState) -> Bytes:
+        """Return the frame of some values plus their residual, in memory for the largest frame."""
         started = perf_counter()
         frame = self._room(self._most(values.size))
-        nbytes = self._codec.encode_into(frame[frames.HEADER_BYTES :], values, memory)
+        nbytes = self._codec.encode_into(frame[frames.HEADER_BYTES :], values, state)
         frames.seal(frame, nbytes, values.size, self._identity)
         self._tally.encode_seconds += perf_counter() - started
         return frame
 
     def decode(self, sender: int, frame: Bytes, out: Array, scale: Scale, add: bool) -> None:
-        """Check a frame and decode it into ``out``, or add it. Raises PayloadError, naming the rank that sent it.
-
-        ``scale`` is ONE where it is added.
-        """
+        """Check a frame and decode it into ``out``, or add it, with scale ONE. Raises PayloadError."""
         started = perf_counter()
         self._decode(sender, self._unseal(sender, frame, out.size), out, scale, add)
         self._tally.decode_seconds += perf_counter() - started
 
     def decode_sum(self, frames_of: Sequence[Bytes], out: Array, scale: Scale) -> None:
-        """``scale`` times the sum of the frames of all ranks. Raises as ``decode``."""
+        """Compute ``scale`` times the sum of the frames of all ranks. Raises PayloadError."""
         started = perf_counter()
         payloads = [self._unseal(sender, frame, out.size) for sender, frame in enumerate(frames_of)]
         with kernels.DefaultFloats():
@@ -242,14 +240,14 @@ class _Wire:
             kernels.scale_into(out, out, scale)
 
     def send(self, frame: Bytes, elements: int, peers: Sequence[int], tag: int) -> list[Transfer]:
-        """A frame of ``elements`` elements to some ranks. Uses ``tag`` and ``tag + 1``."""
+        """Send a frame of ``elements`` elements to some ranks. Uses ``tag`` and ``tag + 1``."""
         first, nbytes = self._first(elements), frames.nbytes_of(frame, self.group.members[self.group.rank])
         if nbytes > first:
             self._rests += [self.group.isend(frame[first:nbytes], peer, tag + 1) for peer in peers]
         return [self.group.isend(frame[:first], peer, tag) for peer in peers]
 
     def receive(self, elements: dict[int, int], sends: list[Transfer], tag: int) -> Steps[dict[int, Bytes]]:
-        """A frame from each rank that has elements to send, when all that was sent is through as well."""
+        """Return a frame from each rank that has elements to send, after all sends have ended."""
         group, late, rests = self.group, [], self._rests
         incoming = {peer: self._room(self._first(count)) for peer, count in elements.items() if count}
         yield [*(group.irecv(frame, peer, tag) for peer, frame in incoming.items()), *sends]

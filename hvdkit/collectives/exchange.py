@@ -1,17 +1,62 @@
-"""Allgather, alltoall and reduce-scatter: every rank sends each other rank its part, all at once."""
+"""Allgather, alltoall and reduce-scatter: every rank sends each other rank its part, all at once.
+
+And what allreduce algorithms share: chunks of a buffer, memory for payloads, the end with codec and scale.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdkit.collectives.chunks import room_for_payloads, scale_in_place
-from hvdkit.collectives.group import Array, Group, Runs, Steps
+from hvdkit import kernels
+from hvdkit.collectives.group import Array, Group, Runs, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Cast
-from hvdkit.kernels import ReduceOp, Scale
+from hvdkit.kernels import ONE, ReduceOp, Scale
+from hvdkit.transports.base import Bytes
 
-# Whom a rank exchanges parts with, one round after the other; None: with everyone at once.
+# The peers of each round of an exchange; None: all peers at once.
 Rounds = Sequence[Sequence[int]] | None
+
+
+def chunks_of(buffer: Array, parts: int) -> list[Array]:
+    """Return views of ``buffer`` (flat), cut on cache lines; late ones may be empty."""
+    return [buffer[start:stop] for start, stop in partition(buffer.size, parts, buffer.itemsize)]
+
+
+def room_for_payloads(group: Group, own: Array) -> tuple[Bytes, list[Array]]:
+    """Return scratch memory, for the caller to give back, and a payload for each rank: ``own``, the others' in it."""
+    scratch = SCRATCH.take(own.nbytes * (group.size - 1))
+    payloads = [own] * group.size
+    for index, peer in enumerate(group.peers):
+        payloads[peer] = scratch[index * own.nbytes : (index + 1) * own.nbytes].view(own.dtype)
+    return scratch, payloads
+
+
+def encode_all(codec: Cast, chunks: Sequence[Array]) -> tuple[Bytes, list[Array]]:
+    """Return scratch memory, for the caller to give back, and each chunk's payload, in it unless it is the chunk."""
+    scratch = SCRATCH.take(sum(codec.room_bytes(chunk) for chunk in chunks))
+    payloads, begin = [], 0
+    for chunk in chunks:
+        end = begin + codec.room_bytes(chunk)
+        payloads.append(codec.encode(chunk, scratch[begin:end]))
+        begin = end
+    return scratch, payloads
+
+
+def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]) -> None:
+    """Fill each chunk from the payload that its owner encoded, on the owner too: so all ranks hold the same bits.
+
+    The payloads of a codec that loses nothing are the chunks themselves.
+    """
+    if codec.lossy:
+        for payload, chunk in zip(payloads, chunks, strict=True):
+            codec.decode_reduce([payload], chunk, ReduceOp.SUM, ONE)
+
+
+def scale_in_place(buffer: Array, scale: Scale) -> None:
+    """Multiply ``buffer`` by ``scale``; leave it untouched where that changes nothing."""
+    if scale != ONE:
+        kernels.scale_into(buffer, buffer, scale)
 
 
 def allgather(group: Group, own: Array, segments: Sequence[Array], tag: int) -> Steps[None]:
@@ -42,9 +87,9 @@ def exchange_and_reduce(
     tag: int,
     rounds: Rounds = None,
 ) -> Steps[Array]:
-    """Send payload p to rank p; returns the payload of what all ranks sent for this one, reduced.
+    """Send payload p to rank p; return the payload of the reduction of all ranks' chunks for this rank.
 
-    ``own`` is the chunk that this rank's was the payload of; it may hold anything afterwards.
+    ``own`` is this rank's chunk; it may hold anything afterwards.
     """
     scratch, payloads = room_for_payloads(group, encoded[group.rank])
     yield from alltoall(group, encoded, payloads, tag, rounds)
@@ -54,7 +99,7 @@ def exchange_and_reduce(
 
 
 def reduce_scatter(group: Group, buffer: Array, bounds: Runs, op: ReduceOp, scale: Scale, tag: int) -> Steps[Array]:
-    """Reduce ``buffer`` (flat) in rank order; returns this rank's run of it. Sends n (P - 1) / P bytes a rank."""
+    """Reduce ``buffer`` (flat) in rank order; return this rank's part of it. Sends n (P - 1) / P bytes a rank."""
     chunks = [buffer[start:stop] for start, stop in bounds]
     own = chunks[group.rank]
     if group.size > 1:

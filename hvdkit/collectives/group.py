@@ -1,15 +1,14 @@
-"""Some ranks of a transport, numbered from zero: what an algorithm sees of the world."""
+"""A group: some ranks of a transport, numbered from zero, as an algorithm sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.collectives.choice import AUTO, Choice
-from hvdkit.transports.base import CACHE_LINE, Bytes, Transfer, Transport
+from hvdkit.transports.base import CACHE_LINE, Transfer, Transport
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
@@ -18,11 +17,25 @@ Steps = Generator[list[Transfer], None, T]
 Runs = Sequence[tuple[int, int]]  # the elements (begin, end) of each rank
 
 
+class Choice(NamedTuple):
+    """The inputs of the choice of an allreduce algorithm, besides the tensor.
+
+    All ranks of a group must hold the same values, which rank 0 measured, or they choose differently. The defaults are
+    those of an Ethernet of 10 Gbit/s.
+    """
+
+    algorithm: str = "auto"  # or the name of an algorithm for every tensor
+    latency_seconds: float = 50e-6  # of an exchange between two ranks, whatever its size
+    seconds_per_byte: float = 1 / 1.25e9  # of the bytes that a rank sends
+
+
+AUTO = Choice()
+
+
 class Group:
     """The ranks ``members`` of a transport, in one order on all of them; ``rank`` is the index in ``members``.
 
-    Counts the payload bytes that this rank sends, so that an algorithm's traffic can be held against its formula.
-    ``choice`` is how an allreduce among these ranks chooses its algorithm: the same on all of them.
+    Counts the payload bytes that this rank sends, so that an algorithm's traffic can be compared with its formula.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int], choice: Choice = AUTO) -> None:
@@ -32,19 +45,19 @@ class Group:
         self.rank = self.members.index(transport.rank)
         self.size = len(self.members)
         self.bytes_sent = 0
-        # Everyone else, each rank beginning with the one after itself so that no rank is sent to by all at once.
+        # Each rank begins with its successor, so that no rank is sent to by all at once.
         self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
-        self.layout: Any = None  # how the members lie on nodes that share memory; see hierarchical.Layout
+        self.layout: Any = None  # a hierarchical.Layout, where some members share memory
 
     def isend(self, array: Array, peer: int, tag: int) -> Transfer:
         self.bytes_sent += array.nbytes
-        return self.transport.isend(as_bytes(array), self.members[peer], tag)
+        return self.transport.isend(array.view(np.uint8), self.members[peer], tag)
 
     def irecv(self, array: Array, peer: int, tag: int) -> Transfer:
-        return self.transport.irecv(as_bytes(array), self.members[peer], tag)
+        return self.transport.irecv(array.view(np.uint8), self.members[peer], tag)
 
     def sendrecv(self, outgoing: Array, receiver: int, incoming: Array, sender: int, tag: int) -> list[Transfer]:
-        """Both at once. What is empty does not travel; both ends know by its length."""
+        """Send and receive at once. Empty arrays do not travel; both ends know by the length."""
         transfers = []
         if incoming.size:
             transfers.append(self.irecv(incoming, sender, tag))
@@ -53,18 +66,13 @@ class Group:
         return transfers
 
 
-def as_bytes(array: Array) -> Bytes:
-    """The memory of a flat contiguous array as bytes, without a copy."""
-    return array.view(np.uint8)
-
-
 def two_phase_bytes(nbytes: int, ranks: int) -> int:
-    """What a rank sends of a tensor in two phases, or hands over within a node for the sum and the pass back."""
+    """Return the bytes that a rank sends of a tensor in two phases, or hands over within a node."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
 def partition(count: int, parts: int, itemsize: int) -> list[tuple[int, int]]:
-    """Cut ``count`` elements into ``parts`` runs (start, stop) that start on cache lines. Late runs may be empty."""
+    """Cut ``count`` elements into ``parts`` ranges (start, stop) that start on cache lines. Late ones may be empty."""
     line = max(1, CACHE_LINE // itemsize)
     lines = -(-count // line)
     each, longer = divmod(lines, parts)

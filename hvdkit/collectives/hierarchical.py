@@ -1,58 +1,56 @@
 """Allreduce over nodes: the node's sum in shared memory, an allreduce of each share between nodes, one pass back.
 
-Each of a node's ranks carries its own share to its counterparts on the other nodes, so that a share crosses the wire
-once for the whole node and all ranks' connections are used. In two phases that sends 2 n / L (K - 1) / K bytes a rank
-between K nodes of L ranks.
+Each of a node's ranks carries its own share to its counterparts on the other nodes: a share crosses the wire once for
+the whole node, and all ranks' connections are used. In two phases a rank sends 2 n / L (K - 1) / K bytes between K
+nodes of L ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from hvdkit.collectives.allreduce import choose_allreduce
-from hvdkit.collectives.chunks import scale_in_place
 from hvdkit.collectives.compressed import allreduce_encoded
+from hvdkit.collectives.exchange import scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
 from hvdkit.collectives.staging import Mode, Staging, choose_pass
-from hvdkit.compression import Codec, LossyCodec, Memory
+from hvdkit.compression import Codec, CodecState, LossyCodec
 from hvdkit.kernels import HALVES, ONE, ReduceOp, Scale
+from hvdkit.transports.base import Transfer
 
-# A piece takes many times the latency of any wire, and each has two of an operation's eight tags.
+# A piece of this size takes many times the latency of any wire. Each has two of an operation's eight tags.
 PIECE_BYTES = 4 * 1024 * 1024
 MOST_PIECES = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the members of a group lie on nodes: ``nodes`` has the transport's ranks, ascending in each node."""
+    """The nodes of a group's members: ``nodes`` has the transport's ranks, ascending in each node."""
 
     nodes: Sequence[Sequence[int]]
     staging: Staging | None  # None on a node with one member
 
     @property
     def carriers(self) -> int:
-        """How many ranks of each node have a share."""
+        """The number of ranks of each node that have a share."""
         return min(len(node) for node in self.nodes)
 
     def draw(self) -> tuple[int, int]:
-        """The turns of one allreduce in this node's areas.
+        """Return the tickets of one allreduce in this node's areas.
 
-        For all parts of an operation they are drawn when it starts: operations start in the same order on all ranks,
-        but at what time a part of one is over differs.
+        They are drawn when an operation starts, for all its parts: operations start in the same order on all ranks,
+        but their parts do not end in one order.
         """
         if self.staging is None:
             return 0, 0
-        first, second = self.staging.lobbies
+        first, second = self.staging.queues
         return first.draw(), second.draw() if len(self.nodes) > 1 else 0
 
 
 def counterparts(group: Group, layout: Layout) -> Group | None:
-    """The ranks that carry the same share as this one, one on each node; None if this rank carries none.
-
-    In the order of the nodes: all shares are summed in the same order.
-    """
+    """Return the ranks that carry the same share as this one, in the order of nodes; None if this rank carries none."""
     rank = group.members[group.rank]
     node = next(node for node in layout.nodes if rank in node)
     index = list(node).index(rank)
@@ -62,12 +60,12 @@ def counterparts(group: Group, layout: Layout) -> Group | None:
 
 
 def node_shares(count: int, itemsize: int, layout: Layout, ranks: int) -> list[tuple[int, int]]:
-    """The elements that each of a node's ranks carries. They are the same on every node."""
+    """Return the elements that each of a node's ranks carries, the same on every node."""
     return partition(count, layout.carriers, itemsize) + [(count, count)] * (ranks - layout.carriers)
 
 
 def whole_shares(begins: Sequence[int], count: int, layout: Layout, ranks: int) -> list[tuple[int, int]]:
-    """Like ``node_shares``, cut only where tensors begin, as near as that is to equal parts."""
+    """Return shares as ``node_shares`` does, cut only where tensors begin, as near to equal parts as possible."""
     cuts = [0]
     for carrier in range(1, layout.carriers):
         wanted = count * carrier // layout.carriers
@@ -77,30 +75,30 @@ def whole_shares(begins: Sequence[int], count: int, layout: Layout, ranks: int) 
     return shares + [(count, count)] * (ranks - layout.carriers)
 
 
-def early_scale(flat: Array, op: ReduceOp, scale: Scale, codec: Codec) -> tuple[Scale, Scale]:
-    """The scales of the sum of a node and of the sum of nodes.
+def split_scale(flat: Array, op: ReduceOp, scale: Scale, codec: Codec) -> tuple[Scale, Scale]:
+    """Return the scales of the sum of a node and of the sum of nodes.
 
-    What is rounded to 16 bits on its way is scaled first, where it can: the sum of a node could be too large for fp16
-    although the average is not.
+    A sum that is rounded to 16 bits on its way is scaled before: the sum of a node could be too large for fp16 although
+    the average is not.
     """
     narrow = flat.dtype in HALVES or codec.wire_itemsize(flat.dtype) < flat.itemsize
     return (scale, ONE) if narrow and op == ReduceOp.SUM else (ONE, scale)
 
 
 def nodes_of(group: Group) -> int:
-    """How many nodes, or ranks that share no memory, an allreduce in ``group`` goes between."""
+    """Return the number of nodes, or of ranks that share no memory, between which an allreduce in ``group`` goes."""
     return group.size if group.layout is None else len(group.layout.nodes)
 
 
 def sent_share(ranks: int, layout: Layout | None) -> float:
-    """The part of a tensor that each of ``ranks`` ranks sends in each of two phases, or hands over on one node."""
+    """Return the part of a tensor that a rank of ``ranks`` sends in each of two phases, or hands over on one node."""
     if layout is None or len(layout.nodes) == 1:
         return (ranks - 1) / ranks
     return (len(layout.nodes) - 1) / (len(layout.nodes) * layout.carriers)
 
 
-def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, str]:
-    """In how many pieces a tensor of ``nbytes`` bytes travels between ``nodes`` nodes, and why.
+def choose_pieces(nbytes: int, nodes: int, algorithm: str = "auto") -> tuple[int, str]:
+    """Return the number of pieces in which a tensor of ``nbytes`` bytes travels between ``nodes`` nodes, and why.
 
     While one piece is on the wire, the nodes reduce another.
     """
@@ -108,17 +106,21 @@ def choose_pieces(nbytes: int, nodes: int, asked: str = "auto") -> tuple[int, st
         return 1, "too small to be cut"
     if nodes == 1:
         return 1, "nothing goes between nodes"
-    if asked not in ("auto", "two_phase"):
+    if algorithm not in ("auto", "two_phase"):
         return 1, "in the order that HVDKIT_ALLREDUCE asks for"
     count = min(MOST_PIECES, nbytes // PIECE_BYTES)
     return count, f"in {count} pieces of at least {PIECE_BYTES} bytes"
 
 
 def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | None = None) -> str:
-    """How an allreduce of ``nbytes`` bytes, cut into ``pieces``, travels among these ranks and why, for people."""
+    """Return the way of an allreduce of ``nbytes`` bytes in ``pieces`` pieces and why, for people."""
     layout, choice, nodes = group.layout, group.choice, nodes_of(group)
     if codec is not None and codec.encodes and (codec.everywhere or layout is None or nodes > 1):
-        return why_encoded(group, nbytes, cast("LossyCodec", codec))
+        layout = None if codec.everywhere else layout
+        ranks, carriers = (group.size, 1) if layout is None else (nodes, layout.carriers)
+        name, reason = cast("LossyCodec", codec).way(nbytes // 4 // carriers, ranks)
+        text = f"{name} of {codec.summary}: {reason}"
+        return text if layout is None else f"the sum of each node, then {text} between nodes"
     if layout is not None and nodes == 1:
         assert layout.staging is not None
         mode, reason = choose_pass(nbytes)
@@ -127,18 +129,34 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | Non
     name, reason = choose_allreduce(share, nodes, choice)
     text = f"{name}: {reason}" if layout is None else f"the sum of each node, then {name}: {reason} between nodes"
     if pieces > 1:
-        text += f", {choose_pieces(nbytes, nodes, choice.asked)[1]}"
+        text += f", {choose_pieces(nbytes, nodes, choice.algorithm)[1]}"
     staging = None if layout is None else layout.staging
     return text if staging is None else f"{text}; {staging.why_handover(nbytes // pieces)}"
 
 
-def why_encoded(group: Group, nbytes: int, codec: LossyCodec) -> str:
-    """How float32 gradients of ``nbytes`` bytes travel in payloads and why, for people."""
-    layout = None if codec.everywhere else group.layout
-    nodes, carriers = (group.size, 1) if layout is None else (len(layout.nodes), layout.carriers)
-    name, reason = codec.way(nbytes // 4 // carriers, nodes)
-    text = f"{name} of {codec.summary}: {reason}"
-    return text if layout is None else f"the sum of each node, then {text} between nodes"
+def allreduce_share(
+    group: Group,
+    layout: Layout,
+    share: Array,
+    gather: Iterable[list[Transfer]],
+    spread: Iterable[list[Transfer]],
+    op: ReduceOp,
+    scale: Scale,
+    codec: Codec,
+    tag: int,
+    state: CodecState | None,
+) -> Steps[None]:
+    """Reduce this rank's share of a tensor over nodes.
+
+    ``gather`` are the steps that reduce the share within the node into ``share`` (flat), ``spread`` those that hand
+    ``share`` to the node's ranks. Between them, ``share`` is replaced by ``scale * (op over all nodes)``.
+    """
+    yield from gather
+    across = counterparts(group, layout)
+    if across is not None and share.size:
+        yield from allreduce_encoded(across, share, op, scale, codec, tag, state)
+        group.bytes_sent += across.bytes_sent
+    yield from spread
 
 
 def layout_allreduce(
@@ -151,16 +169,16 @@ def layout_allreduce(
     tag: int,
     turns: tuple[int, int],
     source: Array | None = None,
-    memory: Memory | None = None,
+    state: CodecState | None = None,
     shares: Runs | None = None,
 ) -> Steps[None]:
     """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``; lossy codecs four tags.
 
-    ``turns`` are what ``Layout.draw`` gave; ``source`` is what this rank contributes, if not what lies in ``flat``;
-    ``memory`` is a codec's, of all of ``flat``; ``shares`` are the elements that each of this node's ranks carries, if
-    not equal parts.
+    ``turns`` are the tickets of ``Layout.draw``; ``source`` is this rank's contribution, if it does not lie in
+    ``flat``; ``state`` is a codec's, of all of ``flat``; ``shares`` are the elements that each of this node's ranks
+    carries, if not equal parts.
 
-    Within a node nothing is encoded. The order of the sum is that of the ranks within a node, then that of the nodes.
+    Within a node nothing is encoded. The sum has the order of the ranks within a node, then that of the nodes.
     """
     staging = layout.staging
     if len(layout.nodes) == 1:
@@ -173,17 +191,17 @@ def layout_allreduce(
         flat[...] = source
     me, ranks = (0, 1) if staging is None else (staging.me, len(staging.members))
     shares = shares or node_shares(flat.size, flat.itemsize, layout, ranks)
-    node_scale, wire_scale = early_scale(flat, op, scale, codec)
-    if staging is not None:
-        yield from staging.run(0, turns[0], Mode.REDUCE_SCATTER, flat, shares, op, node_scale)
-    else:
+    node_scale, wire_scale = split_scale(flat, op, scale, codec)
+    gather: Iterable[list[Transfer]] = ()
+    spread: Iterable[list[Transfer]] = ()
+    if staging is None:
         scale_in_place(flat, node_scale)
-    carried = flat[slice(*shares[me])]
-    across = counterparts(group, layout)
-    if across is not None and carried.size:
-        kept = None if memory is None else memory.part(*shares[me])
-        yield from allreduce_encoded(across, carried, op, wire_scale, codec, tag, kept)
-        group.bytes_sent += across.bytes_sent
+    else:
+        gather = staging.run(0, turns[0], Mode.REDUCE_SCATTER, flat, shares, op, node_scale)
+        spread = staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, ONE)
+    part = None if state is None else state.part(*shares[me])
+    yield from allreduce_share(
+        group, layout, flat[slice(*shares[me])], gather, spread, op, wire_scale, codec, tag, part
+    )
     if staging is not None:
-        yield from staging.run(1, turns[1], Mode.ALLGATHER, flat, shares, op, ONE)
         group.bytes_sent += two_phase_bytes(flat.nbytes, ranks)

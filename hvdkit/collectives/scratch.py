@@ -1,4 +1,4 @@
-"""Scratch memory that is used again: fresh pages cost more than the pass over them."""
+"""Scratch memory that is reused: fresh pages cost more than the pass over them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT_BYTES = 64 * 1024 * 1024
 
 
 class Scratch:
-    """Lends flat byte buffers in sizes of powers of two; keeps at most ``KEPT_BYTES`` of them when they come back."""
+    """A lender of flat byte buffers in sizes of powers of two, which keeps at most ``KEPT_BYTES`` that come back."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Bytes]] = defaultdict(list)
@@ -20,7 +20,7 @@ class Scratch:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Bytes:
-        """At least ``nbytes`` bytes; the caller slices what it needs and gives the whole buffer back."""
+        """Return a buffer of at least ``nbytes`` bytes, for the caller to slice, and to give back as a whole."""
         size = max(SMALLEST, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
             if self._free[size]:
@@ -29,6 +29,7 @@ class Scratch:
         return aligned_empty(size)
 
     def give_back(self, buffer: Bytes) -> None:
+        """Take a buffer back."""
         with self._lock:
             if self._kept + buffer.nbytes <= KEPT_BYTES:
                 self._kept += buffer.nbytes

@@ -1,15 +1,15 @@
-"""Collectives of the ranks of one node on tensors that live anywhere, through chunks in memory that they share.
+"""Staging: collectives of a node's ranks on tensors that lie anywhere, through chunks in memory that they share.
 
-A rank copies what others need into its slot, every rank reduces its own share in rank order, and copies the others'
-results out of their slots: chunk by chunk, so that what is handed over stays in the cache. Between cores that share no
-cache it goes through memory, which is faster there: see ``choose_handover``.
+A rank copies the data that others need into its slot, reduces its own share in rank order, and copies the others'
+results out of their slots: chunk by chunk, so that chunks stay in the cache. Between cores that share no cache, chunks
+go through memory, which is faster there: see ``choose_handover``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 from hvdkit.collectives.group import Array, Runs, Steps
 from hvdkit.kernels import ReduceOp, Scale
@@ -17,18 +17,18 @@ from hvdkit.kernels import ReduceOp, Scale
 # The slots of one rank: this many chunks may be under way. Two ranks' slots fit into a second-level cache of 2 MB.
 DEPTH = 4
 SLOT_BYTES = 256 * 1024
-# What everybody reduces whole, since one exchange is quicker than two; it must fit into a slot.
+# Up to this size every rank reduces the whole tensor, since one exchange is quicker than two; it must fit into a slot.
 WHOLE_BYTES = 32 * 1024
-# From here on the way by which chunks are handed over matters, and a measurement of 1 to 2 us does not.
+# From this size on the way of the handover matters, and a measurement of 1 to 2 us does not.
 MEASURED_BYTES = 256 * 1024
-# On an AMD EPYC, reading a line that another core had just written took 12 to 20 ns where the two share a cache and 60
-# to 100 ns where they do not. Apart, 100 MB took 33 ms through the caches and 22 ms through memory; sharing one, 13 and
-# 24 ms. Which it is changes while a job runs: the system moves processes, and a hypervisor its processors.
+# On an AMD EPYC, reading a line that another core had just written took 12 to 20 ns where the two cores shared a cache
+# and 60 to 100 ns where they did not. Without a shared cache, 100 MB took 33 ms through the caches and 22 ms through
+# memory; with one, 13 and 24 ms. The case changes while a job runs, as the system moves processes between cores.
 FAR_SECONDS = 50e-9
 
 
 class Mode(IntEnum):
-    """What is done with the shares; the numbers are those of csrc/staged.h."""
+    """The operation on the shares, with the numbers of csrc/staged.h."""
 
     ALLREDUCE = 0
     REDUCE_SCATTER = 1
@@ -36,11 +36,8 @@ class Mode(IntEnum):
     WHOLE = 3
 
 
-class Lobby:
-    """An area of slots, before which operations wait for their turn.
-
-    They go through one at a time, in the order in which they drew tickets: the same on all ranks.
-    """
+class AreaQueue:
+    """An area of slots that operations use one at a time, in the order of their tickets, alike on all ranks."""
 
     def __init__(self, area: Any) -> None:
         self.area = area
@@ -48,36 +45,30 @@ class Lobby:
         self._drawn = 0
 
     def draw(self) -> int:
-        """The next ticket. All members draw in the same order, so only what starts an operation may."""
+        """Return the next ticket. All members draw in the same order, so tickets are drawn when operations start."""
         self._drawn += 1
         return self._drawn - 1
 
     def is_left(self) -> bool:
-        """Whether all operations are over, on the other ranks too."""
+        """True if all operations are over, on the other ranks too."""
         return self.passed == self._drawn and self.area.left_by_others()
 
 
-class Queue(Protocol):
-    """What operations go through one after the other."""
-
-    passed: int  # how many have
-
-
 class Turn:
-    """A wait, like a transfer, until it is a ticket's turn. What holds it up is another operation of this rank."""
+    """A wait, like a transfer, until ``queue.passed`` is a ticket: earlier operations of this rank come first."""
 
     __slots__ = ("_queue", "_ticket", "peer")
 
-    def __init__(self, queue: Queue, ticket: int, peer: int) -> None:
+    def __init__(self, queue: Any, ticket: int, peer: int) -> None:
         self._queue, self._ticket = queue, ticket
         self.peer = peer
 
     def done(self) -> bool:
-        return self._queue.passed == self._ticket
+        return bool(self._queue.passed == self._ticket)
 
 
 class Pass:
-    """A staged operation that is under way, as a transfer: asking whether it is done moves it on."""
+    """A staged operation under way, as a transfer: ``done`` moves it on."""
 
     __slots__ = ("_members", "_spin_seconds", "_staged", "peer")
 
@@ -89,23 +80,22 @@ class Pass:
         return bool(self._staged.advance(self._spin_seconds))
 
     def awaited(self) -> list[int]:
-        """The ranks that have not done their part yet."""
+        """Return the ranks that have not done their part yet."""
         return [self._members[index] for index in self._staged.awaited()]
 
 
 def staging_bytes(ranks: int) -> int:
-    """What the two areas of so many ranks take."""
+    """Return the bytes of the two areas of so many ranks."""
     from hvdkit.kernels._native import Area
 
     return 2 * Area.bytes_needed(ranks, DEPTH, SLOT_BYTES)
 
 
 class Staging:
-    """What the ranks ``members`` of a node (ranks of the transport, ascending) share for one group.
+    """The memory that the ranks ``members`` of a node (ranks of the transport, ascending) share for one group.
 
-    There are two areas, since the second half of an operation may come after a trip to other nodes: were there only
-    one, a later operation's first half would have to wait for that. They lie in ``window`` from ``begin`` on;
-    ``wakeups`` are the members'.
+    There are two areas, since the second half of an operation may come after a trip to other nodes, for which a later
+    operation's first half should not wait. They lie in ``window`` from ``begin`` on; ``wakeups`` are the members'.
     """
 
     def __init__(
@@ -119,20 +109,20 @@ class Staging:
         self._staged = Staged
         count = len(self.members)
         self._begins = (begin, begin + staging_bytes(count) // 2)  # of the areas in the window
-        self.lobbies = [Lobby(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, wakeups)) for at in self._begins]
+        self.queues = [AreaQueue(Area(window, at, count, self.me, DEPTH, SLOT_BYTES, wakeups)) for at in self._begins]
         self.spin_seconds = spin_seconds
         self.window = window
 
     def leave(self) -> None:
-        """The group is no more: its memory goes back to the system, where nobody can be in it any more."""
-        for start, lobby in zip(self._begins, self.lobbies, strict=True):
-            if lobby.is_left():
-                begin, nbytes = lobby.area.own_slots()
+        """Give the memory of a group that ended back to the system, where no rank can be in it any more."""
+        for start, queue in zip(self._begins, self.queues, strict=True):
+            if queue.is_left():
+                begin, nbytes = queue.area.own_slots()
                 self.window.give_back(start + begin, nbytes)
 
     def why_handover(self, nbytes: int) -> str:
-        """How chunks of a tensor of ``nbytes`` bytes are handed over for the node's sum and why, for people."""
-        return choose_handover(nbytes, self.lobbies[0].area.line_seconds())[1]
+        """Return the way in which chunks of a tensor of ``nbytes`` bytes are handed over and why, for people."""
+        return choose_handover(nbytes, self.queues[0].area.line_seconds())[1]
 
     def run(
         self,
@@ -145,21 +135,21 @@ class Staging:
         scale: Scale,
         source: Array | None = None,
     ) -> Steps[None]:
-        """One pass over ``flat``, out of ``source`` if given; ``shares`` are each member's elements (begin, end)."""
-        lobby = self.lobbies[half]
-        if lobby.passed != ticket:
-            yield [Turn(lobby, ticket, self._rank)]
+        """Make one pass over ``flat``, out of ``source`` if given; ``shares`` are the members' elements."""
+        queue = self.queues[half]
+        if queue.passed != ticket:
+            yield [Turn(queue, ticket, self._rank)]
         measure = flat.nbytes >= MEASURED_BYTES
-        past_cache = choose_handover(flat.nbytes, lobby.area.line_seconds())[0] if measure else []
-        staged = self._staged(lobby.area, int(mode), flat, op, scale, list(shares), source, past_cache, measure)
+        past_cache = choose_handover(flat.nbytes, queue.area.line_seconds())[0] if measure else []
+        staged = self._staged(queue.area, int(mode), flat, op, scale, list(shares), source, past_cache, measure)
         yield [Pass(staged, self.members, self.spin_seconds)]
-        lobby.passed += 1
+        queue.passed += 1
 
 
 def choose_handover(nbytes: int, line_seconds: Sequence[float]) -> tuple[list[bool], str]:
-    """Whether what each member reads is written past the cache, into memory, and why.
+    """Return for each member True if data for it is written past the cache, into memory; and the reason.
 
-    ``line_seconds``: for each member, how long reading a line that it has just written takes, 0 if unknown. Members may
+    ``line_seconds``: for each member, the time of reading a line that it has just written, 0 if unknown. Members may
     choose differently: the bits are the same.
     """
     slowest = max(line_seconds)
@@ -172,7 +162,7 @@ def choose_handover(nbytes: int, line_seconds: Sequence[float]) -> tuple[list[bo
 
 
 def choose_pass(nbytes: int) -> tuple[Mode, str]:
-    """How a node's ranks reduce a tensor of ``nbytes`` bytes, and why."""
+    """Return the mode in which a node's ranks reduce a tensor of ``nbytes`` bytes, and the reason."""
     return _SMALL_PASS if nbytes <= WHOLE_BYTES else _LARGE_PASS
 
 

@@ -1,4 +1,4 @@
-"""What stands for gradients on the wire: the parent of all codecs, and what others ask of them."""
+"""The parent of all codecs, with the questions that other modules ask of a codec."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.compression.memory import RESIDUAL
+from hvdkit.compression.state import RESIDUAL
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
 class Codec(ABC):
-    """A way to encode gradients. What is answered here is true of casts, whose payloads are plain numbers.
+    """A way to encode gradients. The answers here are those of casts, whose payloads are plain numbers.
 
-    Others ask, and never look which class it is: what a codec is asked for is all that they need to know of it.
+    Other modules ask a codec, and never test its class.
     """
 
     name: ClassVar[str]
-    lossy: ClassVar[bool]  # whether anything is lost
-    encodes: ClassVar[bool] = False  # as a LossyCodec: what it makes is summed in a way of its own, for floats only
-    all_tensors: ClassVar[bool] = True  # whether it is for small tensors too, unless the user says otherwise
-    whole_tensors: ClassVar[bool] = False  # whether it must see a tensor as a whole, not a part of it
-    lives_on_memory: ClassVar[bool] = False  # whether it is of no use where nothing is kept from step to step
-    has_momentum: ClassVar[bool] = False  # whether gradients get from it the momentum that the optimizer must not have
+    lossy: ClassVar[bool]  # payloads lose something
+    encodes: ClassVar[bool] = False  # it is a LossyCodec: sums of payloads have a way of their own, for floats only
+    all_tensors: ClassVar[bool] = True  # it encodes small tensors too, unless the user says otherwise
+    whole_tensors: ClassVar[bool] = False  # it must encode a tensor as a whole, not a part of it
+    needs_state: ClassVar[bool] = False  # it is of no use where nothing is kept from step to step
+    has_momentum: ClassVar[bool] = False  # it gives gradients the momentum, which the optimizer must not have
 
     @property
     def everywhere(self) -> bool:
-        """Whether ranks of a node encode for each other too."""
+        """True if ranks encode for the other ranks of their node too."""
         return False
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """The arrays that a memory must have."""
+        """The kinds of arrays in the codec's state."""
         return ()
 
     @property
     def owes(self) -> Mapping[str, float]:
-        """By array: which part of it, added to the next gradient, does what the array would have done if kept."""
+        """The factor of each kind of array with which it can be added to the next gradient in place of being kept."""
         return {RESIDUAL: 1.0}
 
     @property
     def on_device(self) -> bool:
-        """Whether gradients on a device are encoded there."""
+        """True if gradients on a device are encoded there."""
         return True
 
     @property
     def warmup_steps(self) -> int:
-        """For how many steps it sends more than it will later."""
+        """The number of first steps in which it sends more than later."""
         return 0
 
     @property
     def summary(self) -> str:
-        """The codec and its parameters: what ranks compare, and people read."""
+        """The codec and its parameters, for ranks to compare and people to read."""
         if not dataclasses.is_dataclass(self):
             return self.name
         values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
@@ -66,17 +66,17 @@ class Codec(ABC):
         return f"{self.name}({', '.join(fields)})"
 
     def parameters_not_in_summary(self) -> list[str]:
-        """What an object keeps that is no field of its dataclass: ranks could not tell whether theirs is the same."""
-        known: set[str] = set()
+        """Return attributes that are no fields of the dataclass, which ranks could not compare."""
+        fields: list[str] = []
         if dataclasses.is_dataclass(self):
-            known.update(field.name for field in dataclasses.fields(self))
+            fields = [field.name for field in dataclasses.fields(self)]
 
         def is_parameter(name: str) -> bool:
-            made_once = isinstance(getattr(type(self), name, None), functools.cached_property)
-            return not (name in known or name.startswith("_") or made_once)
+            is_cached = isinstance(getattr(type(self), name, None), functools.cached_property)
+            return not (name in fields or name.startswith("_") or is_cached)
 
         return sorted(filter(is_parameter, vars(self)))
 
     def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
-        """The bytes of an element of ``dtype`` on the wire, where numbers travel."""
+        """Return the bytes of an element of ``dtype`` on the wire, where numbers travel."""
         return dtype.itemsize

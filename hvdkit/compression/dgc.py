@@ -12,28 +12,28 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_number
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import RESIDUAL, Memory
+from hvdkit.compression.lossy import check_number
 from hvdkit.compression.sparse import TopK, pairs_in
+from hvdkit.compression.state import RESIDUAL, CodecState
 
 VELOCITY = "velocity"
 
 
 @dataclass(frozen=True)
 class DGC(TopK):
-    """The ``ratio`` of the largest values of what each rank's own momentum has added up and not sent.
+    """The ``ratio`` of the largest values of the sum of each rank's own momentum that was not sent yet.
 
     Momentum correction: the velocity u = momentum * u + gradient is accumulated, not the gradient; momentum factor
-    masking: what is sent leaves the velocity too. So the optimizer itself must have no momentum, and small tensors are
-    encoded as well. ``seed``, ``warmup_epochs``, ``steps_per_epoch``, ``feedback`` (which must be True), ``compress``
-    and errors are those of Compression.topk, as is the warm-up.
+    masking: the velocity of values that are sent becomes 0. So the optimizer itself must have no momentum, and small
+    tensors are encoded as well. ``seed``, ``warmup_epochs``, ``steps_per_epoch``, ``feedback`` (which must be True),
+    ``compress`` and errors are those of Compression.topk, as is the warm-up.
 
     Args:
         ratio: the part of the values that is sent, above 0 and at most 1.
         momentum: of the velocity, at least 0 and less than 1.
-        clip: local clipping. What a rank encodes at a time (its piece of a bucket, between nodes its share of the
-            node's sum) is scaled down to a norm of ``clip / sqrt(ranks)``, where that is smaller; not, if None.
+        clip: local clipping, none if None. The values that a rank encodes at a time (its piece of a bucket, between
+            nodes its share of the node's sum) are scaled down to a norm of ``clip / sqrt(ranks)``, if it is larger.
 
     Examples:
         >>> codec = hvd.Compression.dgc(ratio=0.001, momentum=0.9)
@@ -47,7 +47,7 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     all_tensors: ClassVar[bool] = True
-    lives_on_memory: ClassVar[bool] = True
+    needs_state: ClassVar[bool] = True
     has_momentum: ClassVar[bool] = True
     has_device_twin: ClassVar[bool] = True
 
@@ -62,17 +62,16 @@ class DGC(TopK):
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """What was added up and not sent, and the velocity."""
         return (*super().keeps, VELOCITY)
 
     @property
     def owes(self) -> Mapping[str, float]:
-        """A gradient comes again with each turn of the velocity, 1 / (1 - momentum) times in the end."""
+        # A gradient comes again with each turn of the velocity, 1 / (1 - momentum) times in the end.
         return {RESIDUAL: 1.0 - self.momentum, VELOCITY: self.momentum}
 
-    def prepare(self, values: Array, memory: Memory, ranks: int) -> None:
-        """Add the gradient to the velocity and that to what is kept; of the gradient stays what is not finite."""
-        residual, velocity = memory.residual, memory.arrays.get(VELOCITY)
+    def prepare(self, values: Array, state: CodecState, ranks: int) -> None:
+        """Add the gradient to the velocity and that to the residual; keep of the gradient what is not finite."""
+        residual, velocity = state.residual, state.arrays.get(VELOCITY)
         if residual is None or velocity is None:  # of a rank that has closed its plan and gives zeros
             return
         if self.clip is not None:
@@ -84,10 +83,10 @@ class DGC(TopK):
         else:
             values[np.isfinite(values)] = 0.0
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """As top-k does; what is sent leaves the velocity."""
-        velocity = memory.arrays.get(VELOCITY)
-        nbytes = super().encode_into(payload, values, memory)
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        """Encode as top-k does; zero the velocity of values that are sent."""
+        velocity = state.arrays.get(VELOCITY)
+        nbytes = super().encode_into(payload, values, state)
         pairs = pairs_in(payload)
         if velocity is not None and pairs is None:
             velocity[np.isfinite(values)] = 0.0

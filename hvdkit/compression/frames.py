@@ -1,4 +1,4 @@
-"""Payloads on the wire: a header that says what follows, so that what arrives damaged is an error and nothing else."""
+"""Frames: payloads with a header on the wire, so that a damaged payload is an error and nothing else."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hvdkit.compression.codec import Bytes
 from hvdkit.errors import PayloadError
 
 _HEADER = struct.Struct("<4sIQQQ")  # magic, codec, elements, bytes of the payload, checksum of the payload
-_CHECK = struct.Struct("<I")  # checksum of the header: a damaged length must not have anybody wait for what never comes
+_CHECK = struct.Struct("<I")  # checksum of the header: no rank may wait for bytes that a damaged length promises
 _CHECKED_BYTES = _HEADER.size + _CHECK.size
 _MAGIC = b"hvdC"
 HEADER_BYTES = 64  # a cache line, so that payloads are aligned
 
 
 def identity(summary: str) -> int:
-    """A number for a codec and its parameters."""
+    """Return a number for a codec and its parameters."""
     return zlib.crc32(summary.encode())
 
 
 def seal(frame: Bytes, nbytes: int, elements: int, codec: int) -> None:
-    """Write the header of a payload of ``nbytes`` bytes that lies behind it."""
+    """Write the header of a payload of ``nbytes`` bytes, which lies behind the header."""
     payload = frame[HEADER_BYTES : HEADER_BYTES + nbytes]
     header = _HEADER.pack(_MAGIC, codec, elements, nbytes, kernels.checksum(payload))
     frame[:HEADER_BYTES] = 0
@@ -32,12 +32,12 @@ def seal(frame: Bytes, nbytes: int, elements: int, codec: int) -> None:
 
 
 def nbytes_of(frame: Bytes, sender: int) -> int:
-    """How long a frame is, by its header; there may be other memory behind it. Raises PayloadError, as ``unseal``."""
+    """Return the bytes of a frame by its header; other memory may follow. Raises PayloadError, as ``unseal``."""
     return HEADER_BYTES + int(_header(frame, sender)[3])
 
 
 def unseal(frame: Bytes, elements: int, codec: int, sender: int) -> Bytes:
-    """The payload of a frame. Raises PayloadError where it is not the one that was sent, naming the sender."""
+    """Return the payload of a frame. Raises PayloadError, which names the sender, if it is not as it was sent."""
     _, its_codec, its_elements, nbytes, checksum = _header(frame, sender)
     if its_codec != codec:
         raise PayloadError(sender, "it is of another codec, or of other parameters")

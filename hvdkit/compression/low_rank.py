@@ -12,10 +12,9 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_integer, check_seed
 from hvdkit.compression.codec import Array
-from hvdkit.compression.lossy import LinearCodec
-from hvdkit.compression.memory import Key, Memory
+from hvdkit.compression.lossy import LinearCodec, check_integer, check_seed
+from hvdkit.compression.state import CodecState, Key
 from hvdkit.kernels import Scale
 
 RIGHT = "right"
@@ -25,14 +24,14 @@ RIGHT = "right"
 class PowerSGD(LinearCodec):
     """The product of ``rank`` vectors as long as a column and as many as long as a row, by one step of power iteration.
 
-    A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel together: first what each
-    matrix is on the vectors of the step before (warm start), then, those made orthonormal, what it is on these. Both
-    are plain sums. Tensors that this does not make smaller travel as they are, with the first. The arguments
-    ``feedback`` and ``compress`` are those of Compression, as are errors.
+    A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel together, in two plain
+    sums: first the products of each matrix and the vectors of the step before (warm start), then its products with
+    these sums, made orthonormal. Tensors that this does not make smaller travel as they are, in the first sum. The
+    arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
 
     Args:
-        rank: how many vectors stand for a matrix, from 1 to 1024.
-        seed: of the vectors to begin with, from 0 to 2**32 - 1.
+        rank: the number of vectors that stand for a matrix, from 1 to 1024.
+        seed: of the first vectors, from 0 to 2**32 - 1.
 
     Examples:
         >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.powersgd(rank=4))
@@ -43,7 +42,7 @@ class PowerSGD(LinearCodec):
 
     name: ClassVar[str] = "powersgd"
     whole_tensors: ClassVar[bool] = True
-    lives_on_memory: ClassVar[bool] = True
+    needs_state: ClassVar[bool] = True
     has_device_twin: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -52,15 +51,14 @@ class PowerSGD(LinearCodec):
         check_seed(self.name, self.seed)
 
     def vectors(self, rows: int, cols: int) -> int:
-        """How many vectors stand for a matrix; 0 where they would not be smaller."""
+        """Return the number of vectors that stand for a matrix; 0 where they would not be smaller."""
         return self.rank if self.rank * (rows + cols) < rows * cols else 0
 
-    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
-        """Of all vectors; of the elements themselves where it is not told what tensors they are."""
-        return 4 * (elements if memory is None else sum(self.sent_elements(memory.matrices())))
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
+        return 4 * (elements if state is None else sum(self.sent_elements(state.matrices())))
 
     def sent_elements(self, matrices: list[tuple[int, int, int]]) -> tuple[int, int]:
-        """How many numbers travel the first and the second time."""
+        """Return the lengths of the first and the second sum."""
         first = second = 0
         for _, rows, cols in matrices:
             count = self.vectors(rows, cols)
@@ -68,110 +66,111 @@ class PowerSGD(LinearCodec):
             second += count * cols
         return first, second
 
-    def start(self, memory: Memory, begin: int, rows: int, cols: int) -> Array:
-        """The vectors as long as a row to begin with: the last step's; random ones, alike on all ranks, for zeros."""
+    def start(self, state: CodecState, begin: int, rows: int, cols: int) -> Array:
+        """Return the vectors of the last step, as long as a row; for zeros random vectors, alike on all ranks."""
         count = self.vectors(rows, cols)
-        kept = memory.shared.vectors.get(self.key(memory, begin, rows, cols))
+        kept = state.shared.vectors.get(self.key(state, begin, rows, cols))
         right = np.zeros(count * cols, dtype=np.float32) if kept is None else kept
         for k, vector in enumerate(right.reshape(count, cols)):
             if not vector.any():
-                drawn = np.random.Philox(key=self.seed, counter=[memory.turn, memory.begin + begin, k, 0])
+                drawn = np.random.Philox(key=self.seed, counter=[state.turn, state.begin + begin, k, 0])
                 vector[...] = np.random.Generator(drawn).random(cols) - 0.5
         return right
 
     @staticmethod
-    def key(memory: Memory, begin: int, rows: int, cols: int) -> Key:
-        """Where the vectors of a matrix are kept."""
-        return RIGHT, memory.begin + begin, memory.begin + begin + rows * cols
+    def key(state: CodecState, begin: int, rows: int, cols: int) -> Key:
+        """Return the key of a matrix's vectors in the state."""
+        return RIGHT, state.begin + begin, state.begin + begin + rows * cols
 
-    def sums(self, values: Array, scale: Scale, memory: Memory) -> Iterator[Array]:
-        """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, as far as ``rank`` goes.
+    def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
+        """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, in ``rank`` vectors.
 
-        Of each tensor what the result lacks is kept: what this rank's matrix is beyond the vectors that all agreed on.
-        Where any rank's gradient is not finite, the tensor becomes NaN on all ranks, and all keep what they kept
-        before, but for rounding.
+        The residual is this rank's matrix beyond the vectors that all ranks agreed on. Where any rank's gradient is not
+        finite, the tensor becomes NaN on all ranks, and all keep their state, but for rounding.
         """
-        first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(memory.matrices()))
-        matrices = self._matrices(values, memory, first, second)
-        for one in matrices:
-            self._project(one, memory)
+        first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(state.matrices()))
+        matrices = self._matrices(values, state, first, second)
+        for matrix in matrices:
+            self._project(matrix, state)
         yield first
-        finite = [bool(np.isfinite(one.left).all()) for one in matrices]
-        for one, good in zip(matrices, finite, strict=True):
-            if one.is_product and good:
-                kernels.orthonormalise(one.left, one.rows)
-                kernels.project_back_into(one.right, one.matrix, one.left, one.rows, one.cols)
+        finite = [bool(np.isfinite(matrix.left).all()) for matrix in matrices]
+        for matrix, is_finite in zip(matrices, finite, strict=True):
+            if matrix.is_product and is_finite:
+                kernels.orthonormalise(matrix.left, matrix.rows)
+                kernels.project_back_into(matrix.right, matrix.total, matrix.left, matrix.rows, matrix.cols)
             else:
-                one.right[...] = 0.0
-        own = [one.right.copy() for one in matrices]
+                matrix.right[...] = 0.0
+        rights = [matrix.right.copy() for matrix in matrices]
         yield second
-        for one, good, mine in zip(matrices, finite, own, strict=True):
-            if one.is_product:
-                self._reconstruct(one, good and bool(np.isfinite(one.right).all()), mine, scale, memory)
+        for matrix, is_finite, right in zip(matrices, finite, rights, strict=True):
+            if matrix.is_product:
+                self._reconstruct(matrix, is_finite and bool(np.isfinite(matrix.right).all()), right, scale, state)
             else:
-                kernels.scale_into(one.values, one.left, scale)
+                kernels.scale_into(matrix.values, matrix.left, scale)
 
-    def _matrices(self, values: Array, memory: Memory, first: Array, second: Array) -> list[_Matrix]:
+    def _matrices(self, values: Array, state: CodecState, first: Array, second: Array) -> list[_Matrix]:
         matrices = []
         left = right = 0
-        for begin, rows, cols in memory.matrices():
+        for begin, rows, cols in state.matrices():
             count, elements = self.vectors(rows, cols), slice(begin, begin + rows * cols)
             lefts, rights = (count * rows if count else rows * cols), count * cols
-            mine = values[elements]
-            residual = None if memory.residual is None else memory.residual[elements]
-            ends = first[left : left + lefts], second[right : right + rights]
-            matrices.append(_Matrix(mine, residual, rows, cols, *ends, begin))
+            residual = None if state.residual is None else state.residual[elements]
+            sent = first[left : left + lefts], second[right : right + rights]
+            matrices.append(_Matrix(values[elements], residual, rows, cols, *sent, begin))
             left, right = left + lefts, right + rights
         return matrices
 
-    def _project(self, one: _Matrix, memory: Memory) -> None:
-        """What travels first."""
-        if not one.is_product:
-            one.left[...] = one.values
+    def _project(self, matrix: _Matrix, state: CodecState) -> None:
+        """Write a matrix's part of the first sum."""
+        if not matrix.is_product:
+            matrix.left[...] = matrix.values
             return
-        with kernels.DefaultFloats():  # who flushes subnormal vectors would take them for none and draw others
-            start = self.start(memory, one.begin, one.rows, one.cols)
-        if one.residual is not None:
-            one.finite = kernels.add_and_project_into(one.left, one.residual, one.values, start, one.rows, one.cols)
+        rows, cols = matrix.rows, matrix.cols
+        with kernels.DefaultFloats():  # a rank that flushes subnormal vectors would take them for none and draw others
+            start = self.start(state, matrix.begin, rows, cols)
+        if matrix.residual is not None:
+            matrix.finite = kernels.add_and_project_into(matrix.left, matrix.residual, matrix.values, start, rows, cols)
         else:
-            one.finite = bool(np.isfinite(one.values).all())
-            kernels.project_into(one.left, one.values, start, one.rows, one.cols)
-        if not one.finite:
-            one.left[...] = np.nan
+            matrix.finite = bool(np.isfinite(matrix.values).all())
+            kernels.project_into(matrix.left, matrix.values, start, rows, cols)
+        if not matrix.finite:
+            matrix.left[...] = np.nan
 
-    def _reconstruct(self, one: _Matrix, good: bool, mine: Array, scale: Scale, memory: Memory) -> None:
-        """The result, and what is kept; ``mine`` is this rank's part of ``one.right``."""
-        if not good:
-            if one.residual is not None and one.finite:
-                one.residual -= one.values
-            one.values[...] = np.nan
+    def _reconstruct(self, matrix: _Matrix, is_finite: bool, own: Array, scale: Scale, state: CodecState) -> None:
+        """Write the result and the residual; ``own`` is this rank's part of ``matrix.right``."""
+        rows, cols = matrix.rows, matrix.cols
+        if not is_finite:
+            if matrix.residual is not None and matrix.finite:
+                matrix.residual -= matrix.values
+            matrix.values[...] = np.nan
             return
-        if one.residual is not None:
-            kernels.reconstruct_into(None, one.residual, one.left, mine, one.rows, one.cols)
+        if matrix.residual is not None:
+            kernels.reconstruct_into(None, matrix.residual, matrix.left, own, rows, cols)
         factor = scale.as_factor()
-        known = 1.0 if factor is None else factor
-        kernels.reconstruct_into(one.values, None, one.left, one.right, one.rows, one.cols, known)
+        kernels.reconstruct_into(
+            matrix.values, None, matrix.left, matrix.right, rows, cols, 1.0 if factor is None else factor
+        )
         if factor is None:
-            kernels.scale_into(one.values, one.values, scale)
-        memory.shared.vectors[self.key(memory, one.begin, one.rows, one.cols)] = one.right.copy()
+            kernels.scale_into(matrix.values, matrix.values, scale)
+        state.shared.vectors[self.key(state, matrix.begin, rows, cols)] = matrix.right.copy()
 
 
 @dataclass
 class _Matrix:
-    """A tensor under way. ``left`` and ``right`` are runs of what travels; without vectors ``left`` is all of it."""
+    """A tensor under way. ``left`` and ``right`` are its parts of the two sums, ``left`` all of it without vectors."""
 
     values: Array  # this rank's gradient, then the result
-    residual: Array | None  # under way with the gradient in it, if that is finite
+    residual: Array | None  # includes the gradient while it is under way, if that is finite
     rows: int
     cols: int
     left: Array
     right: Array
     begin: int
-    finite: bool = True  # whether this rank's gradient is
+    finite: bool = True  # this rank's gradient is
 
     @property
-    def matrix(self) -> Array:
-        """What the vectors are to stand for: the gradient and what was kept of earlier ones."""
+    def total(self) -> Array:
+        """The gradient plus the residual, which the vectors approximate."""
         return self.values if self.residual is None else self.residual
 
     @property

@@ -1,4 +1,4 @@
-"""Codecs that send payloads of bytes: what is asked of them, and how one writes one's own."""
+"""The parents of codecs that send payloads of bytes: hvdkit's, and those of users."""
 
 from __future__ import annotations
 
@@ -11,68 +11,61 @@ import numpy as np
 
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.compression.lossy import LossyCodec
-from hvdkit.compression.memory import Memory
+from hvdkit.compression.state import CodecState
 from hvdkit.kernels import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadCodec(LossyCodec):
-    """Encodes float32 gradients into payloads of bytes, which are decoded and summed in float32 on the other side."""
+    """A codec of float32 gradients into payloads of bytes, which the receivers decode and sum in float32."""
 
-    # Whether payloads of equally many elements have equally many bytes, so that nobody must tell how many come.
-    fixed: ClassVar[bool] = True
-    # Whether a part of the elements is sent as it is: sums then go to all at once where few ranks take part.
-    sparse: ClassVar[bool] = False
+    fixed: ClassVar[bool] = True  # payloads of equally many elements have equally many bytes
+    sparse: ClassVar[bool] = False  # a part of the elements is sent as it is
 
     def way(self, elements: int, ranks: int) -> tuple[str, str]:
-        """Dense payloads are as long for a sum as for what is summed, so two phases send the least.
-
-        Sparse ones are sent as they are, and nothing is lost of their sum, where that sends no more.
-        """
-        if not self.sparse:
+        if not self.sparse:  # a payload of a sum is as long as those of its operands, so two phases send the least
             return "two_phase", "payloads are dense"
         payload = self.sent_bytes(elements)
         gather, two_phase = (ranks - 1) * payload, 2 * (ranks - 1) * payload // ranks
         name = "gather" if gather <= two_phase else "two_phase"
         return name, f"payloads of about {payload} bytes x {ranks} ranks: gather {gather}, two_phase {two_phase} bytes"
 
-    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
-        """About how many bytes a payload has."""
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
         return self.most_bytes(elements)
 
     def usual_bytes(self, elements: int) -> int:
-        """Of a payload whose length varies: how much travels at once, before it is known how long it is.
+        """Return the bytes of a payload of variable length that travel first, before the receiver knows the length.
 
-        The same on all ranks in all steps. What is shorter than that is filled up, what is longer takes a trip more.
+        The same on all ranks in all steps. A shorter payload is filled up, a longer one takes a second trip.
         """
         return 0
 
     @abstractmethod
     def most_bytes(self, elements: int) -> int:
-        """The bytes of the largest payload of so many elements; of every one if ``fixed``."""
+        """Return the bytes of the largest payload of so many elements; of each payload if ``fixed``."""
 
     @abstractmethod
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """Write the payload of ``values`` plus residual; returns its bytes. Leaves in the residual what it lacks.
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        """Write the payload of ``values`` plus residual, leave in the residual what it lacks, and return its bytes.
 
-        ``payload`` has ``most_bytes`` bytes, aligned to 64. Where a value is not finite, what is decoded is not finite
-        either, somewhere near it, and the residual stays finite.
+        ``payload`` has ``most_bytes`` bytes, aligned to 64. For a value that is not finite, a decoded value near it is
+        not finite either, and the residual stays finite.
         """
 
     @abstractmethod
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        """``out = scale * decoded``, or ``out += scale * decoded``. Raises ValueError for what no encoder wrote."""
+        """Compute ``out = scale * decoded``, or add it. Raises ValueError for a payload that no encoder wrote."""
 
     def decode_sum_into(self, payloads: Sequence[Bytes], out: Array, scale: Scale) -> bool:
-        """``out = scale * (the sum of what is decoded, in order)`` in one pass, with the bits of decoding one by one.
+        """Compute ``out = scale * (sum of payloads, in order)`` in one pass, with the bits of decoding one by one.
 
-        False where that cannot be done, also for what no encoder wrote; ``out`` may hold anything then.
+        Return False where that is not possible, also if no encoder wrote a payload; ``out`` may hold anything then.
         """
         return False
 
 
 def put(out: Array, decoded: Array, scale: float, add: bool) -> None:
-    """``out = scale * decoded``, or ``out += scale * decoded``."""
+    """Compute ``out = scale * decoded``, or ``out += scale * decoded``."""
     with np.errstate(all="ignore"):
         if add:
             out += decoded * np.float32(scale)
@@ -81,12 +74,12 @@ def put(out: Array, decoded: Array, scale: float, add: bool) -> None:
 
 
 class CustomCodec(PayloadCodec):
-    """The base class of codecs that are written outside of this package: ``encode`` and ``decode``, and that is all.
+    """The base class of codecs that users write: ``encode`` and ``decode``, and that is all.
 
-    Codecs are told apart by the ``name`` of the class and, if it is a dataclass, its fields: they must be the same on
-    all ranks, and one that keeps parameters elsewhere is refused. Error feedback is added around it, unless an object
-    is made with ``feedback=False``. ``feedback`` and ``compress`` are those of Compression, as are errors.
-    ``largest_ratio`` of the class is the most that a payload may have of the gradient's bytes.
+    Ranks compare codecs by the ``name`` of the class and, if it is a dataclass, its fields, which must be the same on
+    all ranks; a codec with parameters elsewhere is refused. Error feedback is added, unless an object is made with
+    ``feedback=False``. ``feedback`` and ``compress`` are those of Compression, as are errors. ``largest_ratio`` of the
+    class is the largest ratio of a payload's bytes to the gradient's.
 
     Examples:
         >>> class Halves(hvd.CustomCodec):
@@ -102,7 +95,7 @@ class CustomCodec(PayloadCodec):
     """
 
     fixed: ClassVar[bool] = False
-    largest_ratio: ClassVar[float] = 1.0  # of a payload's bytes to those of the gradient
+    largest_ratio: ClassVar[float] = 1.0
 
     @abstractmethod
     def encode(self, values: Array) -> Array:
@@ -136,23 +129,20 @@ class CustomCodec(PayloadCodec):
         """
 
     def most_bytes(self, elements: int) -> int:
-        """As ``largest_ratio`` says, and a little for headers of its own."""
-        return int(4 * elements * self.largest_ratio) + 1024
+        return int(4 * elements * self.largest_ratio) + 1024  # for headers of the user's
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """Encode the values and what was kept, and keep what that loses."""
-        residual = memory.residual
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        residual = state.residual
         with np.errstate(all="ignore"):
-            wanted = values.copy() if residual is None else values + residual
-            encoded = self._bytes(self.encode(wanted), payload.nbytes)
+            total = values.copy() if residual is None else values + residual
+            encoded = self._bytes(self.encode(total), payload.nbytes)
             payload[: encoded.nbytes] = encoded
             if residual is not None:
-                lost = wanted - self._decoded(encoded, wanted.size)
+                lost = total - self._decoded(encoded, total.size)
                 np.copyto(residual, lost, where=np.isfinite(lost))
         return encoded.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        """Decode, scale, and set or add."""
         with np.errstate(all="ignore"):
             put(out, self._decoded(payload, out.size), scale, add)
 

@@ -1,4 +1,4 @@
-"""A few bits for each value, and a scale for each block of them."""
+"""Quantised codecs: a few bits for each value, and a scale for each block of values."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_block, check_flag, check_seed
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import Memory
+from hvdkit.compression.lossy import check_flag, check_integer, check_seed
 from hvdkit.compression.payload import PayloadCodec
+from hvdkit.compression.state import CodecState
 
 
 @dataclass(frozen=True)
 class _Blocks(PayloadCodec):
-    """Payloads of a float32 for each block of values, its scale, and then of ``bits`` bits for each value."""
+    """A codec whose payloads have a float32 for each block of values, its scale, then ``bits`` bits for each value."""
 
     block: int = 256
 
     bits: ClassVar[int]
-    multiple: ClassVar[int]  # what a block's length must be a multiple of
+    multiple: ClassVar[int]  # of which a block's length must be a multiple
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_block(self.name, self.block, self.multiple)
+        check_integer(self.name, "block", self.block, self.multiple, 1 << 20)
+        if self.block % self.multiple:
+            raise ValueError(f"Compression.{self.name}: block must be a multiple of {self.multiple}, got {self.block}")
 
     def _scale_bytes(self, elements: int) -> int:
         return 4 * -(-elements // self.block)
 
     def most_bytes(self, elements: int) -> int:
-        """Of the scales and the codes."""
         return self._scale_bytes(elements) + -(-elements * self.bits // 8)
 
     def _split(self, payload: Bytes, elements: int) -> tuple[Array, Array]:
-        """The scales and the codes of a payload. Raises ValueError if it has another length."""
+        """Return the scales and the codes of a payload. Raises ValueError if it has another length."""
         if payload.nbytes != self.most_bytes(elements):
             raise ValueError(f"expected {self.most_bytes(elements)} bytes, got {payload.nbytes}")
         codes = self._scale_bytes(elements)
@@ -44,12 +45,7 @@ class _Blocks(PayloadCodec):
 
 @dataclass(frozen=True)
 class _Quantised(_Blocks):
-    """Values are multiples of a step, which is their block's largest magnitude / L; they are rounded to nearest even.
-
-    With ``stochastic`` they are rounded up or down at random, so that the mean is right (Alistarh et al., 2017, "QSGD:
-    communication-efficient SGD via gradient quantization and encoding"); each rank and each phase draws its own
-    numbers, and the same run draws the same.
-    """
+    """A codec of values as multiples of a step, which is their block's largest magnitude / L; see Int8."""
 
     stochastic: bool = False
     seed: int = 0
@@ -61,16 +57,14 @@ class _Quantised(_Blocks):
         check_flag(self.name, "stochastic", self.stochastic)
         check_seed(self.name, self.seed)
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """The scales, then the codes."""
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         scales, codes = self._split(payload, values.size)
-        words = self.seed + memory.turn * 0x85EBCA6B + memory.begin + memory.salt * 0xC2B2AE35
+        words = self.seed + state.turn * 0x85EBCA6B + state.begin + state.salt * 0xC2B2AE35
         seed = words % 2**32 if self.stochastic else None
-        kernels.quantise_into(codes, scales, values, memory.residual, self.bits, self.block, seed)
+        kernels.quantise_into(codes, scales, values, state.residual, self.bits, self.block, seed)
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        """One pass."""
         scales, codes = self._split(payload, out.size)
         kernels.dequantise_into(out, codes, scales, self.bits, self.block, scale, add)
 
@@ -84,9 +78,9 @@ class Int8(_Quantised):
 
     Args:
         block: how many values have a scale in common, a multiple of 16.
-        stochastic: whether values are rounded up or down at random, so that the mean is right (Alistarh et al., 2017,
-            "QSGD: communication-efficient SGD via gradient quantization and encoding"). Each rank and each phase draws
-            its own numbers, and the same run draws the same.
+        stochastic: round values up or down at random, so that the mean is right (Alistarh et al., 2017, "QSGD:
+            communication-efficient SGD via gradient quantization and encoding"). Each rank and each phase draws its own
+            numbers, and the same run draws the same.
         seed: of the random numbers, from 0 to 2**32 - 1.
 
     Examples:
@@ -133,13 +127,11 @@ class OneBit(_Blocks):
     multiple: ClassVar[int] = 512
     has_device_twin: ClassVar[bool] = True
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """The scales, then the signs."""
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         scales, packed = self._split(payload, values.size)
-        kernels.sign_into(packed, scales, values, memory.residual, self.block)
+        kernels.sign_into(packed, scales, values, state.residual, self.block)
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        """One pass."""
         scales, packed = self._split(payload, out.size)
         kernels.unsign_into(out, packed, scales, self.block, scale, add)

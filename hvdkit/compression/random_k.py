@@ -7,19 +7,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdkit.compression.checks import check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import Memory
+from hvdkit.compression.lossy import check_ratio, check_seed
 from hvdkit.compression.payload import PayloadCodec
+from hvdkit.compression.state import CodecState
 
 
 @dataclass(frozen=True)
 class RandomK(PayloadCodec):
-    """One value out of each run of 1 / ``ratio`` values, at an index that changes from step to step.
+    """A random value out of each 1 / ``ratio`` values, at an index that changes from step to step.
 
     Stich et al., 2018, "Sparsified SGD with memory", with an index in each stratum. Values are sent as they are,
-    not multiplied by 1 / ``ratio``. What a value gathered in that many steps is sent at once, so that small ratios want
-    small learning rates. The arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+    not multiplied by 1 / ``ratio``. A value that gathered for 1 / ``ratio`` steps is sent at once, so that small ratios
+    want small learning rates. The arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
 
     Args:
         ratio: the part of the values that is sent, above 0 and at most 1.
@@ -43,7 +43,7 @@ class RandomK(PayloadCodec):
         return min(elements, max(1, round(elements * self.ratio)))
 
     def _starts(self, elements: int) -> Array:
-        """Where runs begin, and the end of the last."""
+        """Return the begins of the strata, and the end of the last."""
         count = self._count(elements)
         return np.asarray(np.arange(count + 1, dtype=np.int64) * elements // max(1, count))
 
@@ -54,32 +54,30 @@ class RandomK(PayloadCodec):
         return np.asarray(starts[:-1] + (drawn * np.diff(starts)).astype(np.int64))
 
     def most_bytes(self, elements: int) -> int:
-        """Where the indices are drawn from, and the values."""
-        return 16 + 4 * self._count(elements)
+        return 16 + 4 * self._count(elements)  # the turn and the begin, from which indices are drawn, and the values
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """The values at this turn's indices; NaN for a run in which a value, sent or not, is not finite."""
-        payload[:16].view(np.int64)[...] = memory.turn, memory.begin
-        indices = self._indices(values.size, memory.turn, memory.begin)
-        picked, residual = payload[16:].view(np.float32), memory.residual
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        """Write the values at this turn's indices; NaN for a stratum in which a value, sent or not, is not finite."""
+        payload[:16].view(np.int64)[...] = state.turn, state.begin
+        indices = self._indices(values.size, state.turn, state.begin)
+        picked, residual = payload[16:].view(np.float32), state.residual
         with np.errstate(all="ignore"):
-            wanted = values if residual is None else values + residual
-        odd = ~np.isfinite(wanted)
+            total = values if residual is None else values + residual
+        odd = ~np.isfinite(total)
         any_odd = bool(odd.any())
-        picked[...] = wanted[indices]
+        picked[...] = total[indices]
         before = None if residual is None else residual[indices]
         if residual is not None:
-            np.copyto(residual, wanted, where=~odd if any_odd else True)
+            np.copyto(residual, total, where=~odd if any_odd else True)
             residual[indices] = 0.0
         if any_odd:
-            runs = np.searchsorted(self._starts(values.size), np.flatnonzero(odd), side="right") - 1
-            picked[runs] = np.nan
+            strata = np.searchsorted(self._starts(values.size), np.flatnonzero(odd), side="right") - 1
+            picked[strata] = np.nan
             if residual is not None and before is not None:
-                residual[indices[runs]] = before[runs]
+                residual[indices[strata]] = before[strata]
         return payload.nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        """Draws the same indices again."""
         if payload.nbytes != self.most_bytes(out.size):
             raise ValueError(f"expected {self.most_bytes(out.size)} bytes, got {payload.nbytes}")
         turn, begin = (int(number) for number in payload[:16].view(np.int64))

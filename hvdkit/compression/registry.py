@@ -1,4 +1,4 @@
-"""The codecs there are, by name; and from what ranks tell of one back to it."""
+"""The codecs by name, and by the summary that ranks send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdkit.compression.sparse import Threshold, TopK
 
 
 class Codecs:
-    """The built-in lossy codecs, under the names that users know them by."""
+    """The built-in lossy codecs, by the names that users write."""
 
     int8 = Int8
     int4 = Int4
@@ -28,28 +28,28 @@ class Codecs:
 
 
 def _classes() -> dict[str, type[LossyCodec]]:
-    """All there are in this process, of which a built-in one has its name first."""
-    found: list[type[LossyCodec]] = [one for one in vars(Codecs).values() if isinstance(one, type)]
+    """Return all lossy codecs of this process by name; a name of a built-in codec is that codec."""
+    classes: list[type[LossyCodec]] = [codec for codec in vars(Codecs).values() if isinstance(codec, type)]
     below = LossyCodec.__subclasses__()
     while below:
-        found.append(below.pop())
-        below += found[-1].__subclasses__()
-    return {one.name: one for one in reversed(found) if hasattr(one, "name")}
+        classes.append(below.pop())
+        below += classes[-1].__subclasses__()
+    return {codec.name: codec for codec in reversed(classes) if hasattr(codec, "name")}
 
 
 def codec_with_summary(summary: str) -> Codec:
-    """The codec of which ``Codec.summary`` is this. Raises ValueError where this process has no such codec."""
+    """Return the codec with this ``Codec.summary``. Raises ValueError where this process has no such codec."""
     if summary in CASTS:
         return CASTS[summary]
     name, _, fields = summary.removesuffix(")").partition("(")
-    known = _classes().get(name)
-    if known is None:
+    codec_class = _classes().get(name)
+    if codec_class is None:
         raise ValueError(
             f"there is no codec '{name}' in this process\nHINT: import the module that defines it before hvd.join()."
         )
     call = ast.parse(f"codec({fields})", mode="eval").body
     assert isinstance(call, ast.Call)
-    codec = known(**{str(field.arg): ast.literal_eval(field.value) for field in call.keywords})
+    codec = codec_class(**{str(field.arg): ast.literal_eval(field.value) for field in call.keywords})
     if codec.summary != summary:
         raise ValueError(f"the codec '{name}' has other parameters here: {codec.summary}, where others have {summary}")
     return codec

@@ -13,34 +13,34 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.compression.checks import check_integer, check_number, check_ratio, check_seed
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.memory import Memory
+from hvdkit.compression.lossy import check_integer, check_number, check_ratio, check_seed
 from hvdkit.compression.payload import PayloadCodec, put
+from hvdkit.compression.state import CodecState
 from hvdkit.kernels import Scale
 
 _HEAD = 8  # bytes: the mode and the count
 _PAIRS, _ALL = 0x50414952, 0x414C4C20
-# Of the number asked for: fewer or more are selected again with another threshold.
+# Limits of the ratio of selected to wanted values; beyond them, another threshold is tried.
 FEWEST, MOST = 0.8, 1.25
 USUAL = 1.1
 RETRIES = 2
-# How many of a sample should lie above the threshold: 400 make the number selected right to 5% (1 / sqrt(400)).
+# Values of a sample above the threshold: 400 make the number of selected values right to 5% (1 / sqrt(400)).
 SAMPLED_ABOVE = 400
 SMALLEST_SAMPLE = 1 << 14
-# How a carried threshold follows the number that it selected, as a power: gently, since what was kept was cut off at
-# the threshold, so that a step that sent too many is followed by one with fewer to send.
+# The power with which a carried threshold follows the number of selected values: small, since the residual was cut off
+# at the threshold, so that a step that sent too many values is followed by a step with fewer.
 FOLLOW = 0.03
-# After a carried threshold has failed, samples are taken for so many steps: a sample costs a tenth of a pass.
+# Steps with samples after a carried threshold has failed: a sample costs a tenth of a pass.
 SAMPLED_STEPS = 8
 THRESHOLD, DISTRUST = "threshold", "distrust"
-# What is sent in each epoch of the warm-up but the last: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
+# The ratio of the first epoch of a warm-up: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
 FIRST_RATIO = 0.25
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def write_pairs(payload: Bytes, count: int, capacity: int) -> int:
-    """Complete a payload whose indices and values were written with room for ``capacity``; returns its bytes."""
+    """Complete a payload whose indices and values were written with room for ``capacity``; return its bytes."""
     payload[:_HEAD].view(np.uint32)[...] = _PAIRS, count
     target, source = _HEAD + 4 * count, _HEAD + 4 * capacity
     payload[target : target + 4 * count] = payload[source : source + 4 * count]
@@ -48,7 +48,7 @@ def write_pairs(payload: Bytes, count: int, capacity: int) -> int:
 
 
 def write_all(payload: Bytes, values: Array, residual: Array | None) -> int:
-    """A payload of all values; returns its bytes."""
+    """Write a payload of all values; return its bytes."""
     payload[:_HEAD].view(np.uint32)[...] = _ALL, 0
     everything = payload[_HEAD : _HEAD + 4 * values.size].view(np.float32)
     if residual is None:
@@ -61,19 +61,19 @@ def write_all(payload: Bytes, values: Array, residual: Array | None) -> int:
 
 
 def room_for_pairs(payload: Bytes, capacity: int) -> tuple[Array, Array]:
-    """Where indices and values are written to, before it is known how many they are."""
+    """Return the memory of indices and values with room for ``capacity`` of each."""
     middle, end = _HEAD + 4 * capacity, _HEAD + 8 * capacity
     return payload[_HEAD:middle].view(np.uint32), payload[middle:end].view(np.float32)
 
 
 def pairs_in(payload: Bytes) -> tuple[Array, Array] | None:
-    """The indices and values of a payload that was just written; None if it has all values."""
+    """Return the indices and values of a payload of this rank; None if it has all values."""
     mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
     return None if mode == _ALL else room_for_pairs(payload, count)
 
 
 def _checked_pairs(payload: Bytes, elements: int) -> tuple[Array, Array] | None:
-    """The indices and values of a payload that came in, None if it has all values. Raises ValueError."""
+    """Return the indices and values of a received payload, None if it has all values. Raises ValueError."""
     if payload.nbytes < _HEAD:
         raise ValueError(f"expected at least {_HEAD} bytes, got {payload.nbytes}")
     mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
@@ -88,7 +88,7 @@ def _checked_pairs(payload: Bytes, elements: int) -> tuple[Array, Array] | None:
 
 
 def emit_odd(indices: Array, picked: Array, values: Array, residual: Array | None, emitted: int) -> bool:
-    """Whether a value that is not finite found no room; then the last that was emitted makes room for it."""
+    """True if a value that is not finite had no room; it then takes the place of the last emitted value."""
     last = int(indices[emitted - 1])
     odd = np.flatnonzero(~np.isfinite(values[last + 1 :]))
     if not odd.size:
@@ -101,14 +101,14 @@ def emit_odd(indices: Array, picked: Array, values: Array, residual: Array | Non
 
 
 def estimate(values: Array | None, residual: Array | None, count: int, seed: int) -> float:
-    """A threshold above which about ``count`` magnitudes lie, from a sample with a random index in each stratum."""
-    either = values if values is not None else residual
-    assert either is not None
-    wanted = max(SMALLEST_SAMPLE, SAMPLED_ABOVE * either.size // count)
-    stride = max(1, either.size // wanted)
-    sample = np.empty(-(-either.size // stride), dtype=np.float32)
+    """Return a threshold below about ``count`` magnitudes, from a sample with a random index in each stratum."""
+    array = values if values is not None else residual
+    assert array is not None
+    wanted = max(SMALLEST_SAMPLE, SAMPLED_ABOVE * array.size // count)
+    stride = max(1, array.size // wanted)
+    sample = np.empty(-(-array.size // stride), dtype=np.float32)
     kernels.abs_sample_into(sample, values, residual, stride, seed)
-    above = min(sample.size, max(1, round(count * sample.size / either.size)))
+    above = min(sample.size, max(1, round(count * sample.size / array.size)))
     lowest = np.partition(sample, sample.size - above)[sample.size - above]
     return min(_LARGEST, float(np.nextafter(lowest, np.float32(0))))  # the lowest itself shall lie above it
 
@@ -119,11 +119,9 @@ class _Sparse(PayloadCodec):
     sparse: ClassVar[bool] = True
 
     def most_bytes(self, elements: int) -> int:
-        """Of the values themselves, or of as many pairs as fit there."""
-        return _HEAD + 4 * elements
+        return _HEAD + 4 * elements  # all values, or as many pairs as fit
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        """Touches nothing of ``out`` but what the payload has, and zeros."""
         pairs = _checked_pairs(payload, out.size)
         if pairs is None:
             put(out, payload[_HEAD:].view(np.float32), scale, add)
@@ -133,14 +131,13 @@ class _Sparse(PayloadCodec):
             kernels.sum_pairs_into(out, pairs[:1], pairs[1:], scale)
 
     def decode_sum_into(self, payloads: Sequence[Bytes], out: Array, scale: Scale) -> bool:
-        """Not where one has all values."""
         try:
             pairs = [_checked_pairs(payload, out.size) for payload in payloads]
             if None in pairs:
                 return False
-            indices, values = zip(*(one for one in pairs if one is not None), strict=True)
+            indices, values = zip(*(pair for pair in pairs if pair is not None), strict=True)
             kernels.sum_pairs_into(out, indices, values, scale)
-        except ValueError:  # decoding one by one tells whose it is
+        except ValueError:  # decoding one by one tells which rank sent it
             return False
         return True
 
@@ -149,8 +146,8 @@ class _Sparse(PayloadCodec):
 class TopK(_Sparse):
     """The ``ratio`` of the values with the largest magnitudes, within 0.8 and 1.25 of that many.
 
-    They are those above a threshold (Aji and Heafield, 2017, "Sparse communication for distributed gradient descent"),
-    which is carried over from step to step, and taken from a sample of the values when it selects too few or too many.
+    They lie above a threshold (Aji and Heafield, 2017, "Sparse communication for distributed gradient descent"), which
+    is carried over from step to step, and taken from a sample of the values when it selects too few or too many.
     Warm-up (Lin et al., 2018): in the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the
     first epoch, then a constant factor less in each until ``ratio``. The arguments ``feedback`` and ``compress`` are
     those of Compression, as are errors.
@@ -158,8 +155,8 @@ class TopK(_Sparse):
     Args:
         ratio: the part of the values that is sent, above 0 and at most 1.
         seed: of the samples, from 0 to 2**32 - 1.
-        warmup_epochs: for how many epochs more is sent.
-        steps_per_epoch: how many steps of the optimizer an epoch has.
+        warmup_epochs: the number of epochs in which more is sent.
+        steps_per_epoch: the number of the optimizer's steps in an epoch.
 
     Examples:
         >>> codec = hvd.Compression.topk(ratio=0.01, warmup_epochs=4, steps_per_epoch=100)
@@ -176,7 +173,6 @@ class TopK(_Sparse):
 
     @property
     def warmup_steps(self) -> int:
-        """See Codec."""
         return self.warmup_epochs * self.steps_per_epoch if self.ratio < FIRST_RATIO else 0
 
     def __post_init__(self) -> None:
@@ -186,58 +182,57 @@ class TopK(_Sparse):
         check_integer(self.name, "warmup_epochs", self.warmup_epochs, 0, 10**6)
         check_integer(self.name, "steps_per_epoch", self.steps_per_epoch, 1, 10**9)
 
-    def ratio_at(self, memory: Memory | None) -> float:
-        """The part of the values that is sent at a memory's turn; without a memory, after the warm-up."""
-        if memory is None or memory.turn >= self.warmup_steps:
+    def ratio_at(self, state: CodecState | None) -> float:
+        """Return the part of the values that is sent at a state's turn; without a state, after the warm-up."""
+        if state is None or state.turn >= self.warmup_steps:
             return self.ratio
-        epoch = memory.turn // self.steps_per_epoch
+        epoch = state.turn // self.steps_per_epoch
         return float(FIRST_RATIO * (self.ratio / FIRST_RATIO) ** (epoch / self.warmup_epochs))
 
-    def _wanted(self, elements: int, memory: Memory | None) -> int:
-        return min(elements, max(1, round(elements * self.ratio_at(memory))))
+    def _wanted(self, elements: int, state: CodecState | None) -> int:
+        return min(elements, max(1, round(elements * self.ratio_at(state))))
 
-    def sent_bytes(self, elements: int, memory: Memory | None = None) -> int:
-        """Of as many pairs as are wanted."""
-        return min(_HEAD + 8 * self._wanted(elements, memory), self.most_bytes(elements))
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
+        return min(_HEAD + 8 * self._wanted(elements, state), self.most_bytes(elements))
 
     def usual_bytes(self, elements: int) -> int:
-        """Of a tenth more pairs than are wanted after the warm-up, which are seldom fewer than there are."""
+        # After the warm-up, there are seldom more pairs than a tenth above the wanted number.
         return min(_HEAD + 8 * int(USUAL * self._wanted(elements, None)), self.most_bytes(elements))
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """One pass over the values where the threshold still fits; a sample and another pass each time it does not."""
-        residual = memory.residual
-        capacity = max(1, int(MOST * self._wanted(values.size, memory)))
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        """Write pairs in one pass where the carried threshold fits; each retry takes a sample and another pass."""
+        residual = state.residual
+        capacity = max(1, int(MOST * self._wanted(values.size, state)))
         if 2 * capacity >= values.size:
             return write_all(payload, values, residual)
-        return self._select(payload, values, residual, capacity, memory)
+        return self._select(payload, values, residual, capacity, state)
 
     def _select(
-        self, payload: Bytes, values: Array | None, residual: Array | None, capacity: int, memory: Memory
+        self, payload: Bytes, values: Array | None, residual: Array | None, capacity: int, state: CodecState
     ) -> int:
-        """The payload of values plus residual; with no values, of the residual alone."""
-        wanted = self._wanted(memory.elements, memory)
+        """Write the pairs of values plus residual; return their bytes."""
+        wanted = self._wanted(state.elements, state)
         indices, picked = room_for_pairs(payload, capacity)
-        recalled, distrust = memory.recall(THRESHOLD), memory.recall(DISTRUST) or 0.0
+        recalled, distrust = state.recall(THRESHOLD), state.recall(DISTRUST) or 0.0
         carried = recalled is not None and distrust == 0.0
         for attempt in range(1 + RETRIES):
             if recalled is not None and carried and attempt == 0:
                 threshold = recalled
             else:
-                seed = (self.seed + 31 * memory.turn + 7 * attempt + memory.begin) % 2**32
+                seed = (self.seed + 31 * state.turn + 7 * attempt + state.begin) % 2**32
                 threshold = estimate(values, residual, wanted, seed)
-            emitted, found = kernels.select_into(indices, picked, values, residual, threshold)
-            if found > emitted and values is not None and emit_odd(indices, picked, values, residual, emitted):
+            emitted, above = kernels.select_into(indices, picked, values, residual, threshold)
+            if above > emitted and values is not None and emit_odd(indices, picked, values, residual, emitted):
                 break
-            fits = FEWEST * wanted <= found <= MOST * wanted or (threshold == 0.0 and found <= capacity)
+            fits = FEWEST * wanted <= above <= MOST * wanted or (threshold == 0.0 and above <= capacity)
             if fits or attempt == RETRIES or not np.isfinite(picked[:emitted]).all():
                 break
-            if residual is not None:  # everything is there now but what was emitted
+            if residual is not None:  # it has all values now but the emitted ones
                 residual[indices[:emitted]] = picked[:emitted]
                 values = None
-        memory.keep(DISTRUST, SAMPLED_STEPS if carried and attempt else max(0.0, distrust - 1.0))
-        if threshold > 0.0 and found:
-            memory.keep(THRESHOLD, min(_LARGEST, threshold * (found / wanted) ** FOLLOW))
+        state.keep(DISTRUST, SAMPLED_STEPS if carried and attempt else max(0.0, distrust - 1.0))
+        if threshold > 0.0 and above:
+            state.keep(THRESHOLD, min(_LARGEST, threshold * (above / wanted) ** FOLLOW))
         return write_pairs(payload, emitted, capacity)
 
 
@@ -263,17 +258,16 @@ class Threshold(_Sparse):
         if not 0.0 <= check_number(self.name, "threshold", self.threshold) <= _LARGEST:
             raise ValueError(f"Compression.threshold: threshold must be 0 or more, and finite, got {self.threshold}")
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
-        """One pass; where there is no room for all that it finds, one more."""
-        residual = memory.residual
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        residual = state.residual
         capacity = values.size // 2
         indices, picked = room_for_pairs(payload, capacity)
-        emitted, found = kernels.select_into(indices, picked, values, residual, self.threshold)
-        if found == emitted:
+        emitted, above = kernels.select_into(indices, picked, values, residual, self.threshold)
+        if above == emitted:
             return write_pairs(payload, emitted, capacity)
         if residual is None:
             return write_all(payload, values, None)
-        # What was emitted goes back, and all is sent.
+        # The emitted values go back, and all values are sent.
         finite = np.isfinite(picked[:emitted])
         residual[indices[:emitted][finite]] = picked[:emitted][finite]
         everything = np.where(np.isfinite(values), residual, values)

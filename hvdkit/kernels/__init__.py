@@ -33,10 +33,14 @@ try:
 
     _backend = "native"
 except ImportError as error:
-    from hvdkit.kernels.numpy_checksum import checksum
     from hvdkit.kernels.numpy_codecs import dequantise_into, quantise_into, sign_into, unsign_into
-    from hvdkit.kernels.numpy_floats import DefaultFloats  # type: ignore[assignment]
-    from hvdkit.kernels.numpy_kernels import convert_into, reduce_into, scale_into
+    from hvdkit.kernels.numpy_kernels import (  # type: ignore[assignment]
+        DefaultFloats,
+        checksum,
+        convert_into,
+        reduce_into,
+        scale_into,
+    )
     from hvdkit.kernels.numpy_low_rank import (
         add_and_project_into,
         orthonormalise,
@@ -53,13 +57,13 @@ except ImportError as error:
     )
 
     _backend = "numpy"
-    # Not built is a choice; built and broken would be slow for a reason that nobody sees.
+    # Kernels that were built and cannot be loaded would be slow without a visible reason.
     if not isinstance(error, ModuleNotFoundError):
         warnings.warn(f"hvdkit: the native kernels cannot be loaded, using the numpy kernels: {error}", stacklevel=2)
 
 
 def backend() -> str:
-    """Which kernels run in this process: "native" or "numpy"."""
+    """Return the kind of the kernels in this process: "native" or "numpy"."""
     return _backend
 
 

@@ -18,7 +18,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(name) for name in (*_INTEGERS, "float16", "bfloat16", "float32", "float64")
 }
 
-# Not the kernels' own: an element is a pair of real numbers, and pairs are summed, averaged and encoded as these.
+# The kernels sum, average and encode a complex element as a pair of real numbers.
 COMPLEX: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("complex64", "complex128")}
 
 # str(dtype) takes numpy microseconds.

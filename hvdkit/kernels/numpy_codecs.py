@@ -1,9 +1,9 @@
-"""The kernels of dense codecs in numpy, integers and signs with a scale a block: what they mean, and the fallback.
+"""The kernels of dense codecs in numpy, integers and signs with a scale a block: their specification and fallback.
 
-Everything is float32 arithmetic, one rounding an operation. The scale of a block that holds what is not finite is NaN,
-which decodes to NaN: nobody takes such a gradient for a good one.
+All arithmetic is float32, with one rounding an operation. The scale of a block with a value that is not finite is NaN,
+which decodes to NaN.
 
-Errors for wrong arguments are the native code's; here only what came from another rank is checked.
+Only the native code checks arguments; data of other ranks is checked here too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from hvdkit.kernels.dtypes import Array
-from hvdkit.kernels.numpy_floats import DefaultFloats
+from hvdkit.kernels.numpy_kernels import DefaultFloats
 
-# Elements that are worked on at a time where blocks are smaller, so that temporaries are small and stay in the cache.
+# Elements at a time where blocks are smaller, so that temporaries stay in the cache.
 _CHUNK = 1 << 15
 
 _TINY = np.finfo(np.float32).tiny
@@ -32,15 +32,15 @@ def quantise_into(
     block: int,
     seed: int | None = None,
 ) -> None:
-    """Integers of 8 or 4 bits for ``v = values + residual``, of which the residual keeps what they do not say.
+    """Encode ``v = values + residual`` as integers of 8 or 4 bits, and keep the error in the residual.
 
     Each ``block`` elements (a multiple of 16) share one float32 of ``scales``: the largest magnitude over L, which is
     127 for 8 bits and 7 for 4. A code q is ``v / scale`` (as ``v * (1 / scale)``) rounded to nearest, ties to even; or,
-    with a ``seed`` from 0 to 2**32 - 1, rounded down after a number from 0 to 1 was added, which depends on seed and
-    place only: so it is right on average (stochastic rounding). Then ``residual = v - q * scale``.
+    with a ``seed`` from 0 to 2**32 - 1, rounded down after adding a number from 0 to 1 that depends on seed and place
+    only (stochastic rounding, right on average). Then ``residual = v - q * scale``.
 
-    ``codes`` are uint8: of 8 bits, one an element, in two's complement; of 4 bits, one for two elements, q + 8, the
-    first of them in the lower bits; a last one without a second has 8 there.
+    ``codes`` are uint8: with 8 bits one for each element, in two's complement; with 4 bits one for two elements, as
+    q + 8, the first element in the lower bits; a missing second element is 8.
 
     Where the scale would be below the smallest normal float32 it is 0, and so are the codes: the residual keeps all.
     Where a v is not finite, or so large that ``L * scale`` overflows, the scale is NaN, the codes are 0, and the
@@ -65,7 +65,7 @@ def quantise_into(
 def dequantise_into(
     out: Array, codes: Array, scales: Array, bits: int, block: int, scale: float = 1.0, accumulate: bool = False
 ) -> None:
-    """``out = q * scales[b] * scale`` of what ``quantise_into`` wrote; with ``accumulate``, added to ``out``.
+    """Decode ``out = q * scales[b] * scale`` of codes of ``quantise_into``; with ``accumulate``, add to ``out``.
 
     The errors are those of ``quantise_into``.
     """
@@ -80,7 +80,7 @@ def dequantise_into(
 
 
 def sign_into(packed: Array, scales: Array, values: Array, residual: Array | None, block: int) -> None:
-    """A bit for each ``v = values + residual``, of which the residual keeps what it does not say.
+    """Encode the signs of ``v = values + residual``, a bit each, and keep the error in the residual.
 
     Bit ``i % 8`` of byte ``i // 8`` of ``packed`` (uint8) is 1 where the sign bit of v is not set, so it is 0 for -0.0;
     bits after the last element are 0. Each ``block`` elements (a multiple of 512) share one float32 of ``scales``, the
@@ -109,7 +109,7 @@ def sign_into(packed: Array, scales: Array, values: Array, residual: Array | Non
 def unsign_into(
     out: Array, packed: Array, scales: Array, block: int, scale: float = 1.0, accumulate: bool = False
 ) -> None:
-    """``out`` = plus or minus ``scales[b] * scale`` of what ``sign_into`` wrote; with ``accumulate``, added to ``out``.
+    """Decode plus or minus ``scales[b] * scale`` of bits of ``sign_into`` to ``out``; with ``accumulate``, add it.
 
     The errors are those of ``quantise_into``.
     """
@@ -125,10 +125,9 @@ def unsign_into(
 
 
 def random_words(counters: Array, seed: int) -> Array:
-    """A uint32 for each of ``counters`` (uint32), anything from 0 to 2**32 - 1.
+    """Return a random uint32 for each of ``counters`` (uint32) and a seed.
 
-    The finaliser "lowbias32" of Chris Wellons, "Prospecting for Hash Functions" (2018), on a counter that begins where
-    the seed says.
+    The finaliser "lowbias32" of Chris Wellons, "Prospecting for Hash Functions" (2018).
     """
     words = counters + np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
     words ^= words >> np.uint32(16)
@@ -140,14 +139,14 @@ def random_words(counters: Array, seed: int) -> Array:
 
 
 def _expect(**arrays: tuple[Array, int]) -> None:
-    """Of what came from another rank: arrays by name, and how many elements each must have, or ValueError."""
+    """Raise ValueError unless arrays of another rank, by name, have as many elements as given."""
     for name, (array, count) in arrays.items():
         if array.size != count:
             raise ValueError(f"{name}: expected {count} elements, got {array.size}")
 
 
 def _chunks(count: int, block: int) -> Iterator[tuple[slice, slice]]:
-    """Elements and their blocks, which are all of one length: whole ones, and the last one if that is shorter."""
+    """Yield elements and their blocks, of one length: whole blocks, then the last if that is shorter."""
     whole, at_once = count // block, max(1, _CHUNK // block)
     for begin in range(0, whole, at_once):
         end = min(whole, begin + at_once)
@@ -157,7 +156,7 @@ def _chunks(count: int, block: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _quantised(v: Array, limit: int, begin: int, seed: int | None) -> tuple[Array, Array, Array]:
-    """Codes, scales, and which rows cannot be told in codes; ``v`` has a block a row, the first at ``begin``."""
+    """Return codes, scales, and True for rows that cannot be encoded; ``v`` has a block a row, from ``begin`` on."""
     scale = np.abs(v).max(axis=1) / np.float32(limit)
     bad = ~np.isfinite(np.float32(limit) * scale)
     scale[scale < _TINY] = 0
@@ -191,7 +190,7 @@ def _unpacked(codes: Array, bits: int) -> Array:
 
 
 def sums_in_lanes(numbers: Array) -> Array:
-    """Sums along the last axis, in 16 lanes: each adds every 16th number, in order; then they are added in halves."""
+    """Return sums along the last axis in 16 lanes, which add every 16th number in order, then are added in halves."""
     count = numbers.shape[-1]
     groups = np.zeros((*numbers.shape[:-1], max(1, -(-count // _LANES)), _LANES), numbers.dtype)
     groups.reshape(*numbers.shape[:-1], -1)[..., :count] = numbers

@@ -1,10 +1,10 @@
-"""The kernels of low-rank factors in numpy: what they mean, and the fallback.
+"""The kernels of low-rank factors in numpy: their specification and fallback.
 
 A factor is a flat float32 array of vectors, one after the other: ``left`` has vectors as long as the matrix has rows,
-``right`` as long as it has columns. Everything is float32 arithmetic (dot products of ``orthonormalise`` are float64),
-one rounding an operation, in an order that no processor changes: ranks compute the same factors each for itself.
+``right`` as long as it has columns. Arithmetic is float32 (dot products of ``orthonormalise`` are float64), with one
+rounding an operation, in an order that no processor changes: each rank computes the same factors.
 
-Errors for wrong arguments are the native code's; here only what came from another rank is checked.
+Only the native code checks arguments.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from hvdkit.kernels.dtypes import Array
 from hvdkit.kernels.numpy_codecs import sums_in_lanes
-from hvdkit.kernels.numpy_floats import DefaultFloats
+from hvdkit.kernels.numpy_kernels import DefaultFloats
 
 
 def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int) -> None:
-    """``left[k] = matrix @ right[k]``: products are added in 16 lanes, which are folded in halves.
+    """Compute ``left[k] = matrix @ right[k]``: products are added in 16 lanes, which are folded in halves.
 
     ``matrix`` is flat, row by row. Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape or
     overlap.
@@ -29,7 +29,7 @@ def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int)
 
 
 def add_and_project_into(left: Array, matrix: Array, gradient: Array, right: Array, rows: int, cols: int) -> bool:
-    """``matrix += gradient``, and the same of it. Returns whether the gradient is finite.
+    """Add ``gradient`` to ``matrix`` and project that as ``project_into``. Return True if the gradient is finite.
 
     Where it is not, ``left`` may hold anything, and ``matrix`` is as it was, but for rounding in the rows before, and
     zero where a sum there was too large.
@@ -47,10 +47,7 @@ def add_and_project_into(left: Array, matrix: Array, gradient: Array, right: Arr
 
 
 def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols: int) -> None:
-    """``right[k] = matrix.T @ left[k]``, added row by row.
-
-    Errors are those of ``project_into``.
-    """
+    """Compute ``right[k] = matrix.T @ left[k]``, added row by row. Errors are those of ``project_into``."""
     rank = max(1, left.size // rows)
     sums = right.reshape(rank, cols)
     sums[...] = 0
@@ -60,10 +57,10 @@ def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols:
 
 
 def orthonormalise(vectors: Array, length: int) -> None:
-    """Make vectors of ``length`` elements orthogonal to those before them, and of norm 1 (modified Gram-Schmidt).
+    """Make vectors of ``length`` elements orthogonal to earlier vectors, and of norm 1 (modified Gram-Schmidt).
 
-    One that depends on those before it becomes zero. Raises TypeError for a wrong type or dtype, ValueError for a wrong
-    length.
+    A vector that depends on earlier vectors becomes zero. Raises TypeError for a wrong type or dtype, ValueError for a
+    wrong length.
     """
     count = -(-vectors.size // length)
     all_vectors = vectors.reshape(count, length)
@@ -79,7 +76,7 @@ def orthonormalise(vectors: Array, length: int) -> None:
 def reconstruct_into(
     out: Array | None, matrix: Array | None, left: Array, right: Array, rows: int, cols: int, scale: float = 1.0
 ) -> None:
-    """``x = sum of outer(left[k], right[k])`` in order; ``matrix = matrix - x`` and ``out = scale * x``.
+    """Compute ``x = sum of outer(left[k], right[k])`` in order, ``matrix -= x`` and ``out = scale * x``.
 
     ``out`` and ``matrix`` may be None. Errors are those of ``project_into``.
     """

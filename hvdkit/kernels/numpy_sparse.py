@@ -1,6 +1,6 @@
-"""The kernels around a sparse selection in numpy: what they mean, and the fallback where no C++ was compiled.
+"""The kernels around a sparse selection in numpy: their specification and fallback.
 
-Errors for wrong arguments are the native code's; here only what came from another rank is checked.
+Only the native code checks arguments; data of other ranks is checked here too.
 """
 
 from __future__ import annotations
@@ -9,38 +9,36 @@ import numpy as np
 
 from hvdkit.kernels.dtypes import Array
 from hvdkit.kernels.numpy_codecs import random_words
-from hvdkit.kernels.numpy_floats import DefaultFloats
-from hvdkit.kernels.numpy_kernels import scale_into
+from hvdkit.kernels.numpy_kernels import DefaultFloats, scale_into
 from hvdkit.kernels.scale import Scale
 
-# Elements that are worked on at a time, so that temporaries are small and stay in the cache.
+# Elements at a time, so that temporaries stay in the cache.
 _CHUNK = 1 << 15
 
 
 def select_into(
     indices: Array, picked: Array, values: Array | None, residual: Array | None, threshold: float
 ) -> tuple[int, int]:
-    """Positions and values of what is larger than ``threshold`` in ``v = values + residual``; the rest stays there.
+    """Write positions and values of elements above ``threshold`` in ``v = values + residual``; keep the rest.
 
-    ``values`` or ``residual`` may be None: v is then the other one. An element is found if ``|v| > threshold`` (as a
-    float32) or if it is not finite. Those found are written to ``indices`` (uint32) and ``picked`` in ascending order
-    until these are full; what stands behind them there is undefined. The residual becomes 0 where v was written, and v
-    elsewhere. Where v is not finite, it stays as it was, or becomes 0 if there are no values: so it stays finite,
-    whatever a gradient holds.
+    ``values`` or ``residual`` may be None, but not both. An element is selected if ``|v| > threshold`` (as a float32)
+    or if it is not finite. Selected elements are written to ``indices`` (uint32) and ``picked`` in ascending order
+    until these are full; the rest of these is undefined. The residual becomes 0 where v was written, and v elsewhere.
+    Where v is not finite, it stays as it was, or becomes 0 if there are no values: so it stays finite.
 
-    Returns how many elements were written, and how many were found.
+    Returns the numbers of written and of selected elements.
 
     Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap or threshold.
     """
     count = _count(values, residual)
-    emitted = found = 0
+    emitted = selected = 0
     with np.errstate(all="ignore"), DefaultFloats():
         for begin in range(0, count, _CHUNK):
             chunk = slice(begin, begin + _CHUNK)
             v = _elements(values, residual, chunk)
             positions = np.flatnonzero(~(np.abs(v) <= np.float32(threshold)))
             taken = positions[: indices.size - emitted]
-            found += positions.size
+            selected += positions.size
             into = slice(emitted, emitted + taken.size)
             indices[into] = taken + begin
             picked[into] = v[taken]
@@ -51,11 +49,11 @@ def select_into(
                 special = positions[~np.isfinite(v[positions])]
                 left[special] = 0 if values is None else residual[chunk][special]
                 residual[chunk] = left
-    return emitted, found
+    return emitted, selected
 
 
 def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1.0) -> None:
-    """``out[indices[k]] += values[k] * scale``, for indices (uint32) that ascend, so that none comes twice.
+    """Compute ``out[indices[k]] += values[k] * scale``, for indices (uint32) that ascend.
 
     Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape or overlap, or for indices that do
     not ascend or are beyond ``out``, which is then as it was.
@@ -73,7 +71,7 @@ def sum_pairs_into(
     values: list[Array] | tuple[Array, ...],
     scale: float | Scale = 1.0,
 ) -> None:
-    """``out = scale * (zeros + values[0] at indices[0] + values[1] at indices[1] ...)``, in one pass over ``out``.
+    """Compute ``out = scale * (zeros + values[0] at indices[0] + values[1] at indices[1] ...)``.
 
     Indices (uint32) ascend in each array, and a sum is scaled as in ``reduce_into``.
 
@@ -82,16 +80,16 @@ def sum_pairs_into(
     """
     if len(values) != len(indices):
         raise ValueError(f"sum_pairs_into: values: expected {len(indices)} arrays as in indices, got {len(values)}")
-    for number, (places, one) in enumerate(zip(indices, values, strict=True)):
+    for number, (places, added) in enumerate(zip(indices, values, strict=True)):
         where = f"indices[{number}]"
-        if one.size != places.size:
-            problem = f"expected {places.size} elements as in {where}, got {one.size}"
+        if added.size != places.size:
+            problem = f"expected {places.size} elements as in {where}, got {added.size}"
             raise ValueError(f"sum_pairs_into: values[{number}]: {problem}")
         _check_ascending(f"sum_pairs_into: {where}", places, out.size)
     with np.errstate(all="ignore"), DefaultFloats():
         out[...] = 0.0
-        for places, one in zip(indices, values, strict=True):
-            out[places] += one
+        for places, added in zip(indices, values, strict=True):
+            out[places] += added
     scale_into(out, out, scale)
 
 
@@ -105,10 +103,10 @@ def _check_ascending(what: str, indices: Array, count: int) -> None:
 
 
 def abs_sample_into(sample: Array, values: Array | None, residual: Array | None, stride: int, seed: int) -> None:
-    """``|v|`` of one element of each ``stride``, at an index that depends on ``seed``; v as in ``select_into``.
+    """Sample ``|v|`` of an element of each ``stride``, at an index that depends on ``seed``; v as in ``select_into``.
 
-    Stratified sampling: a random index in each stratum, so that gradients with a period do not bias what is estimated.
-    The last stratum may be shorter. What is not finite counts as infinite.
+    Stratified sampling: a random index in each stratum, so that gradients with a period do not bias the estimate. The
+    last stratum may be shorter. A value that is not finite counts as infinite.
 
     The errors are those of ``select_into``, and ValueError for a stride or a seed outside of 32 bits.
     """
@@ -122,10 +120,10 @@ def abs_sample_into(sample: Array, values: Array | None, residual: Array | None,
 
 
 def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum: float) -> bool:
-    """``velocity = momentum * velocity + gradient``, then ``accumulated = accumulated + velocity``, in one pass.
+    """Compute ``velocity = momentum * velocity + gradient``, then ``accumulated += velocity``.
 
     The momentum correction of Deep Gradient Compression (Lin et al., 2018). Where the gradient is not finite, both stay
-    as they were. Returns whether all of it was finite. The errors are those of ``select_into``.
+    as they were. Returns True if all of it was finite. The errors are those of ``select_into``.
     """
     all_finite = True
     with np.errstate(all="ignore"), DefaultFloats():
@@ -141,9 +139,9 @@ def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum
 
 
 def _count(values: Array | None, residual: Array | None) -> int:
-    one = residual if values is None else values
-    assert one is not None
-    return one.size
+    array = residual if values is None else values
+    assert array is not None
+    return array.size
 
 
 def _elements(values: Array | None, residual: Array | None, which: slice | Array) -> Array:

@@ -1,4 +1,4 @@
-"""The reductions that users name, with Horovod's numbers."""
+"""Reductions, with Horovod's numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ReduceOp(IntEnum):
-    """How tensors of several ranks become one. AVERAGE is SUM with a scale; ADASUM is an algorithm, not a kernel."""
+    """Reductions of the tensors of several ranks. AVERAGE is SUM with a scale; ADASUM is an algorithm, not a kernel."""
 
     AVERAGE = 0
     SUM = 1

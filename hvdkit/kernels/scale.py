@@ -1,4 +1,4 @@
-"""What happens to a reduction at its end: times a factor, divided by a whole number."""
+"""The scale of a reduction: a factor, and a whole number as divisor."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ LARGEST_DIVISOR = 2**24
 class Scale(NamedTuple):
     """``factor * x / divisor``; an average is a sum with the number of ranks as its divisor.
 
-    Without a factor the sum is divided, in its own arithmetic (halves: float32), and rounded once; integers toward
-    zero, exactly. A reciprocal would not do: 1/3 cannot be written as a float, and 49 * (1 / 49) is less than one.
+    With factor 1 the sum is divided in its own arithmetic (halves: float32) and rounded once; integers exactly, toward
+    zero. A reciprocal would not do: 49 * (1 / 49) is less than 1.
 
-    A factor other than one is Horovod's: ``factor / divisor``, computed in float64, is rounded to the type of the
-    arithmetic, and the sum is multiplied by that number. So ``x * factor`` in the tensor's type has the same bits.
-    Integers are multiplied by the factor and divided in float64, then cut off.
+    Another factor is applied as Horovod does: ``factor / divisor``, computed in float64, is rounded to the type of the
+    arithmetic, and the sum is multiplied by it. So ``x * factor`` in the tensor's type has the same bits. Integers are
+    multiplied by the factor and divided in float64, then cut off.
 
-    Horovod multiplies averages without a factor as well, by the rounded reciprocal. For a power of two ranks the bits
-    are the same; for other numbers a float may differ in its last bit, and an integer average of Horovod's may be one
-    too small.
+    Horovod multiplies averages by the rounded reciprocal also with factor 1. For a power of two ranks the bits are the
+    same; otherwise a float may differ in its last bit, and an integer average of Horovod's may be too small by 1.
     """
 
     factor: float = 1.0
@@ -30,7 +29,7 @@ class Scale(NamedTuple):
 
     @property
     def number(self) -> float:
-        """The one number that is nearest to it, for estimates and bookkeeping."""
+        """The nearest float, for estimates and bookkeeping."""
         return self.factor / self.divisor
 
     def as_factor(self) -> float | None:

@@ -1,3 +1,3 @@
-"""What few need: each registers itself where others register what they bring, and no other room knows of any."""
+"""Features of few jobs. Each registers itself; no other room knows of it."""
 
 from hvdkit.plugins import horovod as horovod

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit.collectives.algorithms import MASTER, children, opponents
 from hvdkit.collectives.allreduce import ALGORITHMS, allreduce, choose_allreduce
-from hvdkit.collectives.by_name import MASTER, children, opponents
-from hvdkit.collectives.choice import Choice
-from hvdkit.collectives.group import Group
+from hvdkit.collectives.group import Choice, Group
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels

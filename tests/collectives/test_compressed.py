@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Group, partition
-from hvdkit.compression import Int8, Memory, OneBit, PayloadCodec, RandomK, TopK, frames
+from hvdkit.compression import CodecState, Int8, OneBit, PayloadCodec, RandomK, TopK, frames
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -32,7 +32,7 @@ def gradients(size: int, elements: int, seed: int = 0) -> list[Array]:
 
 
 def reduced(
-    codec: PayloadCodec, inputs: list[Array], memories: list[Memory], scale: Scale = ONE
+    codec: PayloadCodec, inputs: list[Array], memories: list[CodecState], scale: Scale = ONE
 ) -> tuple[Array, list[int]]:
     """The result, of which all ranks have the same bits, and what each rank sent."""
     buffers = [one.copy() for one in inputs]
@@ -46,7 +46,7 @@ def reduced(
     return buffers[0], [sent for _, sent in results]
 
 
-def memories_for(codec: PayloadCodec, size: int, elements: int, seed: int | None = None) -> list[Memory]:
+def memories_for(codec: PayloadCodec, size: int, elements: int, seed: int | None = None) -> list[CodecState]:
     return [memory_for(codec, elements, None if seed is None else seed + rank) for rank in range(size)]
 
 
@@ -84,7 +84,7 @@ def oracle(codec: PayloadCodec, inputs: list[Array], way: str) -> Array:
     """The sum that payloads of this codec stand for, in float64, written down plainly. Without feedback."""
 
     def lossy(values: Array, begin: int) -> Array:
-        memory = Memory(begin + values.size, codec.keeps).part(begin, begin + values.size)
+        memory = CodecState(begin + values.size, codec.keeps).part(begin, begin + values.size)
         payload = encoded(codec, values.astype(np.float32), memory)
         return decoded(codec, payload, values.size).astype(np.float64)
 

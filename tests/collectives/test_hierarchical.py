@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdkit.collectives.choice import Choice
-from hvdkit.collectives.group import Group, Steps, two_phase_bytes
+from hvdkit.collectives.group import Choice, Group, Steps, two_phase_bytes
 from hvdkit.collectives.hierarchical import Layout, layout_allreduce, sent_share, why_allreduce
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.compression import CASTS, Cast

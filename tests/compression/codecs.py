@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.compression import DGC, Int4, Int8, Memory, OneBit, PayloadCodec, RandomK, Threshold, TopK
+from hvdkit.compression import DGC, CodecState, Int4, Int8, OneBit, PayloadCodec, RandomK, Threshold, TopK
 from hvdkit.compression.codec import Array, Bytes
 from hvdkit.transports.base import aligned_empty
 
@@ -32,16 +32,16 @@ WITHOUT_FEEDBACK: dict[str, PayloadCodec] = {
 LENGTHS = [0, 1, 2, 15, 17, 255, 257, 1000, 1025, 5000]
 
 
-def memory_for(codec: PayloadCodec, elements: int, seed: int | None = None) -> Memory:
+def memory_for(codec: PayloadCodec, elements: int, seed: int | None = None) -> CodecState:
     """A memory, filled with numbers if there is a seed."""
-    memory = Memory(elements, codec.keeps)
+    memory = CodecState(elements, codec.keeps)
     if seed is not None:
         for array in memory.arrays.values():
             array[...] = np.random.default_rng(seed).standard_normal(elements).astype(np.float32)
     return memory
 
 
-def encoded(codec: PayloadCodec, values: Array, memory: Memory) -> Bytes:
+def encoded(codec: PayloadCodec, values: Array, memory: CodecState) -> Bytes:
     """A payload of its own."""
     payload = aligned_empty(codec.most_bytes(values.size))[: codec.most_bytes(values.size)]
     nbytes = codec.encode_into(payload, values, memory)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.compression import DGC, Int8, Memory, RandomK, TopK
+from hvdkit.compression import DGC, CodecState, Int8, RandomK, TopK
 from hvdkit.compression.sparse import FEWEST, MOST
 from tests.compression.codecs import CODECS, LENGTHS, WITHOUT_FEEDBACK, decoded, encoded, memory_for
 
@@ -153,7 +153,7 @@ def test_stochastic_rounding_draws_other_numbers_at_each_turn_and_the_same_in_ea
     values = values_of("normal", 4096)
     payloads = []
     for turn in (0, 1, 0):
-        memory = Memory(4096)
+        memory = CodecState(4096)
         memory.turn = turn
         payloads.append(encoded(Int8(stochastic=True, feedback=False), values, memory).tobytes())
     assert payloads[0] == payloads[2] != payloads[1]
@@ -162,7 +162,7 @@ def test_stochastic_rounding_draws_other_numbers_at_each_turn_and_the_same_in_ea
 def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase() -> None:
     payloads = set()
     for salt in range(4):
-        memory = Memory(4096)
+        memory = CodecState(4096)
         memory.salt = salt
         codec = Int8(stochastic=True, feedback=False)
         payloads.add(encoded(codec, values_of("normal", 4096), memory).tobytes())
@@ -209,7 +209,7 @@ def test_dgc_is_momentum_that_waits_until_it_is_sent() -> None:
 def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
     codec = kind(0.001, warmup_epochs=4, steps_per_epoch=10)
     assert codec.warmup_steps == 40
-    memory = Memory(1, codec.keeps)
+    memory = CodecState(1, codec.keeps)
     ratios = []
     for turn in range(0, 60, 10):
         memory.turn = turn
@@ -219,7 +219,7 @@ def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
 
 def test_a_warm_up_never_sends_less_than_what_comes_after_it() -> None:
     codec = TopK(0.5, warmup_epochs=4, steps_per_epoch=10)
-    assert codec.ratio_at(Memory(1)) == 0.5
+    assert codec.ratio_at(CodecState(1)) == 0.5
     assert codec.warmup_steps == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from hvdkit.collectives.choice import AUTO
+from hvdkit.collectives.group import AUTO
 from hvdkit.engine.ranks import groups
 from tests.network import MemoryTransport, Wires
 

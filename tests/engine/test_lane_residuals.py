@@ -7,7 +7,7 @@ import pytest
 
 from hvdkit.compression import CASTS, DGC, TopK
 from hvdkit.compression.dgc import VELOCITY
-from hvdkit.compression.memory import OWED, RESIDUAL, Memory
+from hvdkit.compression.state import OWED, RESIDUAL, CodecState
 from hvdkit.engine.steps.device_reducer import DeviceReducer
 from hvdkit.engine.steps.plan import Slot, lay_out
 from hvdkit.engine.steps.residuals import Residuals
@@ -39,6 +39,7 @@ def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:
 
 
 SLOTS = [Slot("p", (40,), np.dtype(np.float32)), Slot("q", (9,), np.dtype(np.float32))]
+KEYS = ["p", "q"]
 UNITS = [{RESIDUAL: 0.5, OWED: 0.25}] * 2
 
 
@@ -67,16 +68,16 @@ def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
     residuals.of_slot(0)[RESIDUAL][...] = 2.0
     residuals.owe(0, np.full(40, 3.0, dtype=np.float32), 0.25)
     residuals.of_bucket(0).keep("number", 5.0)
-    state = residuals.state("here", UNITS)
-    assert state.owed(0).tolist() == [2.0 * 0.5 + 3.0] * 40
-    assert state.owed(1) is None
+    state = residuals.checkpoint("here", UNITS, KEYS)
+    assert state.owed("p").tolist() == [2.0 * 0.5 + 3.0] * 40
+    assert state.owed("q") is None
     same, moved = made(), made()
-    same.restore(state, "here", UNITS)
+    same.restore(state, "here", UNITS, KEYS)
     assert same.of_slot(0)[RESIDUAL].tolist() == [2.0] * 40
     assert same.of_slot(0)[OWED].tolist() == [12.0] * 40
     assert same.of_bucket(0).recall("number") == 5.0
     for _ in range(2):  # of two ranks that left
-        moved.restore(state, "there", [{RESIDUAL: 1.0, OWED: 0.5}] * 2)
+        moved.restore(state, "there", [{RESIDUAL: 1.0, OWED: 0.5}] * 2, KEYS)
     assert not moved.of_slot(0)[RESIDUAL].any()
     assert moved.of_slot(0)[OWED].tolist() == [2 * 4.0 / 0.5] * 40
     assert moved.of_bucket(0).recall("number") is None
@@ -91,7 +92,7 @@ def test_nothing_is_owed_to_what_is_no_sum() -> None:
 def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
     """Without another gradient, as many turns hand on as much, whether it was kept or is owed."""
     codec = DGC(0.5, 0.75)
-    kept, moved = Memory(16, codec.keeps), Memory(16, codec.keeps)
+    kept, moved = CodecState(16, codec.keeps), CodecState(16, codec.keeps)
     kept.residual[...] = draw = np.random.default_rng(0).normal(size=16).astype(np.float32)
     kept.arrays[VELOCITY][...] = draw[::-1]
     gradient = sum(part * kept.arrays[name] for name, part in codec.owes.items())
@@ -117,7 +118,7 @@ def test_what_is_reported_in_the_midst_of_a_step_is_what_was_read_before_it() ->
 
         pulls = 0
 
-        def pull(self, memory: Memory) -> None:
+        def pull(self, memory: CodecState) -> None:
             Kept.pulls += 1
             memory.arrays[RESIDUAL][...] = Kept.pulls
             if Kept.pulls == 3:  # an operation begins meanwhile

@@ -86,7 +86,8 @@ def test_what_codecs_keep_of_a_tensor_is_found_without_a_search(codec: Any) -> N
             for slot in map(Compared, range(0, count, 7)):
                 if codec.lossy:
                     residuals.owe(slot, np.ones(4, np.float32), 1.0)
-        residuals.restore(residuals.state("", [{"owed": 1.0}]), "another", [{"owed": 1.0}])
+        keys, units = range(count), [{"owed": 1.0}]
+        residuals.restore(residuals.checkpoint("", units, keys), "another", units, keys)
         residuals.reports()
 
     grows_no_faster(compared, lay_out_twice)

@@ -102,9 +102,9 @@ class Account:
     def check(self, saved: list[dict[str, Any]]) -> None:
         owed = [np.zeros_like(one) for one in self.came]
         for one in saved:
-            for slot, parameter in enumerate(one["parameters"]):
-                for name, array in one["kept"][slot].items():
-                    owed[parameter] += array.numpy() * one["units"][slot][name]
+            for name, arrays in one["kept"].items():
+                for kind, array in arrays.items():
+                    owed[int(name[1:])] += array.numpy() * one["units"][name][kind]
         for came, went, still in zip(self.came, self.went, owed, strict=True):
             np.testing.assert_allclose(went + still, came, rtol=1e-4, atol=2e-3)
 
@@ -114,7 +114,6 @@ def run_job(job: Job, begin: int, saved: list[dict[str, Any]], account: Account)
 
     def run(session: Session) -> tuple[list[dict[int, np.ndarray]], Any]:
         results, earlier, step = [], None, begin
-        rank = session.engine.topology.rank
         for number, (trainable, steps) in enumerate(job.trainable):
             parameters = sorted(trainable)
             lane = session.engine.register_plan(
@@ -125,7 +124,7 @@ def run_job(job: Job, begin: int, saved: list[dict[str, Any]], account: Account)
                 codecs=[CODECS[job.codec]],
             )
             if earlier is None:
-                compression_state.resume(lane, parameters, saved, rank, job.ranks)
+                compression_state.resume(lane, saved)
             else:
                 old, before = earlier
                 slots = ({one: slot for slot, one in enumerate(ones)} for ones in (before, parameters))
@@ -137,7 +136,7 @@ def run_job(job: Job, begin: int, saved: list[dict[str, Any]], account: Account)
             earlier = lane, parameters
         assert earlier is not None
         file = io.BytesIO()
-        torch.save(compression_state.save(*earlier), file)
+        torch.save(compression_state.save(earlier[0]), file)
         file.seek(0)
         return results, torch.load(file, weights_only=True)
 

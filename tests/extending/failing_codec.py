@@ -12,7 +12,7 @@ from time import monotonic, sleep
 import torch
 
 import hvdkit.torch as hvd
-from hvdkit.compression import Memory
+from hvdkit.compression import CodecState
 from hvdkit.compression.codec import Array, Bytes
 from tests.extending.running_sign import RunningSign
 
@@ -23,7 +23,7 @@ failures = [sys.argv[1]]
 class Failing(RunningSign):
     """The same codec, as far as ranks can compare it."""
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, memory: CodecState) -> int:
         if failures == ["encode"] and hvd.rank() == 1:
             raise RuntimeError("no room for signs")
         return super().encode_into(payload, values, memory)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdkit.compression import Memory, PayloadCodec
+from hvdkit.compression import CodecState, PayloadCodec
 from hvdkit.compression.codec import Array, Bytes
 
 MAGNITUDE = "magnitude"
@@ -25,7 +25,7 @@ class RunningSign(PayloadCodec):
         """The magnitude, and a bit for each element."""
         return 4 + -(-elements // 8)
 
-    def encode_into(self, payload: Bytes, values: Array, memory: Memory) -> int:
+    def encode_into(self, payload: Bytes, values: Array, memory: CodecState) -> int:
         """The signs of values plus residual; the residual keeps what they lack."""
         wanted = values if memory.residual is None else values + memory.residual
         now, before = float(np.abs(wanted).mean()), memory.recall(MAGNITUDE)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdkit.kernels import numpy_checksum, numpy_codecs, numpy_sparse
+from hvdkit.kernels import numpy_codecs, numpy_kernels, numpy_sparse
 from tests.kernels.arrays import Array, misaligned, native, needs_native
 
 NAMES = {
     numpy_codecs: ("quantise_into", "dequantise_into", "sign_into", "unsign_into"),
     numpy_sparse: ("select_into", "scatter_add_into", "sum_pairs_into", "abs_sample_into", "momentum_into"),
-    numpy_checksum: ("checksum",),
+    numpy_kernels: ("checksum",),
 }
 twins = SimpleNamespace(**{name: getattr(module, name) for module, names in NAMES.items() for name in names})
 

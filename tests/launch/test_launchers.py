@@ -17,7 +17,7 @@ import pytest
 
 from hvdkit.environments import Rendezvous, World, detect
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.plugins.horovod.library import find_native_part
+from hvdkit.plugins.horovod.engine import find_native_part
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.rendezvous import ADDRESS_LABEL, _rendezvous_by_http
 from tests.launch.launching import PATIENCE_SECONDS, environment

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from hvdkit.engine.session import runtime
-from hvdkit.plugins.horovod import group as horovod_group
-from hvdkit.plugins.horovod.group import Launches
+from hvdkit.plugins.horovod import engine as horovod_engine
+from hvdkit.plugins.horovod.engine import HorovodGroup
 from tests.transports.launched import COUNT, launches, model_and_optimizer
 
-_launch = Launches.launch
+_launch = HorovodGroup.launch
 
 
 def _counted(self, *arguments):
@@ -21,7 +21,7 @@ def _counted(self, *arguments):
     return _launch(self, *arguments)
 
 
-Launches.launch = _counted
+HorovodGroup.launch = _counted
 
 
 def trained(hvd, steps=3, **arguments):
@@ -134,7 +134,7 @@ def case_many_operations_at_once_do_not_mix(hvd):
 
 def case_what_horovod_cannot_count_goes_in_pieces(hvd):
     size, rank = hvd.size(), hvd.rank()
-    before, horovod_group.LARGEST = horovod_group.LARGEST, 7
+    before, horovod_engine.LARGEST = horovod_engine.LARGEST, 7
     try:
         own = torch.arange(50.0).add(rank)
         assert torch.equal(hvd.allreduce(own, op=hvd.Sum), sum(torch.arange(50.0).add(r) for r in range(size)))
@@ -144,7 +144,7 @@ def case_what_horovod_cannot_count_goes_in_pieces(hvd):
         gathered = hvd.allgather(own[: 10 + rank])
         assert torch.equal(gathered, torch.cat([torch.arange(10.0 + r).add(r) for r in range(size)]))
     finally:
-        horovod_group.LARGEST = before
+        horovod_engine.LARGEST = before
 
 
 def case_a_rank_that_has_no_more_data_takes_part_with_zeros(hvd):

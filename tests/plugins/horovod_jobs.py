@@ -42,9 +42,9 @@ def only_some_call_shutdown() -> None:
 
 def does_not_start() -> None:
     """The engine starts on no rank, which rank 1 knows."""
-    from hvdkit.plugins.horovod.library import NativeHorovod
+    from hvdkit.plugins.horovod.engine import NativeHorovod
 
-    NativeHorovod.start = lambda self, controller, rank, *_: "it refused" if rank == 1 else ""  # type: ignore[method-assign]
+    NativeHorovod.start = lambda self, rank, *_: "it refused" if rank == 1 else ""  # type: ignore[method-assign]
     carried()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.plugins.horovod.library import NOT_INSTALLED, find_native_part
+from hvdkit.plugins.horovod.engine import NOT_INSTALLED, find_native_part
 from tests.ranks import ROOT, RankedCases, rank_environment, run_ranks
 
 pytestmark = pytest.mark.skipif(find_native_part() is None, reason=f"{NOT_INSTALLED}: not tested")

@@ -92,9 +92,9 @@ def mean_gradient(hvd: Any, name: str) -> torch.Tensor:
     return sum(getattr(Constant(rank), f"{name}_gradient") for rank in range(hvd.size())) / hvd.size()  # type: ignore[return-value]
 
 
-def owed_of(saved: dict[str, Any], slot: int) -> torch.Tensor:
+def owed_of(saved: dict[str, Any], parameter: str) -> torch.Tensor:
     """What one rank's checkpoint keeps of one parameter, as it would add it to what the optimizer sees."""
-    kept, units = saved["kept"][slot], saved["units"][slot]
+    kept, units = saved["kept"][parameter], saved["units"][parameter]
     return sum((kept[name] * units[name] for name in kept), torch.zeros(()))
 
 
@@ -103,8 +103,8 @@ def owed(hvd: Any, optimizer: Any) -> list[torch.Tensor]:
     saved = optimizer.state_dict().get("compression")
     mine = [torch.zeros(math.prod(shape), dtype=torch.float64) for shape in SHAPES.values()]
     if saved is not None:
-        for slot, index in enumerate(saved["parameters"]):
-            mine[index] += owed_of(saved, slot)
+        for name in saved["kept"]:
+            mine[list(SHAPES).index(name)] += owed_of(saved, name)
     return [hvd.allreduce(one, op=hvd.Sum).to(torch.float32) for one in mine]
 
 
@@ -144,7 +144,7 @@ def case_without_feedback_nothing_is_kept(hvd: Any) -> None:
         take_steps(net, optimizer, 3)
         assert_identical(hvd, net)
         state = optimizer.state_dict().get("compression")  # its turns; a rank that encodes nothing has none
-        assert state is None or not any(state["kept"])
+        assert state is None or not any(state["kept"].values())
 
 
 def case_sums_and_factors(hvd: Any) -> None:
@@ -253,7 +253,7 @@ def case_reset_on_request(hvd: Any) -> None:
     net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
     take_steps(net, optimizer, 3)
     optimizer.reset_compression()
-    assert not any(optimizer.state_dict()["compression"]["kept"])
+    assert not any(optimizer.state_dict()["compression"]["kept"].values())
     take_steps(net, optimizer, 1)
     assert_identical(hvd, net)
 
@@ -270,8 +270,9 @@ def case_resumed_from_a_checkpoint_with_the_same_bits(hvd: Any) -> None:
         other.load_state_dict(state)
         # A checkpoint that is saved before the next step has what the loaded one had.
         (again := make(hvd, codec)[1]).load_state_dict(other.state_dict())
-        for ours, loaded in zip(again.state_dict()["compression"]["kept"], state["compression"]["kept"], strict=True):
-            assert ours.keys() == loaded.keys(), name
+        loaded = again.state_dict()["compression"]["kept"]
+        for parameter, arrays in state["compression"]["kept"].items():
+            assert loaded[parameter].keys() == arrays.keys(), name
         take_steps(resumed, other, 3)
         for ours, theirs in zip(resumed.parameters(), straight.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
@@ -284,7 +285,7 @@ def case_one_checkpoint_for_all_ranks_is_taken_once(hvd: Any) -> None:
     before = [one.clone() for one in net.parameters()]
     optimizer.load_state_dict(of_root)
     kept = of_root["compression"]
-    large = owed_of(kept, kept["parameters"].index(0)) + torch.zeros(3000)
+    large = owed_of(kept, "large") + torch.zeros(3000)
     assert_close(owed(hvd, optimizer)[0], large)
     take_steps(net, optimizer, 1)
     moved = before[0].detach() - net.large.detach() + owed(hvd, optimizer)[0].view(50, 60)
@@ -307,7 +308,7 @@ def case_a_checkpoint_that_is_refused_changes_nothing(hvd: Any) -> None:
     take_steps(net, optimizer, 2)
     state = optimizer.state_dict()
     kept = state["compression"]
-    turned = {**kept, "shapes": [shape[::-1] for shape in kept["shapes"]]}
+    turned = {**kept, "shapes": {name: shape[::-1] for name, shape in kept["shapes"].items()}}
     odd = {**state, "param_groups": [{**state["param_groups"][0], "lr": 7.0}]}
     for loading in (optimizer, make(hvd, hvd.Compression.topk(0.05))[1]):  # after steps, and before the first
         before = loading.state_dict()
@@ -333,7 +334,7 @@ def case_checkpoints_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
         for rank in range(count):
             state = everyones[rank % hvd.size()]
             states.append({**state, "compression": {**state["compression"], "rank": rank, "place": "elsewhere"}})
-        total = sum((owed_of(one["compression"], 0) for one in states), torch.zeros(3000))
+        total = sum((owed_of(one["compression"], "large") for one in states), torch.zeros(3000))
         other, other_optimizer = make(hvd, codec, seed=0)
         other_optimizer.load_state_dict(hvd.merge_state_dicts(states))
         take_steps(other, other_optimizer, 1)
@@ -360,7 +361,7 @@ def case_what_is_not_finite_reaches_all_ranks_and_no_residual(hvd: Any) -> None:
             net.large_gradient.copy_(gradient)
             assert not torch.isfinite(net.large.grad).all(), name
             state = optimizer.state_dict()["compression"]
-            assert all(torch.isfinite(array).all() for one in state["kept"] for array in one.values()), name
+            assert all(torch.isfinite(array).all() for one in state["kept"].values() for array in one.values()), name
         optimizer.zero_grad()
         net().backward()
         optimizer.synchronize()

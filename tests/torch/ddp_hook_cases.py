@@ -172,7 +172,8 @@ def kept(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """By name: what a state_dict keeps back of the average of each parameter, of those of which anything is."""
     found: dict[str, torch.Tensor] = {}
     for saved in state["kept"]:
-        for (name, shape), like, arrays in zip(SHAPES.items(), state["shapes"], saved["kept"], strict=True):
+        kept = saved["kept"].values()
+        for (name, shape), like, arrays in zip(SHAPES.items(), state["shapes"], kept, strict=True):
             assert list(shape) == like
             if "residual" in arrays:
                 found[name] = found.get(name, 0.0) + arrays["residual"].view(shape) / dist.get_world_size()
@@ -666,7 +667,7 @@ def case_matrices_in_the_order_of_memory(hvd: Any) -> None:
         state = job.hook.state_dict()
         assert state["shapes"][0] == [60, 50]
         assert_identical(job.net)
-        residual = state["kept"][0]["kept"][0].get("residual", torch.zeros(3000)).view(60, 50).t()
+        residual = next(iter(state["kept"][0]["kept"].values())).get("residual", torch.zeros(3000)).view(60, 50).t()
         owes = sum(gathered(residual.contiguous())) / dist.get_world_size()
         assert_close(owes - net.first.detach(), step * mean_gradients()["first"], 1e-4)
 

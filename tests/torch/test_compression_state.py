@@ -18,22 +18,22 @@ from hvdkit.torch.gradients import compression_state
 from tests.threads import on_threads
 from tests.torch.optimizer_support import expect
 
-OURS = {0: ("weight", (50, 60))}
+OURS = {"weight": (50, 60)}
 
 
 def saved(**changes: Any) -> dict[str, Any]:
     """A state of one parameter of 50 x 60."""
-    kept = [{"residual": torch.ones(3000)}]
-    units = [{"residual": 1.0, "owed": 1.0}]
+    kept = {"weight": {"residual": torch.ones(3000)}}
+    units = {"weight": {"residual": 1.0, "owed": 1.0}}
     where = {"format": compression_state.FORMAT, "rank": 0, "size": 2, "place": "", "turn": 1, "notes": []}
-    return {**where, "parameters": [0], "shapes": [[50, 60]], "kept": kept, "units": units, **changes}
+    return {**where, "shapes": {"weight": [50, 60]}, "kept": kept, "units": units, **changes}
 
 
 def test_what_was_saved_is_taken() -> None:
     two = [saved(), saved(rank=1)]
     assert compression_state.check(two, OURS) == two
     assert compression_state.check(two[0], OURS) == two[:1]
-    assert compression_state.check(saved(parameters=[7]), OURS), "of a parameter that is not here"
+    assert compression_state.check(saved(), {"bias": (60,)}), "of a parameter that is not here"
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,13 @@ def test_what_was_saved_is_taken() -> None:
         ([3], TypeError, ("got int in a list",)),
         ([saved(), saved(format=1)], ValueError, ("not written by this version",)),
         ([saved(), saved()], ValueError, ("what rank 0 of 2 kept is there twice", "HINT")),
-        (saved(shapes=[[60, 50]]), ValueError, ("'weight' was 60 x 50", "is 50 x 60 here", "HINT")),
-        (saved(kept=[{"residual": torch.ones(1)}]), ValueError, ("'residual' of 'weight' has 1 elements", "3000")),
-        (saved(kept=[{"nonsense": torch.ones(3000)}]), ValueError, ("of 'weight' there is ['nonsense']",)),
+        (saved(shapes={"weight": [60, 50]}), ValueError, ("'weight' was 60 x 50", "is 50 x 60 here", "HINT")),
+        (
+            saved(kept={"weight": {"residual": torch.ones(1)}}),
+            ValueError,
+            ("'residual' of 'weight' has 1 elements", "3000"),
+        ),
+        (saved(kept={"weight": {"nonsense": torch.ones(3000)}}), ValueError, ("of 'weight' there is ['nonsense']",)),
     ],
 )
 def test_what_was_not_saved_is_refused(wrong: Any, error: type[Exception], texts: tuple[str, ...]) -> None:
@@ -69,9 +73,9 @@ def test_a_lane_of_other_shapes_is_another_place_and_takes_no_state_of_it() -> N
     def run(session: Session) -> None:
         lane, turned = stepped(session, (50, 60)), stepped(session, (60, 50))
         assert lane.reducer.fingerprint() != turned.reducer.fingerprint()
-        before = str(compression_state.save(turned, [0]))
+        before = str(compression_state.save(turned))
         with expect(ValueError, "'weight' was 50 x 60", "is 60 x 50 here"):
-            compression_state.resume(turned, [0], compression_state.save(lane, [0]) or {}, 0, 2)
-        assert str(compression_state.save(turned, [0])) == before
+            compression_state.resume(turned, compression_state.save(lane) or {})
+        assert str(compression_state.save(turned)) == before
 
     on_threads(2, run)

@@ -315,8 +315,8 @@ def test_turn_and_shapes_are_those_of_all_ranks_whatever_one_keeps() -> None:
             assert lane is not None
             if lane.group.rank == 1:  # as of a rank that nothing was encoded on
                 lane.reducer.residuals.forget()
-                for memory in lane.reducer.residuals._memories:
-                    memory.shared.numbers.clear()
+                for state in lane.reducer.residuals._states:
+                    state.shared.numbers.clear()
             return hook.state_dict()
 
     states = on_threads(2, run)

@@ -9,7 +9,7 @@ import pytest
 from hvdkit import config, transports
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.plugins.horovod.library import common_problem
+from hvdkit.plugins.horovod.transport import common_problem
 from hvdkit.transports import Candidate, Job
 from hvdkit.transports import choose as choose_candidate
 

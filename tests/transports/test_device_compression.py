@@ -11,9 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdkit.compression import DGC, Int4, Int8, LossyCodec, Memory, OneBit, PowerSGD, RandomK, TopK
-from hvdkit.compression.memory import OWED, RESIDUAL
+from hvdkit.compression import DGC, CodecState, Int4, Int8, LossyCodec, OneBit, PowerSGD, RandomK, TopK
 from hvdkit.compression.sparse import Threshold
+from hvdkit.compression.state import OWED, RESIDUAL
 from hvdkit.engine.steps.device_reducer import stays_on_device
 from hvdkit.kernels import ONE, Scale
 from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
@@ -54,7 +54,7 @@ def memory_of(
 
 def on_host(codec: LossyCodec, values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What is decoded of an array, and what is kept of it and of what was kept."""
-    memory = Memory(values.size, codec.keeps)
+    memory = CodecState(values.size, codec.keeps)
     memory.residual[...] = kept
     payload = np.zeros(codec.most_bytes(values.size) + 64, dtype=np.uint8)
     start = -payload.ctypes.data % 64
@@ -223,7 +223,7 @@ def test_who_encodes_on_the_device() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_owed_waits_on_a_device_for_a_gradient_that_has_room_for_it(device: str) -> None:
-    host = Memory(8)
+    host = CodecState(8)
     host.arrays[OWED] = np.array([0, 0, 0.25, 0.25, 65000.0, 0.25, 0, 0], dtype=np.float32)
     memory = memory_of(Int8(), 8, device=device)
     memory.push(host)

@@ -10,7 +10,7 @@ import pytest
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.network import own_addresses
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.plugins.horovod.meeting import Meeting
+from hvdkit.plugins.horovod.key_value_server import KeyValueServer
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.rendezvous import _rendezvous_by_http
 from tests.ranks import TORCH, run_ranks
@@ -25,7 +25,7 @@ def world(rank: int) -> World:
 @pytest.fixture
 def server():
     """A key-value server such as horovodrun has, behind a proxy that leads nowhere."""
-    meeting = Meeting(world(0))
+    meeting = KeyValueServer(world(0))
     meeting.admit(own_addresses())
     yield Rendezvous("http", *meeting.address)
     meeting.close()

@@ -128,7 +128,7 @@ def split(
                 f"{function}: Compression.{codec.name} cannot do {dtype}, only floating and complex types.\n"
                 "HINT: use Compression.none for integers."
             )
-    if codec.lives_on_memory:
+    if codec.needs_state:
         raise ValueError(
             f"{function}: Compression.{codec.name} lives on what it keeps from step to step, which needs a "
             "DistributedOptimizer.\nHINT: use Compression.topk or int8 here."

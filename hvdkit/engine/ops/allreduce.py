@@ -15,7 +15,7 @@ from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of, why_allreduce
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import Codec, Memory
+from hvdkit.compression import Codec, CodecState
 from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests, Submission, effective
 from hvdkit.engine.ops.requests import Key, Signature, automatic_number
 from hvdkit.engine.ranks.assignments import Assignments
@@ -70,7 +70,7 @@ def pieces_of(batch: Batch) -> list[tuple[int, int]]:
         return []
     array, count = arrays[0], 1
     if batch.side_by_side and not batch.codec.encodes:
-        count, _ = choose_pieces(array.nbytes, nodes_of(batch.group), batch.group.choice.asked)
+        count, _ = choose_pieces(array.nbytes, nodes_of(batch.group), batch.group.choice.algorithm)
     parts = 2 if array.dtype.kind == "c" else 1  # numbers of an element
     numbers = array.size * parts
     return partition(numbers, count, array.itemsize // parts) if count > 1 else [(0, numbers)]
@@ -94,9 +94,9 @@ def _draw(group: Group, codec: Codec) -> tuple[int, int]:
     return (0, 0) if group.layout is None or codec.everywhere else group.layout.draw()
 
 
-def memory_of(submission: Submission, elements: int) -> Memory:
+def memory_of(submission: Submission, elements: int) -> CodecState:
     """Return a codec's memory for one operation, from which nothing is kept."""
-    memory = Memory(elements)
+    memory = CodecState(elements)
     memory.turn = submission.turn
     if submission.tally is not None:
         memory.tally = submission.tally

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from hvdkit.collectives.choice import Choice
-from hvdkit.collectives.group import Group
+from hvdkit.collectives.group import Choice, Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.ranks.repetitions import REGIONS, Repetitions, most_bytes

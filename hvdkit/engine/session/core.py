@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hvdkit.collectives.choice import Choice
+from hvdkit.collectives.group import Choice
 from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
 from hvdkit.engine.loop.batches import Batches

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.choice import AUTO
-from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.group import AUTO, Group, Steps
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.steps.plan import Bucket, Slot, first_order, lay_out, observed_order
 from hvdkit.engine.steps.schedule import ENCODED_BUCKET, MEBIBYTE, Network, Piece, Sizes, cut, send_order

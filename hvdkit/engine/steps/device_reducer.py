@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
 
 from hvdkit.collectives.group import Group, Steps, two_phase_bytes
-from hvdkit.compression import Codec, LossyCodec, Memory
-from hvdkit.compression.memory import TURN
+from hvdkit.compression import Codec, CodecState, LossyCodec
+from hvdkit.compression.state import TURN
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.engine.steps.reducer import Met, Reducer
-from hvdkit.engine.steps.residuals import Residuals, State
+from hvdkit.engine.steps.residuals import Checkpoint, Residuals
 from hvdkit.engine.steps.schedule import Piece, Sizes, for_a_device
 from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
@@ -43,7 +43,7 @@ def _by_node(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> list[set
     return [common for node in nodes if (common := set(node) & set(members))]
 
 
-def sent_bytes(codec: LossyCodec, way: str, ranks: int, memory: Memory) -> float:
+def sent_bytes(codec: LossyCodec, way: str, ranks: int, memory: CodecState) -> float:
     """Estimate the bytes that a rank sends of a bucket, as on the host; sums count as sums of a ring."""
     times = ranks - 1 if way == "gather" else 2 * (ranks - 1) / ranks
     return times * codec.sent_bytes(memory.elements, memory)
@@ -120,13 +120,13 @@ class DeviceReducer(Reducer):
         super().reset()
         self._push(range(len(self._kept)))
 
-    def kept(self) -> State:
+    def checkpoint(self, keys: Sequence[Hashable]) -> Checkpoint:
         self._pull(range(len(self._kept)))
-        return super().kept()
+        return super().checkpoint(keys)
 
-    def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
+    def go_on_from(self, saved: Checkpoint, keys: Sequence[Hashable]) -> None:
         self._pull(range(len(self._kept)))
-        super().go_on_from(state, slots)
+        super().go_on_from(saved, keys)
         self._push(range(len(self._kept)))
 
     def small(self, slot: int) -> Any:
@@ -173,7 +173,7 @@ class DeviceReducer(Reducer):
         return self._steps(number, tensors, debtors, memory, marks)
 
     def _encoded_steps(
-        self, bucket: int, buffer: Any, parts: Parts, debtors: Parts, memory: Memory, marks: Sequence[Any]
+        self, bucket: int, buffer: Any, parts: Parts, debtors: Parts, memory: CodecState, marks: Sequence[Any]
     ) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         codec = cast("LossyCodec", self.residuals.codec(bucket))
@@ -203,7 +203,7 @@ class DeviceReducer(Reducer):
         self._forget_paid(bucket)
 
     def _steps(
-        self, bucket: int, tensors: Sequence[Any], debtors: Parts, memory: Memory, marks: Sequence[Any]
+        self, bucket: int, tensors: Sequence[Any], debtors: Parts, memory: CodecState, marks: Sequence[Any]
     ) -> Steps[None]:
         reduction, size = self._reduction, self._group.size
         op, scale = effective(reduction.op, reduction.postscale, size)

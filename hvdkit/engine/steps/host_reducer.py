@@ -14,10 +14,10 @@ from hvdkit import kernels
 from hvdkit.arena import ARENA
 from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
-from hvdkit.collectives.hierarchical import Layout, counterparts, early_scale, layout_allreduce
+from hvdkit.collectives.hierarchical import Layout, allreduce_share, layout_allreduce, split_scale
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode, Turn
-from hvdkit.compression import Codec, Memory
+from hvdkit.compression import Codec, CodecState
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.block import private_block
@@ -40,7 +40,7 @@ class PieceWork(NamedTuple):
     op: ReduceOp
     scale: Scale
     codec: Codec
-    memory: Memory
+    state: CodecState
     number: int
     tag: int
 
@@ -146,8 +146,8 @@ class HostReducer(Reducer):
         bucket = self._buckets[piece.bucket]
         offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
         op, scale = self._effective
-        codec, memory = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
-        return self._steps(PieceWork(piece, bucket, op, scale, codec, memory, number, tag), offers, joined, met)
+        codec, state = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
+        return self._steps(PieceWork(piece, bucket, op, scale, codec, state, number, tag), offers, joined, met)
 
     def _steps(self, work: PieceWork, offers: Mapping[int, Offer | None], joined: bool, met: Met) -> Steps[None]:
         piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
@@ -216,7 +216,7 @@ class HostReducer(Reducer):
 
     def _reduce_flat(self, work: PieceWork, parts: Sequence[Part]) -> Steps[None]:
         """As one flat array: a tensor's own memory if the piece is all of that, else a copy."""
-        piece, bucket, op, scale, codec, memory, _, tag = work
+        piece, bucket, op, scale, codec, state, _, tag = work
         elements = piece.end - piece.begin
         own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None
         scratch = SCRATCH.take(0 if own is not None else elements * bucket.dtype.itemsize)
@@ -227,10 +227,10 @@ class HostReducer(Reducer):
         self.residuals.clear_gaps(piece, flat)
         layout = self.layout
         if layout is None or codec.everywhere:
-            yield from allreduce_encoded(self._group, flat, op, scale, codec, tag, memory)
+            yield from allreduce_encoded(self._group, flat, op, scale, codec, tag, state)
         else:  # this node has one rank of the group
             shares = self.residuals.shares(piece, layout, 1)
-            yield from layout_allreduce(self._group, layout, flat, op, scale, codec, tag, (0, 0), None, memory, shares)
+            yield from layout_allreduce(self._group, layout, flat, op, scale, codec, tag, (0, 0), None, state, shares)
         for part in parts:
             array = part.array()
             if own is None and array is not None:
@@ -245,26 +245,29 @@ class HostReducer(Reducer):
         shares: Sequence[tuple[int, int]],
         absent: list[bool],
     ) -> Steps[None]:
-        """The node's sum of this rank's share into one flat array, the sum of nodes, and one pass back."""
+        """Sum a piece over nodes: this rank's share of it in one flat array."""
         assert self.layout is not None
-        piece, bucket, op, scale, codec, memory, number, tag = work
+        piece, bucket, op, scale, codec, state, number, tag = work
         begin, end = shares[node.me]
         nbytes = (end - begin) * bucket.dtype.itemsize
         scratch = SCRATCH.take(nbytes)
         flat = scratch[:nbytes].view(bucket.dtype)
-        node_scale, wire_scale = early_scale(flat, op, scale, codec)
+        node_scale, wire_scale = split_scale(flat, op, scale, codec)
         share = piece.begin + begin, piece.begin + end
-        node.run(Direction.GATHER, bucket.slots, bucket.offsets, share, op, node_scale, absent, flat)
-        yield from _until_right(node, number)
         carried = shares, flat, begin
-        yield from self._in_chunks(node, 0, Mode.REDUCE_SCATTER, work, in_chunks, node_scale, carried)
-        across = counterparts(self._group, self.layout)
-        if across is not None and flat.size:
+
+        def gather() -> Steps[None]:
+            node.run(Direction.GATHER, bucket.slots, bucket.offsets, share, op, node_scale, absent, flat)
+            yield from _until_right(node, number)
+            yield from self._in_chunks(node, 0, Mode.REDUCE_SCATTER, work, in_chunks, node_scale, carried)
             self.residuals.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
-            yield from allreduce_encoded(across, flat, op, wire_scale, codec, tag, memory.part(begin, end))
-            self._group.bytes_sent += across.bytes_sent
-        node.run(Direction.SPREAD, bucket.slots, bucket.offsets, share, ReduceOp.SUM, ONE, absent, flat)
-        yield from self._in_chunks(node, 1, Mode.ALLGATHER, work, in_chunks, ONE, carried)
+
+        def spread() -> Steps[None]:
+            node.run(Direction.SPREAD, bucket.slots, bucket.offsets, share, ReduceOp.SUM, ONE, absent, flat)
+            yield from self._in_chunks(node, 1, Mode.ALLGATHER, work, in_chunks, ONE, carried)
+
+        part = state.part(begin, end)
+        yield from allreduce_share(self._group, self.layout, flat, gather(), spread(), op, wire_scale, codec, tag, part)
         SCRATCH.give_back(scratch)
 
     def _in_chunks(
@@ -300,7 +303,7 @@ class HostReducer(Reducer):
                 )
             if mode is Mode.ALLGATHER and of_flat is not None:
                 array[own] = of_flat
-            ticket = node.staging.lobbies[half].draw()
+            ticket = node.staging.queues[half].draw()
             source = None if mode is Mode.ALLGATHER else source
             yield from node.staging.run(half, ticket, mode, array, runs, work.op, scale, source)
             if mode is Mode.REDUCE_SCATTER and of_flat is not None:

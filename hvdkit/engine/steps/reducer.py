@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hvdkit.collectives.group import Group, Steps
-from hvdkit.collectives.hierarchical import Layout, early_scale
-from hvdkit.compression.memory import OWED
+from hvdkit.collectives.hierarchical import Layout, split_scale
+from hvdkit.compression.state import OWED
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
-from hvdkit.engine.steps.plan import Bucket, Reduction
-from hvdkit.engine.steps.residuals import Residuals, State
+from hvdkit.engine.steps.plan import Bucket, Reduction, Slot
+from hvdkit.engine.steps.residuals import Checkpoint, Residuals
 from hvdkit.engine.steps.schedule import Piece, Sizes, without_overlap
 from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
@@ -43,6 +42,7 @@ class Reducer(ABC):
     arrangement: Arrangement  # of the lane: its buckets, and how they are cut
     _group: Group
     _reduction: Reduction
+    _slots: list[Slot]
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -113,7 +113,7 @@ class Reducer(ABC):
             codec = self.residuals.codec(number)
             over_nodes = self.layout is not None and len(self.layout.nodes) > 1
             dense_first = over_nodes and not codec.everywhere
-            late = early_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale
+            late = split_scale(np.empty(0, bucket.dtype), op, scale, codec)[1] if dense_first else scale
             kept = {name: part * late.number for name, part in codec.owes.items()}
             units.append({**kept, OWED: scale.number if op == ReduceOp.SUM else 0.0})
         return units
@@ -130,28 +130,20 @@ class Reducer(ABC):
         """Forget what codecs keep, between two steps."""
         self.residuals.reset()
 
-    def kept(self) -> State:
-        """A copy of what codecs keep, between two steps."""
-        return self.residuals.state(self.fingerprint(), self.units())
+    def checkpoint(self, keys: Sequence[Hashable]) -> Checkpoint:
+        """Return a copy of the residuals, between two steps; see ``Residuals.checkpoint``."""
+        return self.residuals.checkpoint(self.fingerprint(), self.units(), keys)
 
-    def go_on_from(self, state: State, slots: Sequence[int | None] | None = None) -> None:
-        """Take over what codecs kept, between two steps; see ``Residuals.restore``."""
-        self.residuals.restore(state, self.fingerprint(), self.units(), slots)
+    def go_on_from(self, saved: Checkpoint, keys: Sequence[Hashable]) -> None:
+        """Take over residuals, between two steps; see ``Residuals.restore``."""
+        self.residuals.restore(saved, self.fingerprint(), self.units(), keys)
 
     def fingerprint(self) -> str:
-        """Return a hash of the facts that codecs' state depends on: this rank's part of buckets, pieces and nodes."""
+        """Return a hash of this rank's place in the group, the codecs and shapes of slots, and the encoded buckets."""
         group, layout = self._group, self.layout
         nodes = None if layout is None else [[group.members.index(rank) for rank in node] for node in layout.nodes]
-        pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for piece in self.arrangement.pieces:
-            pieces[piece.bucket].append((piece.begin, piece.end))
-        encoded = [
-            (
-                bucket.slots, bucket.offsets, self.residuals.shapes(number), str(bucket.dtype), codec.summary,
-                sorted(pieces[number]),
-            )
-            for number, bucket in enumerate(self._buckets)
-            if (codec := self.residuals.codec(number)).encodes
-        ]  # fmt: skip
-        origin = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, encoded
+        codecs = self._reduction.codecs
+        slots = [(slot.shape, str(slot.dtype), codecs[slot.codec].summary) for slot in self._slots]
+        encoded = [bucket.slots for bucket in self._buckets if codecs[bucket.codec].encodes]
+        origin = group.rank, group.size, nodes, int(self._reduction.op), self._reduction.postscale, slots, encoded
         return hashlib.sha256(repr(origin).encode()).hexdigest()

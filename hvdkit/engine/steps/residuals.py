@@ -1,10 +1,10 @@
-"""What codecs keep of a lane's gradients: one memory for each bucket, laid out as the bucket is."""
+"""State of codecs for a lane's gradients: a CodecState for each bucket, laid out as the bucket is."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,8 @@ import numpy as np
 
 from hvdkit.collectives.group import Array
 from hvdkit.collectives.hierarchical import Layout, node_shares, whole_shares
-from hvdkit.compression import Codec, Memory
-from hvdkit.compression.memory import OWED, RESIDUAL, TURN, Tally
+from hvdkit.compression import Codec, CodecState
+from hvdkit.compression.state import OWED, RESIDUAL, TURN, CommonState, Tally
 from hvdkit.engine.steps.plan import Bucket, Slot
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.engine.telemetry.compression_report import Report
@@ -23,185 +23,166 @@ TOO_LARGE = (
     "{count} values that compression kept of '{name}' are not finite as a part of its gradient here, and are lost."
 )
 
-Kept = dict[str, Array]  # by name: flat arrays of one tensor
-# A number or an array that a codec keeps of some elements of a bucket: the bucket's slots, its name, begin and end.
-Note = tuple[tuple[int, ...], str, int, int, Any]
+Arrays = dict[str, Array]  # by kind, as RESIDUAL: flat float32 arrays of one tensor
+# A number or vector: the first slot of its bucket, its name, its elements (begin, end), its value.
+Note = tuple[int, str, int, int, Any]
 
 
 @dataclass
-class State:
-    """What a lane's memories hold, to go on from.
+class Checkpoint:
+    """A copy of a lane's residuals.
 
-    ``fingerprint`` says what the arrays are of: only a rank at the same place of a lane of the same shape goes on with
-    the same bits. Elsewhere what is ``owed`` is added once to the next gradients.
+    With the same ``fingerprint``, of codecs, shapes and ranks, a lane goes on with the same bits. Elsewhere each
+    tensor's ``owed`` is added once to its next gradient.
     """
 
     fingerprint: str
-    slots: list[Kept]
-    units: list[dict[str, float]]  # by slot and array: what a number there is multiplied with to be part of the result
+    arrays: dict[Any, Arrays]  # by a key of the tensor, in the order of slots
+    units: dict[Any, dict[str, float]]  # by key and kind: the factor that makes an element a part of the result
     turn: int  # how often elements were reduced
     notes: list[Note]
 
-    def owed(self, slot: int) -> Array | None:
-        """What one tensor's part of the result lacks, as a vector in the unit of the result; None if nothing."""
-        units = self.units[slot]
-        parts = [array * np.float32(units[name]) for name, array in self.slots[slot].items() if name in units]
+    def owed(self, key: Hashable) -> Array | None:
+        """Return the part of the result that a tensor lacks, as a vector; None if there is none."""
+        units = self.units[key]
+        parts = [array * np.float32(units[kind]) for kind, array in self.arrays[key].items() if kind in units]
         return np.sum(parts, axis=0) if parts else None
 
 
 class Residuals:
-    """The memories of a lane's buckets. Buckets that are laid out anew keep what their slots kept.
+    """The states of a lane's buckets. Buckets that are laid out anew keep the state of their slots.
 
-    ``over_nodes``: None where no ranks share memory, so that each encodes what is its own; else whether there are
-    several nodes, between which ranks encode shares of their node's sum.
+    ``over_nodes``: None where no ranks share memory, so that each rank encodes its own gradients; else whether there
+    are several nodes, between which ranks encode shares of their node's sum.
     """
 
     def __init__(self, slots: Sequence[Slot], codecs: Sequence[Codec], over_nodes: bool | None = None) -> None:
         self._slots, self._codecs, self._over_nodes = list(slots), list(codecs), over_nodes
         self._buckets: list[Bucket] = []
-        self._places: dict[int, tuple[int, int, int]] = {}  # by slot: its bucket, and where it begins and ends there
+        self._places: dict[int, tuple[int, int, int]] = {}  # by slot: its bucket, and its elements (begin, end) there
         self._gaps: dict[int, list[tuple[int, int]]] = {}
-        self._memories: list[Memory] = []
+        self._states: list[CodecState] = []
         self._tallies: dict[tuple[int, int], Tally] = {}  # of operations under way, by bucket and begin
-        self._totals: dict[int, Tally] = defaultdict(Tally)  # by slot, of those that were encoded
+        self._totals: dict[int, Tally] = defaultdict(Tally)  # by slot, of operations that ended
         self.is_in_use = False  # some operation of this step has begun
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """From now on the lane has these buckets."""
-        earlier = dict(zip(self._buckets, self._memories, strict=True))
-        keeping = [bucket.slots for bucket, memory in earlier.items() if memory.arrays]
-        kept = {slot: self.of_slot(slot) for slots in keeping for slot in slots}
+        """Take over the buckets of a new arrangement."""
+        earlier = dict(zip(self._buckets, self._states, strict=True))
+        filled = [slot for bucket, state in earlier.items() if state.arrays for slot in bucket.slots]
+        arrays = {slot: self.of_slot(slot) for slot in filled}
         self._places = {
             slot: (number, offset, offset + self._slots[slot].elements)
             for number, bucket in enumerate(buckets)
             for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
         }
-        self._buckets, self._memories, self._gaps = list(buckets), [], {}
-        for bucket in buckets:
-            memory = Memory(bucket.elements, self._keeps(bucket))
-            memory.shared = earlier.get(bucket, memory).shared
-            memory.shared.matrices = self._matrices(bucket)
-            self._memories.append(memory)
-        for slot, arrays in kept.items():
-            for name, array in arrays.items():
+        self._buckets, self._gaps = list(buckets), {}
+        self._states = [
+            self._state(bucket, earlier[bucket].shared if bucket in earlier else CommonState()) for bucket in buckets
+        ]
+        for slot in filled:
+            for kind, array in arrays[slot].items():
                 if array.any():
-                    self._array(slot, name)[...] = array
+                    self._array(slot, kind)[...] = array
+
+    def _state(self, bucket: Bucket, shared: CommonState) -> CodecState:
+        """Return a state of zeros. ``matrices`` of tensors have their first dimension as rows."""
+        codec = self._codecs[bucket.codec]
+        state = CodecState(bucket.elements, codec.keeps if self._encodes_its_own(codec) or self._over_nodes else ())
+        tensors = [(offset, self._slots[slot]) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)]
+        rows = [(offset, slot, slot.shape[0] if slot.shape else 1) for offset, slot in tensors if slot.elements]
+        # Assigned at once: an operation of a lane that is being closed may read them.
+        shared.matrices = [(offset, count, slot.elements // count) for offset, slot, count in rows]
+        state.shared = shared
+        return state
 
     def codec(self, bucket: int) -> Codec:
-        """What encodes a bucket."""
+        """Return the codec of a bucket."""
         return self._codecs[self._buckets[bucket].codec]
 
     def encodes(self, bucket: int) -> bool:
-        """Whether payloads of a bucket travel."""
+        """True if payloads of a bucket travel."""
         codec = self.codec(bucket)
-        return codec.encodes and (self.encodes_its_own(codec) or bool(self._over_nodes))
+        return codec.encodes and (self._encodes_its_own(codec) or bool(self._over_nodes))
 
-    def of_bucket(self, bucket: int) -> Memory:
-        """The memory of a bucket."""
-        return self._memories[bucket]
+    def _encodes_its_own(self, codec: Codec) -> bool:
+        """True if a rank encodes its own gradients, not a share of its node's sum."""
+        return codec.encodes and (codec.everywhere or self._over_nodes is None)
 
-    def shapes(self, bucket: int) -> list[tuple[int, ...]]:
-        """Those of a bucket's tensors."""
-        return [self._slots[slot].shape for slot in self._buckets[bucket].slots]
+    def of_bucket(self, bucket: int) -> CodecState:
+        """Return the state of a bucket."""
+        return self._states[bucket]
 
     def gaps(self, number: int) -> list[tuple[int, int]]:
-        """The elements of a bucket that belong to none of its tensors."""
+        """Return the elements of a bucket that belong to none of its tensors."""
         if number not in self._gaps:
             bucket = self._buckets[number]
-            ends = [*bucket.offsets[1:], bucket.elements]
-            runs = [
-                (offset + self._slots[slot].elements, end)
-                for slot, offset, end in zip(bucket.slots, bucket.offsets, ends, strict=True)
-            ]
-            self._gaps[number] = [(begin, end) for begin, end in runs if begin < end]
+            begins = [self._places[slot][2] for slot in bucket.slots]
+            gaps = zip(begins, [*bucket.offsets[1:], bucket.elements], strict=True)
+            self._gaps[number] = [(begin, end) for begin, end in gaps if begin < end]
         return self._gaps[number]
 
-    def of_piece(self, piece: Piece) -> Memory:
-        """The memory of a piece of a bucket, for one operation."""
-        part = self._memories[piece.bucket].part(piece.begin, piece.end)
+    def of_piece(self, piece: Piece) -> CodecState:
+        """Return the state of a piece of a bucket, for one operation."""
+        part = self._states[piece.bucket].part(piece.begin, piece.end)
         self.is_in_use = True
         part.turn = part.shared.turn
         part.tally = self._tallies[piece.bucket, piece.begin] = Tally()
         return part
 
     def finished(self, piece: Piece) -> Tally:
-        """What the operation on a piece cost and saved; its tensors' totals get their parts, by elements."""
+        """Return the tally of the operation on a piece, and add it to the totals of its tensors, by elements."""
         tally = self._tallies.pop((piece.bucket, piece.begin))
-        if not self.codec(piece.bucket).lossy:
-            return tally
-        bucket = self._buckets[piece.bucket]
-        inside = [
-            max(0, min(piece.end, offset + self._slots[slot].elements) - max(piece.begin, offset))
-            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
-        ]
-        total = sum(inside)
-        for slot, elements in zip(bucket.slots, inside, strict=True):
+        inside = {}
+        for slot in self._buckets[piece.bucket].slots:
+            _, begin, end = self._places[slot]
+            inside[slot] = max(0, min(piece.end, end) - max(piece.begin, begin))
+        total = sum(inside.values())
+        for slot, elements in inside.items():
             if elements:
                 self._totals[slot].add(tally, elements / total)
         return tally
 
     def residual_norm(self, piece: Piece) -> float:
-        """The Euclidean norm of what this rank keeps of a piece."""
-        return _norm(self._memories[piece.bucket].part(piece.begin, piece.end).residual)
+        """Return the Euclidean norm of this rank's residual of a piece."""
+        return _norm(self._states[piece.bucket].part(piece.begin, piece.end).residual)
 
     def reports(self) -> list[Report]:
-        """What encoding did, by tensor."""
-        found = []
-        for slot, one in enumerate(self._slots):
-            codec = self._codecs[one.codec]
-            if codec.lossy:
-                norm = _norm(self.of_slot(slot).get(RESIDUAL))
-                found.append((one.name, codec.summary, self._totals[slot], norm))
-        return found
+        """Return the totals of each encoded tensor, and the norm of its residual."""
+        return [
+            (slot.name, codec.summary, self._totals[number], _norm(self.of_slot(number).get(RESIDUAL)))
+            for number, slot in enumerate(self._slots)
+            if (codec := self._codecs[slot.codec]).lossy
+        ]
 
-    def of_slot(self, slot: int) -> Kept:
-        """What is kept of one tensor, by name: flat arrays, in the unit of what travels."""
+    def of_slot(self, slot: int) -> Arrays:
+        """Return the arrays of one tensor."""
         bucket, begin, end = self._places[slot]
-        return self._memories[bucket].part(begin, end).arrays
+        return self._states[bucket].part(begin, end).arrays
 
-    def _array(self, slot: int, name: str) -> Array:
-        """What is kept of one tensor under a name. Of what is owed there is an array only while something is."""
+    def _array(self, slot: int, kind: str) -> Array:
+        """Return one array of a tensor. A bucket has an array of OWED only while something is owed."""
         bucket, begin, end = self._places[slot]
-        arrays = self._memories[bucket].arrays
-        if name not in arrays:
-            arrays[name] = np.zeros(self._buckets[bucket].elements, dtype=np.float32)
-        return arrays[name][begin:end]
-
-    def encodes_its_own(self, codec: Codec) -> bool:
-        """Whether a rank encodes its own gradients, not a share of its node's sum."""
-        return codec.encodes and (codec.everywhere or self._over_nodes is None)
-
-    def _keeps(self, bucket: Bucket) -> tuple[str, ...]:
-        codec = self._codecs[bucket.codec]
-        return codec.keeps if self.encodes_its_own(codec) or self._over_nodes else ()
-
-    def _matrices(self, bucket: Bucket) -> list[tuple[int, int, int]]:
-        """Where the tensors are that have elements, as matrices: rows are the first dimension."""
-        found = []
-        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
-            shape, count = self._slots[slot].shape, self._slots[slot].elements
-            rows = shape[0] if shape else 1
-            if count:
-                found.append((offset, rows, count // rows))
-        return found
+        arrays = self._states[bucket].arrays
+        if kind not in arrays:
+            arrays[kind] = np.zeros(self._buckets[bucket].elements, dtype=np.float32)
+        return arrays[kind][begin:end]
 
     def shares(self, piece: Piece, layout: Layout, ranks: int) -> list[tuple[int, int]]:
-        """The elements of a piece that each of a node's ranks carries between nodes."""
+        """Return the elements of a piece that each of a node's ranks carries between nodes."""
         bucket, codec = self._buckets[piece.bucket], self.codec(piece.bucket)
         if codec.whole_tensors and self._over_nodes:
             begins = [offset - piece.begin for offset in bucket.offsets]
             return whole_shares(begins, piece.end - piece.begin, layout, ranks)
         return node_shares(piece.end - piece.begin, bucket.dtype.itemsize, layout, ranks)
 
-    # -- around a reduction -------------------------------------------------------------------------------------------
-
     def owes(self, bucket: int) -> bool:
-        """Whether something is added to this rank's next gradients of a bucket."""
-        return OWED in self._memories[bucket].arrays
+        """True if something is to be added to this rank's next gradients of a bucket."""
+        return OWED in self._states[bucket].arrays
 
     def pay(self, piece: Piece, gradients: Sequence[tuple[int, Array]]) -> None:
-        """Add what is owed to this rank's gradients in a piece: where each begins in it, and its values."""
-        arrays = self._memories[piece.bucket].arrays
+        """Add what is owed to this rank's gradients in a piece: the begin of each in the piece, and its values."""
+        arrays = self._states[piece.bucket].arrays
         owed = arrays.get(OWED)
         if owed is None:
             return
@@ -211,93 +192,75 @@ class Residuals:
             del arrays[OWED]
 
     def clear_gaps(self, piece: Piece, flat: Array) -> None:
-        """Zero what lies between tensors in ``flat``, a piece, and in what is kept of it.
+        """Zero the elements between tensors in ``flat``, a piece, and in its state.
 
-        What was decoded into a gap would be encoded again, and some codecs make something of zeros.
+        Values decoded into a gap would be encoded again, and some codecs make something of zeros.
         """
         gaps = self.gaps(piece.bucket)
-        kept = self._memories[piece.bucket].part(piece.begin, piece.end).arrays if gaps else {}
+        arrays = self._states[piece.bucket].part(piece.begin, piece.end).arrays if gaps else {}
         for begin, end in gaps:
-            for array in (flat, *kept.values()):
+            for array in (flat, *arrays.values()):
                 array[max(0, begin - piece.begin) : max(0, end - piece.begin)] = 0
 
     def forget(self) -> None:
-        """The lane was closed: keep no arrays of gradients' size, but go on at the same turn, for those who do not."""
-        for number, bucket in enumerate(self._buckets):
-            memory = Memory(bucket.elements, self._keeps(bucket))
-            memory.shared = self._memories[number].shared
-            self._memories[number] = memory
-
-    # -- from run to run ----------------------------------------------------------------------------------------------
+        """Drop the arrays of a closed lane. Turns stay: a joined rank gives zeros at the turn of the others."""
+        pairs = zip(self._buckets, self._states, strict=True)
+        self._states = [self._state(bucket, state.shared) for bucket, state in pairs]
 
     @property
     def keeps_anything(self) -> bool:
-        """Whether some codec keeps something."""
-        return any(memory.arrays or memory.shared.numbers or memory.shared.vectors for memory in self._memories)
+        """True if some codec keeps something."""
+        return any(state.arrays or state.shared.numbers or state.shared.vectors for state in self._states)
 
     def reset(self) -> None:
-        """Forget what was not sent, and all that codecs remember of earlier steps."""
-        for memory in self._memories:
-            memory.arrays.pop(OWED, None)
-            for array in memory.arrays.values():
-                array[...] = 0
-            memory.shared.numbers.clear()
-            memory.shared.vectors.clear()
-            memory.shared.turn = 0
+        """Forget what was not sent, and all other state of earlier steps."""
+        self._states = [self._state(bucket, CommonState()) for bucket in self._buckets]
 
-    def state(self, fingerprint: str, units: Sequence[dict[str, float]]) -> State:
-        """A copy of all that is not zero; ``units`` are by bucket."""
-        numbered = range(len(self._slots))
-        slots = [{name: array.copy() for name, array in self.of_slot(slot).items() if array.any()} for slot in numbered]
-        shared = [memory.shared for memory in self._memories]
+    def checkpoint(self, fingerprint: str, units: Sequence[dict[str, float]], keys: Sequence[Hashable]) -> Checkpoint:
+        """Return a copy of all that is not zero; ``units`` are by bucket, ``keys`` by slot."""
+        arrays, units_of = {}, {}
+        for slot, key in enumerate(keys):
+            arrays[key] = {kind: array.copy() for kind, array in self.of_slot(slot).items() if array.any()}
+            units_of[key] = units[self._places[slot][0]]
         notes: list[Note] = [
-            (bucket.slots, *where, deepcopy(one))
-            for bucket, ours in zip(self._buckets, shared, strict=True)
-            for where, one in [*ours.numbers.items(), *ours.vectors.items()]
+            (bucket.slots[0], *key, deepcopy(value))
+            for bucket, state in zip(self._buckets, self._states, strict=True)
+            for key, value in [*state.shared.numbers.items(), *state.shared.vectors.items()]
         ]
-        turns = [one.turn for one in shared] + [one for _, name, _, _, one in notes if name == TURN]
-        units = [units[self._places[slot][0]] for slot in numbered]
-        return State(fingerprint, slots, units, int(max(turns, default=0)), notes)
+        turns = [state.shared.turn for state in self._states]
+        turns += [int(value) for _, name, *_, value in notes if name == TURN]
+        return Checkpoint(fingerprint, arrays, units_of, max(turns, default=0), notes)
 
     def restore(
-        self,
-        state: State,
-        fingerprint: str,
-        units: Sequence[dict[str, float]],
-        slots: Sequence[int | None] | None = None,
+        self, saved: Checkpoint, fingerprint: str, units: Sequence[dict[str, float]], keys: Sequence[Hashable]
     ) -> None:
-        """Go on from a state: with the same bits at the same ``fingerprint``, elsewhere by owing what was owed there.
+        """Go on from a checkpoint: with the same bits at the same ``fingerprint``, else by owing its residuals.
 
-        ``slots``: which one here each of the state's is, None if none; the same ones if left out. ``units`` as above.
+        ``units`` are by bucket, ``keys`` by slot. A tensor that this lane does not have is left out.
         """
-        self.start_at(state.turn)
-        same = list(range(len(self._slots)))
-        slots = same if slots is None else list(slots)
-        if state.fingerprint != fingerprint or slots != same:
-            for old, new in enumerate(slots):
-                owed = state.owed(old)
-                if new is not None and owed is not None:
-                    self.owe(new, owed, units[self._places[new][0]][OWED])
-            return
-        for slot, kept in enumerate(state.slots):
-            for name, array in kept.items():
-                self._array(slot, name)[...] = array
-        shared = {bucket.slots: memory.shared for bucket, memory in zip(self._buckets, self._memories, strict=True)}
-        for bucket_slots, name, begin, end, one in state.notes:
-            ours = shared[bucket_slots]
-            notes = ours.vectors if isinstance(one, np.ndarray) else ours.numbers
-            notes[name, begin, end] = deepcopy(one)
+        self.start_at(saved.turn)
+        is_same = saved.fingerprint == fingerprint and list(saved.arrays) == list(keys)
+        for slot, key in enumerate(keys):
+            if is_same:
+                for kind, array in saved.arrays[key].items():
+                    self._array(slot, kind)[...] = array
+            elif key in saved.arrays and (owed := saved.owed(key)) is not None:
+                self.owe(slot, owed, units[self._places[slot][0]][OWED])
+        for slot, name, begin, end, value in saved.notes if is_same else ():
+            shared = self._states[self._places[slot][0]].shared
+            notes: dict[Any, Any] = shared.vectors if isinstance(value, np.ndarray) else shared.numbers
+            notes[name, begin, end] = deepcopy(value)
 
     def start_at(self, turn: int) -> None:
-        """Elements that are not known to have been reduced count as if they were, so many times."""
-        for memory in self._memories:
-            memory.shared.turn = max(memory.shared.turn, turn)
+        """Count elements without a turn of their own as reduced so many times."""
+        for state in self._states:
+            state.shared.turn = max(state.shared.turn, turn)
 
     def owe(self, slot: int, values: Array, unit: float) -> None:
         """Add to this rank's next gradient of a tensor, once, what adds ``values`` to the result.
 
-        ``unit``: what a gradient is multiplied with, after its own factor, to become part of the result; 0.0 where
-        that is no sum, to which nothing can be added. What is too large for a number is not owed.
+        ``unit``: the factor that makes a gradient, after its own factor, a part of the result; 0.0 where the result is
+        no sum, to which nothing can be added. Values that are too large for a float32 are dropped with a warning.
         """
         if unit == 0.0 or not values.any():
             return
@@ -311,7 +274,7 @@ class Residuals:
 
 
 def _pay(owed: Array, gradient: Array) -> None:
-    """Add what is owed to a gradient; what does not fit in there, and all if that is not finite, is owed further on."""
+    """Add what is owed to a gradient. A sum that overflows, or any to a gradient that is not finite, stays owed."""
     with np.errstate(all="ignore"):
         if not np.isfinite(gradient).all():
             return

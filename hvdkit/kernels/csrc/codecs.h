@@ -1,5 +1,5 @@
 // The loops of codecs over flat buffers of float32, without Python: what they mean is told in numpy_codecs.py,
-// numpy_sparse.py and numpy_checksum.py.
+// numpy_sparse.py and numpy_kernels.py.
 #pragma once
 
 #include <cstddef>

@@ -1,40 +1,33 @@
-"""Horovod's engine carries the buffers of PyTorch's CPU tensors; another transport carries the messages.
-
-What Horovod's engine is given are fusion buffers, and allreduce, broadcast and allgather of all ranks. Its sums have an
-order of their own: all ranks hold the same bits, but not those of another transport. Halves are exchanged by its
-alltoall and allgather, and summed here, in fp32 and in rank order.
-
-Process sets stay with our own algorithms. Horovod can only make one of its own with every rank of the job, members or
-not; and where a rank is lost while there is one, its Gloo ends the other processes.
-"""
+"""Horovod's engine carries the buffers of PyTorch's CPU tensors; another transport carries the messages."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hvdkit.environments.base import World
+from hvdkit.environments.libraries import horovod_variables
 from hvdkit.environments.network import interface_of, own_addresses
 from hvdkit.errors import TransportUnavailableError
-from hvdkit.plugins.horovod.group import HorovodGroup, Launches, ThreadEnd
-from hvdkit.plugins.horovod.library import NOT_INSTALLED, NativeHorovod, common_problem, load
-from hvdkit.plugins.horovod.meeting import Meeting
+from hvdkit.plugins.horovod.engine import NOT_INSTALLED, HorovodGroup, LaunchEnd, NativeHorovod, load
+from hvdkit.plugins.horovod.key_value_server import KeyValueServer
 from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
 from hvdkit.transports.gpu.device import TorchDeviceCollectives
-from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.security.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")
 
-# Horovod's engine stops on all ranks within a few of its cycles of a millisecond, or waits for a lost one.
+# Horovod's engine stops on all ranks within a few of its cycles of a millisecond, or waits for a lost rank.
 CLOSING_SECONDS = 5.0
 # Each operation costs its ranks one or two of those cycles and a list of requests. Over its Gloo, the step of
-# benchmarks/step.py takes 0.82 of what it takes with buckets of 4 MiB, and no less with larger ones.
+# benchmarks/step.py takes 0.82 of the time with buckets of 4 MiB, and no less with larger ones.
 WORTHWHILE_BYTES = 16 << 20
 
 
@@ -42,7 +35,7 @@ class HorovodTransport(Layer):
     """``inner`` for messages, and once ``start`` has been called, Horovod's engine for buffers.
 
     ``native_part``: the file of Horovod's library, None where there is none. ``required``: it is an error where
-    Horovod's engine cannot be had.
+    Horovod's engine is not available.
     """
 
     def __init__(self, inner: Transport, native_part: Path | None, world: World, required: bool) -> None:
@@ -50,62 +43,48 @@ class HorovodTransport(Layer):
         self.name = "horovod"
         self.host_types = frozenset({"cpu"})
         self.worthwhile_bytes = WORTHWHILE_BYTES
-        self._native_part = native_part
-        self._world = world
-        self._required = required
+        self._native_part, self._world, self._required = native_part, world, required
         self._native: NativeHorovod | None = None
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-horovod")
 
     def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
-        """Start Horovod's engine on all ranks, or, where one of them has no use of it, on none.
+        """Start Horovod's engine on all ranks, or, where some rank cannot use it, on none.
 
-        Raises TransportUnavailableError on all ranks if it was asked for by name; else rank 0 says so. Raises it too
-        where an engine does not start that was there on all ranks: what it left behind may end the process later.
+        Raises TransportUnavailableError on all ranks if the user asked for it by name, else rank 0 warns. Raises it too
+        where an engine that all ranks have does not start, since its remains may end the process later.
         """
         super().start(exchange, start_seconds, silence_seconds)
         native, controller, problem = self._prepare()
-        launched = list(self._world.launched)
-        meeting, interface = None, ""
-        try:
-            if controller == "gloo" and not problem:
-                try:
-                    # Left to itself, Gloo takes what the host's own name stands for, which often is a loopback.
-                    interface = interface_of(addresses_for(self._world)[0])
-                    meeting = Meeting(self._world) if self.rank == 0 else None
-                except (OSError, TransportUnavailableError) as error:
-                    problem = f"there is no address where Horovod's ranks could meet: {error}"
-            mine = {
+        launched, server, interface = list(self._world.launched), None, ""
+        if controller == "gloo" and not problem:
+            try:
+                # Without an interface, Gloo takes the address of the host's own name, which often is a loopback.
+                interface = interface_of(addresses_for(self._world)[0])
+                server = KeyValueServer(self._world) if self.rank == 0 else None
+            except (OSError, TransportUnavailableError) as error:
+                problem = f"there is no address where Horovod's ranks could meet: {error}"
+        with nullcontext() if server is None else closing(server):
+            report = {
                 "problem": problem,
                 "controller": controller,
-                "meeting": meeting and meeting.address,
+                "meeting": server and server.address,
                 "addresses": own_addresses(),
                 "by_number": controller == "mpi" and native is not None and native.needs_ranks(launched),
             }
-            reports = [json.loads(blob) for blob in exchange(json.dumps(mine).encode())]
+            reports = [json.loads(blob) for blob in exchange(json.dumps(report).encode())]
             problem = common_problem(reports)
             if problem:
                 return self._without(problem)
             assert native is not None, "a rank without the library has a problem"
             self._native = native
-            if meeting is not None:
-                meeting.admit(address for one in reports for address in one["addresses"])
+            if server is not None:
+                server.admit(address for report in reports for address in report["addresses"])
+            members = launched if any(report["by_number"] for report in reports) else []
             address = reports[0]["meeting"]
-            members = launched if any(one["by_number"] for one in reports) else []
-            problem = native.start(
-                controller,
-                self.rank,
-                self.size,
-                members,
-                address and (address[0], address[1]),
-                start_seconds,
-                silence_seconds,
-                interface,
-            )
+            environment = horovod_variables(controller, self.rank, self.size, address, silence_seconds, interface)
+            problem = native.start(self.rank, self.size, members, start_seconds, environment)
             outcomes = [blob.decode() for blob in exchange(problem.encode())]
-        finally:
-            if meeting is not None:
-                meeting.close()
         problem = next((f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text), "")
         if problem:
             raise TransportUnavailableError(
@@ -117,7 +96,7 @@ class HorovodTransport(Layer):
         return self
 
     def _prepare(self) -> tuple[NativeHorovod | None, str, str]:
-        """The library, how its ranks shall talk, and what stands in the way on this rank."""
+        """Return the library, its controller ("mpi" or "gloo"), and this rank's obstacle, "" if there is none."""
         if self._native_part is None:
             return None, "", NOT_INSTALLED
         try:
@@ -125,9 +104,9 @@ class HorovodTransport(Layer):
         except (AttributeError, ImportError, OSError) as error:
             cause = str(error).splitlines()[0]
             return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {cause}"
-        if self.inner.carrier == "mpi" and "mpi" in native.controllers:
+        if self.inner.carrier == "mpi" and native.was_built_with("mpi"):
             return native, "mpi", native.problem() or _mpi_problem()
-        if "gloo" not in native.controllers:
+        if not native.was_built_with("gloo"):
             return native, "", "Horovod was built without Gloo, and MPI does not connect these ranks"
         return native, "gloo", native.problem()
 
@@ -149,12 +128,12 @@ class HorovodTransport(Layer):
             return super().collectives_for(device, members, label)
         if self._native is None or list(members) != list(range(self.size)):
             return None
-        launches = Launches(label, self._native, self._waiters, lambda: self._waker())
-        return TorchDeviceCollectives(HorovodGroup(self._native, launches, self.rank, self.size), _CPU, launches)
+        group = HorovodGroup(self._native, self.rank, self.size, label, self._waiters, lambda: self._waker())
+        return TorchDeviceCollectives(group, torch.device("cpu"), group)
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
-        # What Horovod's engine carries calls the waker when it is done.
-        others = [one for one in transfers if not (isinstance(one, DeviceTransfer) and isinstance(one.end, ThreadEnd))]
+        # The end of a launch calls the waker.
+        others = [transfer for transfer in transfers if not isinstance(getattr(transfer, "end", None), LaunchEnd)]
         if others:
             super().watch(others)
 
@@ -171,12 +150,23 @@ class HorovodTransport(Layer):
         super().close(graceful)
 
 
-_CPU = torch.device("cpu")
-
-
 def _mpi_problem() -> str:
     from mpi4py import MPI
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "MPI was started without MPI_THREAD_MULTIPLE, and Horovod's engine calls it from a thread of its own"
+    return ""
+
+
+def common_problem(reports: Sequence[dict[str, Any]]) -> str:
+    """Return the obstacle to Horovod's engine, from the reports of all ranks; "" if there is none."""
+    problems = [str(report["problem"]) for report in reports]
+    if len(set(problems)) == 1 and problems[0]:
+        return problems[0]
+    for rank, problem in enumerate(problems):
+        if problem:
+            return f"rank {rank}: {problem}"
+    controllers = [report["controller"] for report in reports]
+    if len(set(controllers)) > 1:
+        return f"Horovod was built in different ways: its ranks would talk by {controllers}"
     return ""

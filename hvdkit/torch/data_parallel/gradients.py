@@ -190,6 +190,11 @@ class ModelGradients:
             if small is not None:
                 values[...] = small
 
+    @property
+    def _keys(self) -> list[str]:
+        """The keys of parameters in a state: their places, since a model may be known without names."""
+        return [str(index) for index in range(len(self._shapes))]
+
     def can_be_saved(self, has_failed: bool) -> bool:
         """True if the codecs' state is that after the last complete step. ``has_failed``: nothing runs any more."""
         if self.lane is None or not self.lane.reducer.residuals.keeps_anything:
@@ -204,7 +209,7 @@ class ModelGradients:
 
     def saved(self, rank: int, size: int) -> dict[str, Any]:
         """Return the codecs' state in the form of ``DDPHook.state_dict``."""
-        kept = None if self.lane is None else compression_state.saved(self.lane, range(len(self._shapes)))
+        kept = None if self.lane is None else compression_state.saved(self.lane, self._keys)
         return {
             "codec": self._codec.summary,
             "rank": rank,
@@ -224,10 +229,9 @@ class ModelGradients:
             raise ValueError(
                 f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
             )
-        indices = range(len(self._shapes))
-        kept = compression_state.check(kept, compression_state.shapes_of(lane, indices))
+        kept = compression_state.check(kept, compression_state.shapes_of(lane, self._keys))
         lane.reducer.reset()
-        compression_state.resume(lane, indices, kept, lane.group.rank, lane.group.size)
+        compression_state.resume(lane, kept, self._keys)
         self._earlier = states[0]["turn"] - lane.steps
 
 

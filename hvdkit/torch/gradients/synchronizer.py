@@ -22,7 +22,6 @@ from hvdkit.torch.gradients.half_summed import HALF_SUMMED, HALF_SUMMED_MARKS, S
 from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import can_be_planned, gradient_dtype, slot_of
 from hvdkit.torch.gradients.names import default_names, parameters_of
-from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import Watched, changed_of, raise_if_changed, watch
 from hvdkit.torch.phases import follow
@@ -329,7 +328,7 @@ class GradientSynchronizer:
         self.verification.attach_to(self._engine, agreement.planned, agreement.kinds.sparse_dims)
         if self._saved is not None and agreement.planned is not None:
             saved, self._saved = self._saved, None
-            self._resume(agreement.planned, saved)
+            compression_state.resume(agreement.planned.lane, saved)
         return agreement
 
     def _change_agreement(self, old: Agreement, trainable: dict[int, torch.Tensor]) -> None:
@@ -342,7 +341,7 @@ class GradientSynchronizer:
         new.finish_newcomers([member for key, member in trainable.items() if key not in settled], self.name_of)
         if old.planned is not None:
             if new.planned is None:
-                self._saved = self._state_of(old.planned)
+                self._saved = compression_state.save(old.planned.lane)
             else:
                 compression_state.move(old.planned.lane, old.planned.index, new.planned.lane, new.planned.index)
             old.planned.close()
@@ -358,28 +357,16 @@ class GradientSynchronizer:
 
     # -- the state of codecs ------------------------------------------------------------------------------------------
 
-    def _resume(self, planned: PlannedGradients, saved: Any) -> None:
-        process_set = self.settings.process_set
-        compression_state.resume(planned.lane, self._indices_of(planned), saved, process_set.rank(), process_set.size())
-
     def _save_state(self) -> None:
         """Keep the codecs' state for the next agreement, if no step is under way."""
         planned = None if self._agreement is None else self._agreement.planned
         if planned is not None and planned.lane.error is None and not planned.lane.in_flight:
-            self._saved = self._state_of(planned)
-
-    def _indices_of(self, planned: PlannedGradients) -> list[int | None]:
-        """Return the indices in the optimizer of the parameters of a plan; None for a parameter that it has no more."""
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters_of(self.groups()))}
-        return [index_of.get(id(parameter)) for parameter in planned.parameters]
-
-    def _state_of(self, planned: PlannedGradients) -> Any:
-        return compression_state.save(planned.lane, self._indices_of(planned))
+            self._saved = compression_state.save(planned.lane)
 
     def compression_state(self) -> Any:
         """Return this rank's codecs' state, or the state that was loaded and not used yet; None if there is none."""
         planned = None if self._agreement is None else self._agreement.planned
-        return self._saved if planned is None else self._state_of(planned)
+        return self._saved if planned is None else compression_state.save(planned.lane)
 
     def check_compression_state(self, saved: Any) -> None:
         """Raise TypeError or ValueError for a state that codecs cannot go on from. Nothing is changed."""
@@ -387,8 +374,8 @@ class GradientSynchronizer:
             compression_state.check(
                 saved,
                 {
-                    index: (self.name_of(parameter), slot_of("", parameter, gradient_dtype(parameter)).shape)
-                    for index, parameter in enumerate(parameters_of(self.groups()))
+                    self.name_of(parameter): slot_of("", parameter, gradient_dtype(parameter)).shape
+                    for parameter in parameters_of(self.groups())
                     if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
                 },
             )
@@ -400,7 +387,7 @@ class GradientSynchronizer:
         if saved is None or planned is None:
             self._saved = saved
         else:
-            self._resume(planned, saved)
+            compression_state.resume(planned.lane, saved)
 
     def reset_compression(self) -> None:
         """Forget the codecs' state."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvdkit.compression import DGC, Codec, Int4, Int8, Memory, OneBit, TopK
+from hvdkit.compression import DGC, Codec, CodecState, Int4, Int8, OneBit, TopK
 from hvdkit.errors import in_words
 
 logger = logging.getLogger("hvdkit")
@@ -206,7 +206,7 @@ class Largest(Coder):
     """
 
     def __init__(self, codec: TopK, turn: int, rank: int) -> None:
-        memory = Memory(0)
+        memory = CodecState(0)
         memory.turn = turn
         self._ratio = codec.ratio_at(memory)
         self.sends_all = 2 * codec.ratio >= 1

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hvdkit.compression import DGC, Codec, LossyCodec, Memory, PowerSGD
+from hvdkit.compression import DGC, Codec, CodecState, LossyCodec, PowerSGD
 from hvdkit.compression.dgc import VELOCITY
-from hvdkit.compression.memory import OWED, RESIDUAL, Key
+from hvdkit.compression.state import OWED, RESIDUAL, Key
 from hvdkit.kernels import Scale
 from hvdkit.transports.gpu.device_codecs import CODERS, Coder, lacks
 from hvdkit.transports.gpu.device_scale import rescale_
@@ -83,7 +83,7 @@ class DeviceMemory:
         self._is_paid.copy_(~owed.any(), non_blocking=True)
         return 1.0
 
-    def forget_paid(self, memory: Memory) -> None:
+    def forget_paid(self, memory: CodecState) -> None:
         """Drop the array of what is owed, here and in a memory of the host, once all is paid."""
         if self._is_paid:
             for arrays in (self.arrays, memory.arrays):
@@ -94,7 +94,7 @@ class DeviceMemory:
         """Return all tensors on the device."""
         return [*(array for array in self.arrays.values() if array is not None), *self.vectors.values()]
 
-    def pull(self, memory: Memory) -> None:
+    def pull(self, memory: CodecState) -> None:
         """Copy the arrays into a memory of the host. Waits for the device."""
         for name, array in [*self.arrays.items()]:  # a copy of the list: forget_paid() may remove an array meanwhile
             target = memory.arrays.get(name)
@@ -104,7 +104,7 @@ class DeviceMemory:
             key: vectors.reshape(-1).cpu().numpy().copy() for key, vectors in [*self.vectors.items()]
         }
 
-    def push(self, memory: Memory) -> None:
+    def push(self, memory: CodecState) -> None:
         """Copy the arrays of a memory of the host to the device."""
         self.arrays = {
             name: torch.from_numpy(array.copy()).to(self._device) if array.any() else None
@@ -244,7 +244,7 @@ def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     """Sum the matrices times the last step's vectors, then times the orthonormalised sum, as PowerSGD does."""
     codec, residual = exchange.codec, memory.array(RESIDUAL)
     assert isinstance(codec, PowerSGD), f"{codec.summary} has no twin on devices, though it says so"
-    host = Memory(flat.numel())
+    host = CodecState(flat.numel())
     host.turn = exchange.turn
     products = [shape for shape in exchange.matrices if codec.vectors(*shape[1:])]
     plain = [shape for shape in exchange.matrices if not codec.vectors(*shape[1:])]

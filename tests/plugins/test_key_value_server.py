@@ -13,20 +13,21 @@ import pytest
 
 from hvdkit.environments.base import World
 from hvdkit.environments.network import own_addresses
-from hvdkit.plugins.horovod import meeting as horovod_meeting
-from hvdkit.plugins.horovod.meeting import Meeting
+from hvdkit.plugins.horovod.key_value_server import LARGEST_VALUE, KeyValueServer
 
 REFUSED, FOUND, FORBIDDEN, NOT_FOUND, BAD = 409, 200, 403, 404, 400
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
-    served = Meeting(World("by hand", 0, 2, 0, 2))
+def meeting() -> Iterator[KeyValueServer]:
+    served = KeyValueServer(World("by hand", 0, 2, 0, 2))
     yield served
     served.close()
 
 
-def ask(meeting: Meeting, method: str, key: str, value: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+def ask(
+    meeting: KeyValueServer, method: str, key: str, value: bytes | None = None, **headers: str
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(*meeting.address, timeout=10)
     try:
         connection.request(method, key, value, headers)
@@ -101,7 +102,7 @@ def handlers() -> list[threading.Thread]:
 
 def test_it_keeps_no_more_than_a_job_needs(meeting):
     meeting.admit(own_addresses())
-    large = bytes(horovod_meeting.LARGEST_VALUE)
+    large = bytes(LARGEST_VALUE)
     assert ask(meeting, "PUT", "/a", large)[0] == FOUND
     assert ask(meeting, "PUT", "/b", large)[0] == REFUSED
     assert ask(meeting, "PUT", "/c", b"", **{"Content-Length": str(1 << 30)})[0] == BAD

@@ -1,13 +1,13 @@
-"""Allreduce algorithms that are only chosen by name (HVDKIT_ALLREDUCE), to compare with: see ``allreduce``.
+"""Allreduce algorithms in place, each for two ranks or more.
 
-n is the bytes of the payload of a tensor, P the number of ranks. Where the module says nothing else, each rank sends
+n is the bytes of a tensor's payload, P the number of ranks. Unless a docstring says otherwise, each rank sends
 2 n (P - 1) / P bytes, the least possible (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations").
+clusters of workstations"). All use ``tag`` and ``tag + 1``.
 
-``round_robin`` and ``master_worker`` sum in rank order and give the bits that one process gives; half precision is
-summed in fp32 and rounded once. ``ring``, ``tree`` and ``butterfly`` give the same bits on all ranks and in every run,
-but not those of a sum in rank order, and round half precision and encoded partial sums to the type that travels at each
-hop. All use ``tag`` and ``tag + 1``.
+``all_to_all``, ``two_phase``, ``round_robin`` and ``master_worker`` sum in rank order and give the bits that one
+process gives; half precision is summed in fp32 and rounded once. ``ring``, ``tree`` and ``butterfly`` give the same
+bits on all ranks and in every run, but not those of a sum in rank order; they round half precision and encoded partial
+sums to the type that travels at each hop.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit.collectives.broadcast import tree_broadcast
-from hvdkit.collectives.chunks import chunks_of, decode_final, room_for_payloads
-from hvdkit.collectives.direct import two_phase_allreduce
+from hvdkit.collectives.exchange import (
+    Rounds,
+    alltoall,
+    chunks_of,
+    decode_final,
+    encode_all,
+    exchange_and_reduce,
+    room_for_payloads,
+)
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
@@ -26,9 +33,43 @@ from hvdkit.kernels import ONE, ReduceOp, Scale
 MASTER = 0
 
 
+def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
+    """Send the whole tensor to all ranks and reduce the tensors of all, in rank order.
+
+    One exchange, the least latency there is. Each rank sends n (P - 1) bytes.
+    """
+    if buffer.size == 0:
+        return
+    own = codec.encode(buffer)
+    scratch, payloads = room_for_payloads(group, own)
+    transfers = [group.irecv(payloads[peer], peer, tag) for peer in group.peers]
+    transfers += [group.isend(own, peer, tag) for peer in group.peers]
+    yield transfers
+    codec.decode_reduce(payloads, buffer, op, scale)
+    SCRATCH.give_back(scratch)
+    # Every rank encodes the result, as the owner of a chunk does in the other algorithms, for the same bits.
+    decode_final(codec, [codec.encode(buffer)], [buffer])
+
+
+def two_phase_allreduce(
+    group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, rounds: Rounds = None
+) -> Steps[None]:
+    """Send chunk p to rank p, which reduces it in rank order and sends the result to all.
+
+    A direct reduce-scatter and a direct allgather: two exchanges, in ``rounds`` if given.
+    """
+    chunks = chunks_of(buffer, group.size)
+    scratch, encoded = encode_all(codec, chunks)
+    own = yield from exchange_and_reduce(group, encoded, chunks[group.rank], op, scale, codec, tag, rounds)
+    encoded[group.rank] = own
+    yield from alltoall(group, [own] * group.size, encoded, tag + 1, rounds)
+    decode_final(codec, encoded, chunks)
+    SCRATCH.give_back(scratch)
+
+
 @dataclass(frozen=True)
 class _Hops:
-    """Partial sums that go from rank to rank."""
+    """Hops of partial sums from rank to rank."""
 
     group: Group
     op: ReduceOp
@@ -37,25 +78,22 @@ class _Hops:
     tag: int
 
     def reduce(self, outgoing: Array, receiver: int, own: Array, sender: int, last: bool) -> Steps[None]:
-        """Send ``outgoing``, and replace ``own`` by its reduction with what ``sender`` sends; scaled in the last hop.
+        """Send ``outgoing``, and replace ``own`` by its reduction with the array of ``sender``; scaled in the last hop.
 
-        Of the two, the lower rank's comes first. Both are encoded, so a hop rounds to the type that travels. What is
-        empty does not travel.
+        The lower rank's operand comes first. Both are encoded, so a hop rounds to the type that travels. Empty arrays
+        do not travel.
         """
-        kept = self.codec.encode(own)
-        scratch = SCRATCH.take(kept.nbytes)
-        received = scratch[: kept.nbytes].view(kept.dtype)
+        payload = self.codec.encode(own)
+        scratch = SCRATCH.take(payload.nbytes)
+        received = scratch[: payload.nbytes].view(payload.dtype)
         yield self.group.sendrecv(self.codec.encode(outgoing), receiver, received, sender, self.tag)
-        parts = [received, kept] if sender < self.group.rank else [kept, received]
+        parts = [received, payload] if sender < self.group.rank else [payload, received]
         self.codec.decode_reduce(parts, own, self.op, self.scale if last else ONE)
         SCRATCH.give_back(scratch)
 
 
-# -- ring -------------------------------------------------------------------------------------------------------------
-
-
 def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
-    """Each chunk goes once around the ring to be reduced, and once more to be told: 2 (P - 1) rounds over one link.
+    """Send each chunk around the ring to be reduced, and once more as the result: 2 (P - 1) rounds over one link.
 
     Chunk c is summed in the order of ranks c + 1, c + 2, ..., c, in P - 1 hops.
     """
@@ -72,26 +110,19 @@ def ring_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, code
     decode_final(codec, encoded, chunks)
 
 
-# -- tree --------------------------------------------------------------------------------------------------------------
-
-
 def children(rank: int, size: int) -> list[int]:
-    """The ranks whose parent is ``rank``, nearest first."""
-    found = []
-    distance = 1
-    while rank + distance < size and not rank & distance:
-        found.append(rank + distance)
-        distance *= 2
-    return found
+    """Return the ranks whose parent in the tree is ``rank``, nearest first."""
+    distances = (1 << bit for bit in range(size.bit_length()))
+    return [rank + d for d in distances if rank + d < size and not rank & (2 * d - 1)]
 
 
 def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
-    """A binomial tree reduces to rank 0, and the same tree broadcasts the result: 2 log2 P rounds.
+    """Reduce to rank 0 along a binomial tree, and broadcast the result along the same tree: 2 log2 P rounds.
 
     The algorithm of MPICH's MPI_Reduce and MPI_Bcast for short messages (Thakur, Rabenseifner and Gropp, 2005,
     "Optimization of collective communication operations in MPICH"). Each edge of the tree carries n bytes up and n
     down: rank 0 sends n ceil(log2 P), another rank n (1 + its children), a leaf n. Rank r's parent is r without its
-    lowest bit. Neighbouring runs of ranks are summed, the lower one first, in up to log2 P hops.
+    lowest bit. Neighbouring ranges of ranks are summed, the lower one first, in up to log2 P hops.
     """
     if buffer.size == 0:
         return
@@ -106,19 +137,16 @@ def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, code
     decode_final(codec, [payload], [buffer])
 
 
-# -- butterfly ---------------------------------------------------------------------------------------------------------
-
-
 def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
     """Reduce-scatter by recursive halving, allgather by recursive doubling: 2 log2 P rounds where P is a power of two.
 
     Rabenseifner (2004, "Optimization of collective reduction operations"). Partners are near in the first round of the
-    halving, where most bytes travel. Neighbouring runs of ranks are summed, the lower one first. With a lossy codec the
-    chunks of a round of the allgather travel one by one, as their owners encoded them.
+    halving, where most bytes travel. Neighbouring ranges of ranks are summed, the lower one first. With a lossy codec
+    the chunks of a round of the allgather travel one by one, as their owners encoded them.
 
-    Otherwise let Q be the greatest power of two below P. Each of the P - Q extra ranks (0, 2, 4, ...) first gives its
-    tensor to the rank after it, which stands for both, and is given the result at the end: an extra rank sends n bytes,
-    the one after it 2 n (Q - 1) / Q + n, the rest 2 n (Q - 1) / Q, in 2 log2 Q + 2 rounds.
+    Otherwise let Q be the greatest power of two below P. Each of the P - Q extra ranks (0, 2, 4, ...) first sends its
+    tensor to the rank after it, which stands for both and sends the result back at the end: an extra rank sends n
+    bytes, the rank after it 2 n (Q - 1) / Q + n, the rest 2 n (Q - 1) / Q, in 2 log2 Q + 2 rounds.
     """
     if buffer.size == 0:
         return
@@ -145,9 +173,9 @@ def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale,
 
 
 def _halve(hops: _Hops, buffer: Array, virtual_rank: int, ranks: Sequence[int]) -> Steps[int]:
-    """Reduce-scatter among ``ranks``: with a partner, each reduces one half of what both hold; returns the last chunk.
+    """Reduce-scatter among ``ranks``, of which this one has index ``virtual_rank``; return the chunk it reduced.
 
-    ``virtual_rank`` is this rank's index in ``ranks``.
+    In each round, this rank and a partner each reduce one half of the chunks that both hold.
     """
     first, stop = 0, len(ranks)
     distance = 1
@@ -157,7 +185,7 @@ def _halve(hops: _Hops, buffer: Array, virtual_rank: int, ranks: Sequence[int]) 
         lower, upper = (first, middle), (middle, stop)
         (first, stop), sent = (upper, lower) if virtual_rank & distance else (lower, upper)
         distance *= 2
-        own, outgoing = _run(buffer, (first, stop), len(ranks)), _run(buffer, sent, len(ranks))
+        own, outgoing = _part(buffer, (first, stop), len(ranks)), _part(buffer, sent, len(ranks))
         yield from hops.reduce(outgoing, partner, own, partner, last=distance == len(ranks))
     return first
 
@@ -165,7 +193,7 @@ def _halve(hops: _Hops, buffer: Array, virtual_rank: int, ranks: Sequence[int]) 
 def _double(
     hops: _Hops, buffer: Array, encoded: Sequence[Array], index: int, virtual_rank: int, ranks: Sequence[int]
 ) -> Steps[None]:
-    """Allgather among ``ranks``, of which this one has chunk ``index``: the partners of the halving, last one first."""
+    """Allgather among ``ranks``, of which this one has chunk ``index``, with the partners of the halving reversed."""
     first, width = index, 1
     while width < len(ranks):
         partner = ranks[virtual_rank ^ (len(ranks) // 2 // width)]
@@ -178,33 +206,26 @@ def _double(
 
 
 def _messages(buffer: Array, encoded: Sequence[Array], chunks: tuple[int, int], codec: Cast) -> list[Array]:
-    """What carries these reduced chunks: their run of the buffer if the codec loses nothing, else their payloads."""
-    parts = encoded[slice(*chunks)] if codec.lossy else [_run(buffer, chunks, len(encoded))]
+    """Return the arrays that carry reduced chunks: their part of the buffer, or of a lossy codec their payloads."""
+    parts = encoded[slice(*chunks)] if codec.lossy else [_part(buffer, chunks, len(encoded))]
     return [part for part in parts if part.size]
 
 
-def _run(buffer: Array, chunks: tuple[int, int], parts: int) -> Array:
-    """Chunks from the first to before the second, of ``parts``, in one piece."""
+def _part(buffer: Array, chunks: tuple[int, int], parts: int) -> Array:
+    """Return the part of the buffer from the first of ``chunks`` to before the second, of ``parts`` chunks."""
     bounds = partition(buffer.size, parts, buffer.itemsize)
     return buffer[bounds[chunks[0]][0] : bounds[chunks[1] - 1][1]]
 
 
-# -- round robin -------------------------------------------------------------------------------------------------------
-
-
 def opponents(rank: int, size: int) -> list[int | None]:
-    """Whom ``rank`` meets in each round, or None where it sits out.
+    """Return the opponent of ``rank`` in each round, or None where it sits out.
 
     The last seat stays, the others turn by one each round; with an odd ``size`` that seat is empty.
     """
     turning = size - 1 + size % 2
-    met: list[int | None] = []
-    for turn in range(turning):
-        other = turn if rank == turning else (2 * turn - rank) % turning
-        if other == rank:
-            other = turning
-        met.append(other if other < size else None)
-    return met
+    seats = [turn if rank == turning else (2 * turn - rank) % turning for turn in range(turning)]
+    seats = [turning if seat == rank else seat for seat in seats]
+    return [seat if seat < size else None for seat in seats]
 
 
 def round_robin_allreduce(
@@ -214,20 +235,16 @@ def round_robin_allreduce(
 
     Two-phase allreduce under the schedule of the circle method (Kirkman, 1847; for pairwise exchanges, Thakur,
     Rabenseifner and Gropp, 2005): in each of P - 1 rounds (P if P is odd, where each rank sits out one) every rank
-    exchanges chunks with one other only, so that no rank and no link between two is shared. Chunks are reduced when all
-    have come.
+    exchanges chunks with one other rank, so that no rank and no link is shared. Chunks are reduced when all have come.
     """
     rounds = [[peer] for peer in opponents(group.rank, group.size) if peer is not None]
     return two_phase_allreduce(group, buffer, op, scale, codec, tag, rounds)
 
 
-# -- master and workers ------------------------------------------------------------------------------------------------
-
-
 def master_worker_allreduce(
     group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
 ) -> Steps[None]:
-    """Everyone sends its tensor to rank 0, which reduces and sends the result to everyone.
+    """Send all tensors to rank 0, which reduces them and sends the result to all.
 
     The parameter server with one server (Li et al., 2014, "Scaling distributed machine learning with the parameter
     server"): two exchanges, but all of them through one link. Rank 0 sends n (P - 1) bytes, each other rank n.
