@@ -16,7 +16,7 @@ from hvdkit.environments import network
 from hvdkit.environments.network import LOOPBACK
 from hvdkit.launch import LaunchError, UsageError
 from hvdkit.launch.hosts import Placement
-from hvdkit.launch.job import Job, for_other_hosts
+from hvdkit.launch.job import LaunchJob, for_other_hosts
 from hvdkit.launch.supervise import WORKER, Child
 
 _PORTS = (20000, 32767)  # below the ports that Linux hands out itself
@@ -33,7 +33,7 @@ class MeetingPoint:
 
 
 @contextmanager
-def meeting_point(job: Job) -> Iterator[MeetingPoint]:
+def meeting_point(job: LaunchJob) -> Iterator[MeetingPoint]:
     """Choose where the ranks meet, and hold the port open for rank 0 if rank 0 runs on this machine.
 
     ``children`` takes the socket: a copy that stays open here would keep the port open for the whole job.
@@ -68,7 +68,7 @@ def own_address(other: str, interfaces: list[str], port: int) -> str:
         ) from error
 
 
-def rank_environment(job: Job, placement: Placement, point: MeetingPoint) -> dict[str, str]:
+def rank_environment(job: LaunchJob, placement: Placement, point: MeetingPoint) -> dict[str, str]:
     """Return the variables of a single rank: the job's, its place in the job, and where the ranks meet."""
     environment = {
         **(for_other_hosts(job.environment) if placement.host in job.remote else job.environment),
@@ -91,7 +91,7 @@ def rank_environment(job: Job, placement: Placement, point: MeetingPoint) -> dic
     return environment
 
 
-def children(job: Job, point: MeetingPoint) -> list[Child]:
+def children(job: LaunchJob, point: MeetingPoint) -> list[Child]:
     """Return a worker for every rank, in rank order."""
     result = []
     secret = "" if job.environment.get("HVDKIT_SECRET_FILE") else secrets.token_hex(_SECRET_BYTES)

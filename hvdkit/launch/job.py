@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """A job that is about to start. ``remote``: the hosts that are not this machine."""
 
     options: Options

@@ -19,7 +19,7 @@ from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError, failures, gloo, mpi, options
 from hvdkit.launch.hosts import assign_slots
-from hvdkit.launch.job import Job, first_on_python_path, job_environment
+from hvdkit.launch.job import LaunchJob, first_on_python_path, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import STREAMS, Output
@@ -87,7 +87,7 @@ def run(chosen: Options) -> int:
         ways = [f"{host} ({'by ssh' if host in remote else 'this machine'})" for host in hosts]
         say(f"{chosen.size} ranks on {', '.join(ways)}")
         say(f"starting {controller.reason}")
-    job = Job(chosen, placements, remote, environment, ssh, output)
+    job = LaunchJob(chosen, placements, remote, environment, ssh, output)
     return run_gloo(job) if controller.mpirun is None else run_mpi(job, controller.mpirun)
 
 
@@ -136,7 +136,7 @@ def files_of_launchers(chosen: Options, ranks_here: int, by_mpirun: bool) -> int
     return own + for_each * chosen.size + written
 
 
-def run_gloo(job: Job) -> int:
+def run_gloo(job: LaunchJob) -> int:
     """Run a worker for each rank. Return the exit status."""
     chosen, output = job.options, job.output
     with gloo.meeting_point(job) as point:
@@ -156,7 +156,7 @@ def run_gloo(job: Job) -> int:
     return failed(job, RankFailure(outcome.failed, code), outcome.at)
 
 
-def run_mpi(job: Job, mpirun: str) -> int:
+def run_mpi(job: LaunchJob, mpirun: str) -> int:
     """Run a single mpirun for all ranks. Return the exit status."""
     chosen, output = job.options, job.output
     mpi_args = mpi.split_mpi_args(chosen.mpi_args)
@@ -187,7 +187,7 @@ def run_mpi(job: Job, mpirun: str) -> int:
     return report_mpi(job, outcome, list(streams.values()))
 
 
-def report_mpi(job: Job, outcome: Outcome, streams: list[MpirunStream]) -> int:
+def report_mpi(job: LaunchJob, outcome: Outcome, streams: list[MpirunStream]) -> int:
     """Print how the job under mpirun ended. Return the exit status."""
     chosen, output = job.options, job.output
     own_words = b"".join(stream.own_words for stream in streams)
@@ -217,7 +217,7 @@ def report_mpi(job: Job, outcome: Outcome, streams: list[MpirunStream]) -> int:
     return status
 
 
-def tell_of_init(job: Job, outcome: Outcome) -> None:
+def tell_of_init(job: LaunchJob, outcome: Outcome) -> None:
     """Say that no rank called hvd.init(), or which ranks of a failed job had not."""
     size = job.options.size
     absent = sorted(set(range(size)) - job.output.have_noted(INIT))
@@ -235,7 +235,7 @@ def is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*(\.exe)?|.*\.py", os.path.basename(program)) is not None
 
 
-def failed(job: Job, failure: RankFailure, at: float) -> int:
+def failed(job: LaunchJob, failure: RankFailure, at: float) -> int:
     """Print which rank ended the job and how, at the monotonic time ``at``. Return the exit status."""
     by_signal = failure.code < 0 or failure.code > 128  # a shell reports a signal so
     records = job.output.failures

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdkit.environments import limits
 from hvdkit.launch import LaunchError, UsageError
-from hvdkit.launch.job import Job, for_other_hosts
+from hvdkit.launch.job import LaunchJob, for_other_hosts
 from hvdkit.launch.supervise import WORKER
 from hvdkit.transports import AUTO, candidate
 
@@ -119,7 +119,7 @@ def split_mpi_args(text: str) -> list[str]:
         raise UsageError(f"cannot read --mpi-args {text!r}: {error}\nHINT: close every quote in it") from error
 
 
-def needs_no_tcp(job: Job, mpi_args: list[str]) -> bool:
+def needs_no_tcp(job: LaunchJob, mpi_args: list[str]) -> bool:
     """True if MPI can do without TCP, with which it listens on all interfaces: all ranks are on this machine.
 
     The caller's own choice of MPI's networks stays.
@@ -140,7 +140,7 @@ def sessions(environment: Mapping[str, str], mpi_args: list[str]) -> str:
     return "" if any(_SESSIONS_OF_THE_CALLER.fullmatch(word) for word in words) else _SESSIONS
 
 
-def mpirun_argv(job: Job, mpirun: str, mpi_args: list[str], without_tcp: bool = False) -> list[str]:
+def mpirun_argv(job: LaunchJob, mpirun: str, mpi_args: list[str], without_tcp: bool = False) -> list[str]:
     """Return the command line of mpirun, which forwards the variables of the job's environment by name."""
     placements, ssh, interfaces = job.placements, job.ssh, job.options.interfaces
     argv = [mpirun]

@@ -11,7 +11,7 @@ import pytest
 from hvdkit.config import from_environment
 from hvdkit.launch import UsageError, gloo, mpi, worker
 from hvdkit.launch.hosts import Host, assign_slots
-from hvdkit.launch.job import Job, for_other_hosts, job_environment
+from hvdkit.launch.job import LaunchJob, for_other_hosts, job_environment
 from hvdkit.launch.options import Options, parse
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh, is_local
@@ -19,9 +19,9 @@ from hvdkit.launch.ssh import Ssh, is_local
 SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
 
 
-def job(placements=SLOTS, remote=(), environment=None, interfaces=(), ssh=None) -> Job:
+def job(placements=SLOTS, remote=(), environment=None, interfaces=(), ssh=None) -> LaunchJob:
     options = Options(["python", "a b.py"], len(placements), [], interfaces=list(interfaces))
-    return Job(options, placements, set(remote), environment or {}, ssh or Ssh(), Output(len(placements)))
+    return LaunchJob(options, placements, set(remote), environment or {}, ssh or Ssh(), Output(len(placements)))
 
 
 def mpirun_argv(mpi_args=(), without_tcp=False, **changes) -> list[str]:
