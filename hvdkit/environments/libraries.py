@@ -22,11 +22,6 @@ def nccl_host() -> str:
     return os.environ.get("NCCL_HOSTID", "")
 
 
-def forced_memory_growth() -> bool | None:
-    """True if TensorFlow allocates a GPU's memory step by step, False if at once, None if the program decides."""
-    return {"true": True, "false": False}.get(os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", ""))
-
-
 @contextmanager
 def for_a_while(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set these environment variables, None to unset, for a library that has no arguments for them; then restore."""

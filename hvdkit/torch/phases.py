@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from time import perf_counter
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.utils.hooks import unserializable_hook
 
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.engine.telemetry.timeline import COMPUTATION
-from hvdkit.torch.module_hooks import expect_hooks_on_all_modules
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -29,7 +29,8 @@ class Phases:
         self.telemetry = telemetry
         self._depth, self._began = 0, 0.0  # of the forward pass
         self._thread = threading.get_ident()
-        expect_hooks_on_all_modules()
+        # The hooks on all modules may be called an extra time.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         self._backward: dict[int, float] = {}  # when passes began, by autograd's number of each
         self._handles = [
             register_module_forward_pre_hook(self._before_forward),

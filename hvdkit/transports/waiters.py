@@ -1,9 +1,9 @@
 """Daemon threads that wait in blocking calls: started when needed, reused, and never in the way of the process's exit.
 
 Gloo tells that a transfer is complete only to a thread that waits for that transfer. Two ranks mostly post their
-transfers in the same order, and each connection completes them in that order, so a few threads that wait for one
-transfer after the other see each completion in time, at a fraction of the switches between threads. The order may also
-differ: a rank may be late with the transfer that is waited for here until this rank has seen a later transfer complete.
+transfers in the same order, and each connection completes them in that order, so a single thread that waits for one
+transfer after the other sees each completion in time, at a fraction of the switches between threads. The order may also
+differ: a peer may post the awaited transfer only after this rank has seen a later transfer complete.
 Therefore ``Waiters.relieve`` gives a thread to each queued call as soon as no call has returned for a while.
 """
 
@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 Wait = Callable[[], None]
 
-CALLS_IN_TURN = 2
+CALLS_IN_TURN = 1
 STUCK_SECONDS = 0.1
 MOST_IDLE = 4  # idle threads that stay; further ones end
 

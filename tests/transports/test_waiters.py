@@ -1,4 +1,4 @@
-"""Waiter threads: a few take turns at calls that block, and no call that must be made waits for ever."""
+"""Waiter threads: calls that block take turns on few threads, and no call that must be made waits for ever."""
 
 from __future__ import annotations
 

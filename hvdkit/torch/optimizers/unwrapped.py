@@ -82,12 +82,6 @@ def install() -> None:
         _HANDLES.append(torch_optimizer.register_optimizer_step_post_hook(_after_step))
 
 
-def others_hooks() -> bool:
-    """True if another library has a hook after the step of every optimizer."""
-    own = {handle.id for handle in _HANDLES}
-    return any(key not in own for key in torch_optimizer._global_optimizer_post_hooks)
-
-
 @_disable_dynamo  # PyTorch has a graph end at each step anyway
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     now = OPERATIONS.reduced_elements
