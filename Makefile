@@ -37,11 +37,12 @@ cluster-test: $(VENV)/.ready-test ## build the image of docker/ and run the test
 wheel-test: ## build wheels and try them in bare containers (needs root and Debian; ARGS=... names Pythons, see the script)
 	docker/wheel-test.sh $(or $(ARGS),debian:bookworm debian:trixie debian:forky=torch)
 
-lint: $(VENV)/.ready-test ## ruff, mypy, import-linter and clang-format, changing nothing
+lint: $(VENV)/.ready-test ## ruff, mypy, import-linter, clang-format and names, changing nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.suite.readable
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 docs: $(VENV)/.ready-docs ## build the documentation into build/site; warnings and broken links are errors

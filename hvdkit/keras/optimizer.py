@@ -15,7 +15,7 @@ from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.functions import backend_name
 from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
-from hvdkit.keras.step import OptimizerSettings, distributed_step, is_distributed
+from hvdkit.keras.step import KerasSettings, distributed_step, is_distributed
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Optimizer = TypeVar("Optimizer")
@@ -120,7 +120,7 @@ def DistributedOptimizer(
         device_sparse=device_sparse,
         title=name or f"Distributed{type(optimizer).__name__}",
     )
-    own = settings.as_kind(OptimizerSettings, average_aggregated_gradients=bool(average_aggregated_gradients))
+    own = settings.as_kind(KerasSettings, average_aggregated_gradients=bool(average_aggregated_gradients))
     if runtime.is_initialized() and not runtime.is_forked():
         own.label(runtime.engine())  # now: ranks may make their first steps in different orders
     wrapped: Optimizer = wrap(optimizer, own)

@@ -17,7 +17,7 @@ from typing import Any
 from hvdkit.api.gradients.guard import WATCH, is_marked, mark
 from hvdkit.keras import keras_2
 from hvdkit.keras.functions import backend
-from hvdkit.keras.step import SETTINGS, STEP, OptimizerSettings, distributed_step, step_of
+from hvdkit.keras.step import SETTINGS, STEP, KerasSettings, distributed_step, step_of
 from hvdkit.keras.torch_backward import scale_loss_and_begin
 
 LOCAL_IN_COPY = (
@@ -78,7 +78,7 @@ class DistributedMixin:
         return plain
 
 
-def wrap(optimizer: Any, settings: OptimizerSettings) -> Any:
+def wrap(optimizer: Any, settings: KerasSettings) -> Any:
     """Return a distributed optimizer that shares its variables with ``optimizer``."""
     cls = _distributed_class(type(optimizer), settings)
     wrapped = object.__new__(cls)
@@ -87,7 +87,7 @@ def wrap(optimizer: Any, settings: OptimizerSettings) -> Any:
     return wrapped
 
 
-def _distributed_class(base: Any, settings: OptimizerSettings) -> Any:
+def _distributed_class(base: Any, settings: KerasSettings) -> Any:
     """Return a subclass of ``base`` with its name, so that saved models load where hvdkit is not installed."""
 
     def of_base(name: str) -> Any:

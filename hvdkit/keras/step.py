@@ -24,12 +24,12 @@ Apply = Callable[[list[Any], list[Any]], None]
 
 
 @dataclass(frozen=True)
-class OptimizerSettings(GradientSettings):
+class KerasSettings(GradientSettings):
     """The checked arguments of a DistributedOptimizer."""
 
     average_aggregated_gradients: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSettings:
+    def __deepcopy__(self, memo: dict[int, Any]) -> KerasSettings:
         """Return the same settings with a pairing of their own; the process set is shared, not copied."""
         return replace(self, pairing=copy.copy(self.pairing))
 
@@ -43,7 +43,7 @@ class OptimizerSettings(GradientSettings):
 class DistributedStep:
     """The state between the gradients of one optimizer and its update."""
 
-    def __init__(self, settings: OptimizerSettings) -> None:
+    def __init__(self, settings: KerasSettings) -> None:
         self.settings = settings
         self.local: dict[int, Any] = {}  # by id, the variables whose gradients stay this rank's
         self._gradients: OptimizerGradients | None = None

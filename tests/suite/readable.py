@@ -20,8 +20,10 @@ UNCLEAR_FIRST_WORDS = {"What", "Whether", "How", "One", "Where", "Of", "Which", 
 UNCLEAR_NAMES = {"one", "told", "asked", "mine", "ours", "theirs", "found", "known"}
 # Horovod's public names, which each adapter has.
 PUBLIC_TWICE = {
+    "BF16Compressor",
     "BroadcastGlobalVariablesCallback",
     "Compression",
+    "FP16Compressor",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",

@@ -39,7 +39,7 @@ class CopiedReducer(HostReducer):
     ) -> None:
         super().__init__(group, reduction, layout, slots, node, holds_all=True)
         self._copies = opener(self.block.memory)
-        self._gradients: dict[int, Offer] = {}
+        self._gradients: list[Offer | None] = [None] * len(slots)
         self.is_written_late = True
         self.reason = f"copied from the device and back; {self.reason}"
 
@@ -48,17 +48,14 @@ class CopiedReducer(HostReducer):
 
     def offer(self, slots: Sequence[int], offers: Sequence[Any]) -> None:
         for slot, offer in zip(slots, offers, strict=True):
-            if offer is None:
-                self._gradients.pop(slot, None)
-            else:
-                self._gradients[slot] = offer
+            self._gradients[slot] = offer
         super().offer(slots, [None if offer is None else FILLED for offer in offers])
 
     def mark(self) -> Any:
         return self._copies.mark()
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
-        gradients = {} if joined else self._gradients
+        gradients = None if joined else self._gradients
         pairs = [
             (self.block.places[part.slot][part.first : part.first + part.elements], part.array())
             for part in with_offers(self._runs_in(piece, self._buckets[piece.bucket]), gradients)
@@ -75,7 +72,7 @@ class CopiedReducer(HostReducer):
             yield [self._copies.to_device(pairs)]
 
     def end_step(self) -> None:
-        self._gradients = {}
+        self._gradients = [None] * len(self._gradients)
         super().end_step()
 
     def forget(self, quiet: bool) -> None:

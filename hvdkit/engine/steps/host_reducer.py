@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -143,13 +143,13 @@ class HostReducer(Reducer):
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
         number, self._number = self._number, self._number + 1
-        bucket = self._buckets[piece.bucket]
-        offers = {} if joined else {slot: self._offers[slot] for slot in bucket.slots}
+        bucket = self.arrangement.buckets[piece.bucket]
+        offers = None if joined else self._offers  # end_step() makes a new list, so these stay
         op, scale = self._effective
         codec, state = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
         return self._steps(PieceWork(piece, bucket, op, scale, codec, state, number, tag), offers, joined, met)
 
-    def _steps(self, work: PieceWork, offers: Mapping[int, Offer | None], joined: bool, met: Met) -> Steps[None]:
+    def _steps(self, work: PieceWork, offers: Sequence[Offer | None] | None, joined: bool, met: Met) -> Steps[None]:
         piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
         runs = self._runs_in(piece, bucket)
         is_flat = node is None or work.codec.everywhere

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hvdkit.collectives.group import Array
@@ -90,6 +90,6 @@ def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:
     return parts
 
 
-def with_offers(runs: Sequence[Part], offers: Mapping[int, Offer | None]) -> list[Part]:
-    """Return runs as parts of the offers, by slot; a slot without an offer has zeros."""
-    return [run._replace(offer=offers.get(run.slot)) for run in runs]
+def with_offers(runs: Sequence[Part], offers: Sequence[Offer | None] | None) -> list[Part]:
+    """Return runs as parts of the offers, by slot; of zeros if there are no offers."""
+    return [run._replace(offer=None if offers is None else offers[run.slot]) for run in runs]
