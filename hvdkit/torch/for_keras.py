@@ -145,7 +145,7 @@ class _KerasSynchronizer(GradientSynchronizer):
         self.hooks.cancel()
         planned = None if self._agreement is None else self._agreement.planned
         if self.in_flight or (planned is not None and planned.lane.in_flight and not planned.lane.is_abandoned):
-            self.abandon(waits=False)
+            self.abandon(has_raised=True)
 
 
 class TorchGradients(backends.OptimizerGradients):
@@ -196,7 +196,7 @@ class TorchGradients(backends.OptimizerGradients):
         try:
             synchronizer.synchronize()
         except BaseException as error:
-            synchronizer.abandon(waits=False)
+            synchronizer.abandon(has_raised=True)
             if isinstance(error, ChangedInFlightError):
                 raise AssertionError(CHANGED.format(names=error.names)) from None
             raise

@@ -145,6 +145,43 @@ def move(old: Lane, old_slots: Mapping[int, int], new: Lane, new_slots: Mapping[
     new.reducer.go_on_from(old.reducer.checkpoint(old_ids), new_ids)
 
 
+class OptimizerCodecs:
+    """The state of an optimizer's codecs: in its lane, or saved while it has no lane."""
+
+    def __init__(self) -> None:
+        self._lane: Lane | None = None
+        self._saved: Any = None  # loaded, or of an earlier lane
+
+    def enter(self, lane: Lane | None) -> None:
+        """Go on in a new lane; None: the optimizer has no lane now."""
+        self._lane = lane
+        if lane is not None and self._saved is not None:
+            saved, self._saved = self._saved, None
+            resume(lane, saved)
+
+    def leave(self) -> None:
+        """Leave the lane, with its state if the last step is over."""
+        lane, self._lane = self._lane, None
+        if lane is not None and lane.error is None and not lane.in_flight:
+            self._saved = save(lane)
+
+    def state(self) -> Any:
+        """Return this rank's state for ``optimizer.state_dict()``; None if there is none."""
+        return self._saved if self._lane is None else save(self._lane)
+
+    def load(self, saved: Any) -> None:
+        """Go on from a checked state of this or other ranks; from nothing if it is None."""
+        self.reset()
+        self._saved = saved
+        self.enter(self._lane)
+
+    def reset(self) -> None:
+        """Forget the state."""
+        self._saved = None
+        if self._lane is not None:
+            self._lane.reducer.reset()
+
+
 def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the state_dict for this rank to load, from those that all ranks of an earlier job saved.
 

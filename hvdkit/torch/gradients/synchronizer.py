@@ -57,13 +57,13 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._agreement: Agreement | None = None
-        self._settles = False  # a step was abandoned and may not be over
+        self._settles = self._has_raised = False  # a step was abandoned and may not be over; an exception ended it
         self._has_begun = False  # True after the first gradient of a step
         self._agrees_anew = True  # from the first gradient of a step on: True if they wait for the next agreement
         # By id, complete before there was an agreement: the parameter, the time (perf_counter), the gradient then.
         self._waiting: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
-        self._saved: Any = None  # codecs' state, loaded or of an earlier agreement, for the next agreement
+        self.codecs = compression_state.OptimizerCodecs()
         self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was abandoned
         with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step binds again
             self._bind()
@@ -117,7 +117,6 @@ class GradientSynchronizer:
         self._unraised = None
         planned = None if self._agreement is None else self._agreement.planned
         interrupted = planned is not None and planned.lane.in_flight
-        self._save_state()
         self._drop_agreement()
         process_set = self.settings.process_set
         self._distributed = process_set.included() and process_set.size() > 1
@@ -243,7 +242,6 @@ class GradientSynchronizer:
                 error, self._unraised = self._unraised, None
                 raise error
             if self._agreement is not None and self._agreement.is_outdated():
-                self._save_state()
                 self._drop_agreement()
             if self._agreement is None:
                 self._agreement = agreement = self._agree(self.trainable(self._waiting))
@@ -255,7 +253,6 @@ class GradientSynchronizer:
             else:
                 self._change_agreement(self._agreement, trainable)
         except HorovodInternalError as error:
-            self._save_state()
             if self._drop_agreement() and STEP_FAILED not in str(error):
                 error.args = (f"{error}\n{STEP_FAILED}", *error.args[1:])
             self._start_step()
@@ -280,10 +277,10 @@ class GradientSynchronizer:
         self._waiting.clear()
         self.hooks.reset()
 
-    def abandon(self, waits: bool = True) -> None:
-        """Forget a step that an exception left half done. Another rank that uses its results gets an error.
+    def abandon(self, has_raised: bool = False) -> None:
+        """Forget a step that is half done, and wait until it is over. If another rank uses its results, all ranks fail.
 
-        ``waits``: until the step is over on all ranks, else the next step does so.
+        ``has_raised``: an exception ended the step on this rank. Then the next step waits, and does not raise once more.
         """
         self._start_step()
         self.forget_synchronized()
@@ -301,21 +298,22 @@ class GradientSynchronizer:
             if error is not None:
                 self._unraised = error
                 self._drop_agreement()
-        self._settles = True
-        if waits:
+        self._settles, self._has_raised = True, has_raised
+        if not has_raised:
             self._settle()
             agreement.named.abandon()
         else:
             agreement.named.forget()
 
     def _settle(self) -> None:
-        """Wait until an abandoned step is over. If its lane failed, the next step raises the lane's error."""
+        """Wait until an abandoned step is over. If its lane failed, ranks that have not raised do so in the next step."""
         self._settles = False
         try:
             if self._agreement is not None and self._agreement.planned is not None:
                 self._agreement.planned.lane.settle()
         except HorovodInternalError as error:
-            self._unraised = error
+            if not self._has_raised:
+                self._unraised = error
             self._drop_agreement()
 
     # -- agreements ---------------------------------------------------------------------------------------------------
@@ -326,9 +324,7 @@ class GradientSynchronizer:
         sparse_only = isinstance(self._optimizer(), torch.optim.SparseAdam)
         agreement = Agreement(self._engine, trainable, self.name_of, self.settings, sparse_only)
         self.verification.attach_to(self._engine, agreement.planned, agreement.kinds.sparse_dims)
-        if self._saved is not None and agreement.planned is not None:
-            saved, self._saved = self._saved, None
-            compression_state.resume(agreement.planned.lane, saved)
+        self.codecs.enter(None if agreement.planned is None else agreement.planned.lane)
         return agreement
 
     def _change_agreement(self, old: Agreement, trainable: dict[int, torch.Tensor]) -> None:
@@ -341,13 +337,14 @@ class GradientSynchronizer:
         new.finish_newcomers([member for key, member in trainable.items() if key not in settled], self.name_of)
         if old.planned is not None:
             if new.planned is None:
-                self._saved = compression_state.save(old.planned.lane)
+                self.codecs.load(compression_state.save(old.planned.lane))
             else:
                 compression_state.move(old.planned.lane, old.planned.index, new.planned.lane, new.planned.index)
             old.planned.close()
 
     def _drop_agreement(self) -> bool:
         """Give the lane back, so that the next step agrees anew. Return True if gradients were marked half summed."""
+        self.codecs.leave()
         agreement, self._agreement = self._agreement, None
         if agreement is None or agreement.planned is None:
             return False
@@ -355,45 +352,13 @@ class GradientSynchronizer:
         agreement.planned.close()
         return is_marked
 
-    # -- the state of codecs ------------------------------------------------------------------------------------------
-
-    def _save_state(self) -> None:
-        """Keep the codecs' state for the next agreement, if no step is under way."""
-        planned = None if self._agreement is None else self._agreement.planned
-        if planned is not None and planned.lane.error is None and not planned.lane.in_flight:
-            self._saved = compression_state.save(planned.lane)
-
-    def compression_state(self) -> Any:
-        """Return this rank's codecs' state, or the state that was loaded and not used yet; None if there is none."""
-        planned = None if self._agreement is None else self._agreement.planned
-        return self._saved if planned is None else compression_state.save(planned.lane)
-
-    def check_compression_state(self, saved: Any) -> None:
-        """Raise TypeError or ValueError for a state that codecs cannot go on from. Nothing is changed."""
-        if saved is not None:
-            compression_state.check(
-                saved,
-                {
-                    self.name_of(parameter): slot_of("", parameter, gradient_dtype(parameter)).shape
-                    for parameter in parameters_of(self.groups())
-                    if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
-                },
-            )
-
-    def load_compression_state(self, saved: Any) -> None:
-        """Let codecs go on from a checked state of this or other ranks; from nothing if it is None."""
-        self.reset_compression()
-        planned = None if self._agreement is None else self._agreement.planned
-        if saved is None or planned is None:
-            self._saved = saved
-        else:
-            compression_state.resume(planned.lane, saved)
-
-    def reset_compression(self) -> None:
-        """Forget the codecs' state."""
-        self._saved = None
-        if self._agreement is not None and self._agreement.planned is not None:
-            self._agreement.planned.lane.reducer.reset()
+    def shapes(self) -> compression_state.Shapes:
+        """Return the shapes of the gradients that codecs may encode, by the parameters' names."""
+        return {
+            self.name_of(parameter): slot_of("", parameter, gradient_dtype(parameter)).shape
+            for parameter in parameters_of(self.groups())
+            if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
+        }
 
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end

@@ -13,7 +13,7 @@ from hvdkit.api.checks import check_passes
 from hvdkit.engine.session import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.agreement import OptimizerSettings
-from hvdkit.torch.gradients.compression_state import KEY
+from hvdkit.torch.gradients.compression_state import KEY, check
 from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.gradients.scaler_guard import guard_scalers
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
@@ -153,7 +153,7 @@ def distributed_class(base: Any) -> Any:
                 ... )
                 >>> optimizer.reset_compression()
             """
-            self._synchronizer.reset_compression()
+            self._synchronizer.codecs.reset()
 
         @contextmanager
         def skip_synchronize(self) -> Iterator[None]:
@@ -210,7 +210,7 @@ def distributed_class(base: Any) -> Any:
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             """Return the wrapped optimizer's state, and the codecs' state of this rank, if any, as "compression"."""
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
-            codecs = self._synchronizer.compression_state()
+            codecs = self._synchronizer.codecs.state()
             return state if codecs is None else {**state, KEY: codecs}
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -219,16 +219,17 @@ def distributed_class(base: Any) -> Any:
             Raises ValueError or TypeError, and changes nothing, if codecs cannot go on from their state.
             """
             state = args[0] if args else kwargs["state_dict"]
-            self._synchronizer.check_compression_state(state.get(KEY))
+            if state.get(KEY) is not None:
+                check(state[KEY], self._synchronizer.shapes())
             self._synchronizer.abandon()
             super().load_state_dict(*args, **kwargs)
-            self._synchronizer.load_compression_state(state.get(KEY))
+            self._synchronizer.codecs.load(state.get(KEY))
             if self._wrapped_optimizer is not None:
                 self._wrapped_optimizer.state = self.state
                 self._wrapped_optimizer.param_groups = self.param_groups
 
         def __getstate__(self) -> dict[str, Any]:
-            codecs = self._synchronizer.compression_state()
+            codecs = self._synchronizer.codecs.state()
             return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings, KEY: codecs}
 
         def __setstate__(self, state: dict[str, Any]) -> None:
@@ -237,7 +238,7 @@ def distributed_class(base: Any) -> Any:
             super().__setstate__(state)
             if settings is not None:
                 self._synchronizer = synchronizer_for(self, settings)
-                self._synchronizer.load_compression_state(codecs)
+                self._synchronizer.codecs.load(codecs)
 
         def __copy__(self) -> Any:
             """Return an optimizer with the same parameters, groups and state, as in PyTorch: either may step.
