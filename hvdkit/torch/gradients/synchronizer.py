@@ -278,9 +278,9 @@ class GradientSynchronizer:
         self.hooks.reset()
 
     def abandon(self, has_raised: bool = False) -> None:
-        """Forget a step that is half done, and wait until it is over. If another rank uses its results, all ranks fail.
+        """Forget a step that is half done, and wait until it is over. All ranks fail if another rank uses its results.
 
-        ``has_raised``: an exception ended the step on this rank. Then the next step waits, and does not raise once more.
+        ``has_raised``: an exception ended the step on this rank. The next step waits then, and does not raise again.
         """
         self._start_step()
         self.forget_synchronized()
@@ -306,7 +306,7 @@ class GradientSynchronizer:
             agreement.named.forget()
 
     def _settle(self) -> None:
-        """Wait until an abandoned step is over. If its lane failed, ranks that have not raised do so in the next step."""
+        """Wait until an abandoned step is over. If its lane failed, the next step raises on ranks that did not yet."""
         self._settles = False
         try:
             if self._agreement is not None and self._agreement.planned is not None:
