@@ -8,6 +8,7 @@ import queue
 import random
 import resource
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,9 +293,9 @@ def case_what_cannot_be_made_private_after_a_failure_stays_pinned_and_gradients_
         before, node = used(), NodeOfOne()
         slots = [Slot("weight", (MIB // 4,), np.dtype(np.float32))]
         reduction = Reduction(ReduceOp.SUM, 1.0, 1.0, (CASTS["none"],))
-        buckets = HostReducer(None, reduction, None, slots, node)  # type: ignore[arg-type]
+        buckets = HostReducer(SimpleNamespace(size=2), reduction, None, slots, node)  # type: ignore[arg-type]
         tensor = born(MIB)
-        buckets.offer(0, offer_of(tensor.numpy().view(np.float32)))
+        buckets.offer((0,), (offer_of(tensor.numpy().view(np.float32)),))
         _, highest = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MIB, highest))  # no more addresses
         try:
