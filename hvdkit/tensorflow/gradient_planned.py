@@ -187,6 +187,9 @@ class VariablePlan:
                     raise self._lane.error
                 self._lane.abandon()
                 self._lane.settle()
+            if self._lane.error is not None:  # all ranks gave the step up
+                self.close()
+                return self.begin()
         self._missing, self._results = set(range(len(self.slots))), {}
         return self.verification.begin()
 

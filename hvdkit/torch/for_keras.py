@@ -133,18 +133,18 @@ class _KerasSynchronizer(GradientSynchronizer):
 
     def begin_backward(self, local: Collection[int]) -> None:
         """Begin a backward pass whose gradients all reach ``synchronize()`` unchanged."""
-        self._settle()
         agreement = self._agreement
         if agreement is None or runtime.current() is not self._engine or agreement.is_outdated():
             return
-        if agreement.planned is not None and not any(key in local for key in agreement.ids):
+        planned = agreement.planned  # a device's collective that other ranks have begun cannot be abandoned
+        if planned is not None and not planned.lane.on_device and not any(key in local for key in agreement.ids):
             self.hooks.begin()
 
     def end_backward(self) -> None:
         """End the step. Gradients that were handed over and not reduced, because of an exception, are abandoned."""
         self.hooks.cancel()
         planned = None if self._agreement is None else self._agreement.planned
-        if self.in_flight or (planned is not None and planned.lane.in_flight and not planned.lane.is_abandoned):
+        if self.in_flight or (planned is not None and planned.lane.in_flight):
             self.abandon(has_raised=True)
 
 

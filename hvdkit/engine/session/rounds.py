@@ -152,7 +152,7 @@ class Rounds:
             case messages.LaneFailed():
                 self._lanes.lane_failed(message)
             case messages.Abandoned():
-                self._lanes.abandoned(sender, message)
+                self._lanes.abandoned(sender, message, self._joining.waiting)
             case messages.Joined(rank):
                 self._joining.joined(rank)
             case messages.JoinDone(rank):

@@ -22,8 +22,8 @@ from hvdkit.engine.telemetry.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError, MismatchError
 
 ABANDONED = (
-    "%s gave up a step of optimizer '%s' after some of its gradients were handed over. %s uses that step, or has used "
-    "it, with zeros for the rest: their weights differ then.\n"
+    "%s gave up a step of optimizer '%s' after some of its gradients were handed over, and %s did not. Ranks that made "
+    "that step have other weights now.\n"
     "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
     "job, or have all ranks go back to the same state."
 )
@@ -61,7 +61,7 @@ class Lane:
         self.verification = LaneVerification(group, verify)
         self._observation = Observation(group, len(plan.slots))
         self._abandoned: set[int] = set()  # the steps that this rank abandoned
-        self._abandoned_by: dict[int, int] = {}  # by step that is not over here, the rank that abandoned it
+        self._abandoned_by: dict[int, set[int]] = {}  # the ranks that abandoned a step, by step
         self._used = -1  # the newest step whose results this rank used
         self._lock = threading.Lock()
         self.steps = 0  # steps that are over, the same on all ranks; also abandoned ones and those of zeros
@@ -129,48 +129,55 @@ class Lane:
         self._end()
         with self._lock:
             self._used = step
-            rank = self._abandoned_by.pop(step, None)
-        if rank is not None:
-            self._fail_everywhere(rank)
-            raise self.error or AssertionError("a lane that failed has no error")
+            abandoned_by = self._abandoned_by.pop(step, set())
+        if abandoned_by:
+            raise self._fail_everywhere(min(abandoned_by))
 
     def _end(self) -> None:
         started = perf_counter()
-        self.lanes.waiting.wait(self, self.idle)
+        self.lanes.waiting.wait(self, self._is_over)
         self.records.awaited(started)
         if self.error is not None:
             raise self.error
+        if self.step.completed < self.step.operations:
+            raise self._fail_everywhere(min(self._abandoned_by[self.steps]))
         with self._lock:
             self._end_step()
 
+    def _is_over(self) -> bool:
+        """True if the step is over, or cannot come to its end because another rank abandoned it."""
+        return self.idle() or (self.steps in self._abandoned_by and not self.on_device)
+
     def abandon(self) -> None:
-        """End this step without its results, and wait for no rank; zeros stand for gradients not handed over.
+        """Tell all ranks that this rank does not use the results of this step. ``settle`` or ``fail`` must follow.
 
-        If another rank uses the results of this step, the lane fails on all ranks. ``settle`` must be called before the
-        next step.
+        On all ranks that use the results the lane fails.
         """
-        if self.in_flight and self.error is None and not self.is_abandoned:
-            with self._lock:
-                self._abandoned.add(self.steps)
-                self._abandoned_by.pop(self.steps, None)
+        if self.in_flight and self.error is None and self.steps not in self._abandoned:
+            self._abandoned.add(self.steps)
             self._mailbox.tell_later(self.group.members, Abandoned(self.lane_id, self.steps))
-            unready = self.unready_slots()
-            self.ready_all(unready, [None] * len(unready), [None] * len(unready))
-            self.step.finishing = True
-            self._driver.wake()
-
-    @property
-    def is_abandoned(self) -> bool:
-        """True while a step that this rank abandoned is not over."""
-        return self.steps in self._abandoned
+            if self.on_device:  # collectives that other ranks have launched end only with this rank
+                unready = self.unready_slots()
+                self.ready_all(unready, [None] * len(unready), [None] * len(unready))
+                self.step.finishing = True
+                self._driver.wake()
 
     def settle(self) -> None:
-        """Wait until an abandoned step is over on all ranks.
+        """Wait until all ranks have abandoned this step, too; then the lane has failed, unless it is on a device.
 
-        Raises HorovodInternalError if the lane failed, because another rank used the results for example.
+        Raises HorovodInternalError if another rank used the results, or is lost.
         """
-        if self.error is None and self.is_abandoned:
+        step = self.steps
+        if self.error is not None or step not in self._abandoned:
+            return
+        if self.on_device:
             self._end()
+            return
+        others = set(self.group.members) - {self.group.members[self.group.rank]}
+        self.lanes.waiting.wait(self, lambda: bool(self.error) or others <= self._abandoned_by.get(step, set()))
+        if self.error is not None:
+            raise self.error
+        self.fail(MismatchError(f"all ranks gave up a step of optimizer '{self.name}'"))
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
@@ -262,12 +269,10 @@ class Lane:
     def abandoned_by(self, rank: int, step: int) -> None:
         """Note that ``rank`` does not use the results of ``step``; fail the lane if this rank has used them."""
         with self._lock:
-            if step in self._abandoned:
-                return
-            if step > self._used:
-                self._abandoned_by[step] = rank
-                return
-        self._fail_everywhere(rank)
+            self._abandoned_by.setdefault(step, set()).add(rank)
+            has_used = step <= self._used and step not in self._abandoned
+        if has_used:
+            self._fail_everywhere(rank)
 
     def waiting_for(self) -> str:
         """Return the operation that this lane waits for, for messages."""
@@ -275,11 +280,13 @@ class Lane:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _fail_everywhere(self, rank: int) -> None:
-        """Fail the lane on all ranks: ``rank`` abandoned a step that was used here."""
+    def _fail_everywhere(self, rank: int) -> HorovodInternalError:
+        """Fail the lane on all ranks: ``rank`` abandoned a step that is used here. Return the lane's error."""
         text = ABANDONED % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
-        self.fail(MismatchError(text))
+        error = MismatchError(text)
+        self.fail(error)
         self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
+        return self.error or error
 
     def _arranged(self) -> tuple[Arrangement, list[int], list[str]]:
         """Return the buckets, pieces and their order, by the time at which each slot is ready; loads; titles."""

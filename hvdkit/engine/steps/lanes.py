@@ -94,7 +94,9 @@ class Lanes(dict[int, "Lane"]):
         if lane is not None:
             lane.fail(MismatchError(message.text))
 
-    def abandoned(self, sender: int, message: Abandoned) -> None:
-        lane = self.get(message.lane)
+    def abandoned(self, sender: int, message: Abandoned, has_joined: bool) -> None:
+        lane = self.find(message.lane)
         if lane is not None:
             lane.abandoned_by(sender, message.step)
+            if has_joined or (lane.closed and lane.error is None):  # this rank does not use the results either
+                self.mailbox.tell([sender], message)

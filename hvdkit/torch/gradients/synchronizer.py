@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from hvdkit.arena import ARENA, SMALLEST_BYTES
+from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.torch.gradients import compression_state
@@ -57,7 +58,6 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._agreement: Agreement | None = None
-        self._settles = self._has_raised = False  # a step was abandoned and may not be over; an exception ended it
         self._has_begun = False  # True after the first gradient of a step
         self._agrees_anew = True  # from the first gradient of a step on: True if they wait for the next agreement
         # By id, complete before there was an agreement: the parameter, the time (perf_counter), the gradient then.
@@ -236,8 +236,6 @@ class GradientSynchronizer:
     def _finish_step(self) -> None:
         trainable = self.trainable()
         try:
-            if self._settles:
-                self._settle()
             if self._unraised is not None:  # ranks that go back to a common state do so together
                 error, self._unraised = self._unraised, None
                 raise error
@@ -278,9 +276,10 @@ class GradientSynchronizer:
         self.hooks.reset()
 
     def abandon(self, has_raised: bool = False) -> None:
-        """Forget a step that is half done, and wait until it is over. All ranks fail if another rank uses its results.
+        """Forget a step that is half done. All ranks fail if another rank uses its results.
 
-        ``has_raised``: an exception ended the step on this rank. The next step waits then, and does not raise again.
+        ``has_raised``: an exception ended the step on this rank, which goes on at once. Otherwise this method waits
+        until the other ranks have abandoned the step or used it; if one has used it, the next step raises its error.
         """
         self._start_step()
         self.forget_synchronized()
@@ -288,33 +287,26 @@ class GradientSynchronizer:
         agreement = self._agreement
         if agreement is None:
             return
-        if runtime.current() is not self._engine:
-            self._drop_agreement()
-            return
-        if agreement.planned is not None:
-            error = agreement.planned.lane.error
-            agreement.planned.lane.abandon()
-            agreement.planned.move_out()
-            if error is not None:
-                self._unraised = error
-                self._drop_agreement()
-        self._settles, self._has_raised = True, has_raised
-        if not has_raised:
-            self._settle()
-            agreement.named.abandon()
-        else:
+        planned, is_current = agreement.planned, runtime.current() is self._engine
+        if planned is not None and is_current:
+            planned.lane.abandon()
+            if has_raised:
+                with self._engine.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
+                    planned.lane.fail(HorovodInternalError("an exception ended a step on this rank"))
+            else:
+                self._unraised = planned.lane.error
+                try:
+                    planned.lane.settle()
+                except HorovodInternalError as error:
+                    self._unraised = error
+        if has_raised or not is_current:
             agreement.named.forget()
-
-    def _settle(self) -> None:
-        """Wait until an abandoned step is over. If its lane failed, the next step raises on ranks that did not yet."""
-        self._settles = False
-        try:
-            if self._agreement is not None and self._agreement.planned is not None:
-                self._agreement.planned.lane.settle()
-        except HorovodInternalError as error:
-            if not self._has_raised:
-                self._unraised = error
+        else:
+            agreement.named.abandon()
+        if not is_current or (planned is not None and planned.lane.error is not None):
             self._drop_agreement()
+        elif planned is not None:
+            planned.move_out()
 
     # -- agreements ---------------------------------------------------------------------------------------------------
 
