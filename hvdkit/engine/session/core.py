@@ -146,7 +146,7 @@ class Engine:
         plan = Plan(name, list(slots), reduction, process_set_id, groups, device)
         lane = register(self.named, self.topology, self.settings, self.lanes, plan)
         if lane is not None:
-            self.lanes[lane.lane_id] = lane
+            self.lanes.open(lane)
         return lane
 
     def communication_statistics(self) -> CommunicationStatistics:

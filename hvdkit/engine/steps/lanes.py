@@ -43,6 +43,15 @@ class Lanes(dict[int, "Lane"]):
         self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         self._operations = operations
+        self._opened: set[int] = set()  # the numbers of all lanes that were ever open
+        self._abandoned_before: dict[int, list[tuple[int, int]]] = {}  # by lane that is not open yet: ranks and steps
+
+    def open(self, lane: Lane) -> None:
+        """Add a lane that was registered."""
+        self[lane.lane_id] = lane
+        self._opened.add(lane.lane_id)
+        for rank, step in self._abandoned_before.pop(lane.lane_id, ()):
+            lane.abandoned_by(rank, step)
 
     def find(self, lane_id: int) -> Lane | None:
         """Return the lane, also if it is closed."""
@@ -100,3 +109,5 @@ class Lanes(dict[int, "Lane"]):
             lane.abandoned_by(sender, message.step)
             if has_joined or (lane.closed and lane.error is None):  # this rank does not use the results either
                 self.mailbox.tell([sender], message)
+        elif message.lane not in self._opened:  # this rank has still to hear that the lane is registered
+            self._abandoned_before.setdefault(message.lane, []).append((sender, message.step))
