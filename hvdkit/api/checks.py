@@ -108,9 +108,10 @@ def check_op(function: str, op: Any, allowed: Sequence[ReduceOp] = tuple(ReduceO
 
     Raises ValueError for anything else, UnsupportedReductionError for a reduction that is not ``allowed``.
     """
-    is_reduction = isinstance(op, int) and not isinstance(op, bool) and op in list(ReduceOp)
-    if is_reduction and op in list(allowed):
+    is_number = isinstance(op, int) and not isinstance(op, bool)
+    if is_number and op in allowed:
         return ReduceOp(op)
+    is_reduction = is_number and op in list(ReduceOp)
     got = f"hvd.{ReduceOp(op).name.capitalize()}" if is_reduction else repr(op)
     expected = ", ".join(f"hvd.{choice.name.capitalize()}" for choice in allowed)
     kind = UnsupportedReductionError if is_reduction else ValueError

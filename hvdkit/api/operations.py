@@ -116,7 +116,8 @@ class Operations(Generic[T]):
             views = framework.views(tensors)
             sources, buffers = framework.arrays(views), framework.likes(views)
         arrays = framework.arrays(buffers)
-        self._count(arrays)
+        for array in arrays:
+            self.reduced_elements += math.prod(array.shape)
         handle = engine.named.allreduce(arrays, request, call, sources)
         return _add(handle, framework, invocation, tensors, buffers, in_place, writes=in_place)
 
@@ -152,7 +153,8 @@ class Operations(Generic[T]):
         call = invocation.call(framework.device(tensors[0]))
         arrays = framework.arrays(framework.copies(tensors))  # the engine uses them up
         checks.check_has_rows(invocation.function, [array.shape for array in arrays], framework.scalar_to_row)
-        self._count(arrays)
+        for array in arrays:
+            self.reduced_elements += math.prod(array.shape)
         return _add(engine.named.reducescatter(arrays, request, call), framework, invocation, tensors)
 
     def alltoall(self, invocation: Invocation, tensor: T, splits: Callable[[], Any]) -> int:
@@ -179,10 +181,6 @@ class Operations(Generic[T]):
             return framework.results([device], [output])[0], framework.integers(received, given, device)
 
         return HANDLES.add(handle, finish)
-
-    def _count(self, arrays: Sequence[Any]) -> None:
-        for array in arrays:
-            self.reduced_elements += math.prod(array.shape)
 
 
 def _add(

@@ -13,12 +13,16 @@ from hvdkit.api.operations import HANDLES, Invocation
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.torch.compression import Compression, reduced
-from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, apply, check_tensors, is_tracked
+from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, apply, check_tensor, check_tensors, is_tracked
 
 
 def _start(invocation: Invocation, tensors: Any, request: ReduceRequest, in_place: bool = False) -> int:
     """Check the tensors, start the allreduce and return its handle."""
-    checked = check_tensors(invocation.function, tensors, REDUCIBLE_DTYPES, invocation.single)
+    if invocation.single:  # not by check_tensors, since each call counts for small tensors
+        check_tensor(invocation.function, tensors, REDUCIBLE_DTYPES, "tensor")
+        checked = [tensors]
+    else:
+        checked = check_tensors(invocation.function, tensors, REDUCIBLE_DTYPES)
     return OPERATIONS.allreduce(invocation, checked, request, in_place)
 
 

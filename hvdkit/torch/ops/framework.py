@@ -55,14 +55,14 @@ def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype], si
     Raises TypeError unless they are tensors, ValueError unless all are dense, of ``dtypes`` and on one device.
     """
     if single:
-        _check_tensor(function, tensors, dtypes, "tensor")
+        check_tensor(function, tensors, dtypes, "tensor")
         return [tensors]
     checks.check_listed(function, tensors, (Tensor,))
     checked = list(tensors)
     if not checked:
         raise ValueError(f"{function}: tensors must hold at least one tensor, got an empty list")
     for index, tensor in enumerate(checked):
-        _check_tensor(function, tensor, dtypes, f"tensors[{index}]")
+        check_tensor(function, tensor, dtypes, f"tensors[{index}]")
         if tensor.device != checked[0].device:
             raise ValueError(
                 f"{function}: tensors must be on the same device, got {checked[0].device} and {tensor.device}"
@@ -70,7 +70,8 @@ def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype], si
     return checked
 
 
-def _check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argument: str) -> None:
+def check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argument: str) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is a dense tensor with data, of one of ``dtypes``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {argument} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
