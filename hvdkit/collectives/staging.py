@@ -28,7 +28,7 @@ FAR_SECONDS = 50e-9
 
 
 class Mode(IntEnum):
-    """The operation on the shares, with the numbers of csrc/staged.h."""
+    """The operation on the shares, with the numbers of transports/csrc/staged.h."""
 
     ALLREDUCE = 0
     REDUCE_SCATTER = 1

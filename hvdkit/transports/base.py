@@ -73,8 +73,8 @@ class DeviceCollectives(ABC):
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> Any:
         """Return a codec's arrays of these names on the device for a flat buffer, filled with zeros.
 
-        ``gaps`` are the elements that belong to no tensor. The returned object can ``pull`` the arrays into a Memory of
-        the host, and ``push`` them to the device.
+        ``gaps`` are the elements that belong to no tensor. The returned object can ``pull`` the arrays into a
+        CodecState of the host, and ``push`` them to the device.
         """
 
     @abstractmethod

@@ -28,7 +28,7 @@ REGIONS = 256
 # How long ranks wait for each other here. If a rank comes later, the coordinator would not have been slower.
 PATIENCE_SECONDS = 200e-6
 # A turn: how often its region was assigned before, then the count of one operation. It has 48 bits in the region's
-# memory (csrc/repeated); calls and numbers that need more go to the coordinator.
+# memory (transports/csrc/repeated); calls and numbers that need more go to the coordinator.
 _ROUND, _ROUNDS = 1 << 32, 1 << 16
 
 

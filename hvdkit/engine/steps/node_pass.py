@@ -32,7 +32,7 @@ CELLS = 2 * SPAN
 
 
 class Where(IntEnum):
-    """The place of a rank's gradient; the numbers are those of csrc/in_place.h."""
+    """The place of a rank's gradient; the numbers are those of transports/csrc/in_place.h."""
 
     ELSEWHERE = 0
     ARENA = 1

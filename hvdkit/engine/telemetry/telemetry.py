@@ -16,9 +16,9 @@ from hvdkit.engine.telemetry.timeline import Timeline
 class CommunicationStatistics:
     """Totals since ``hvd.init()``."""
 
-    bytes_sent: int  # payload bytes that this rank sent
-    reductions: int  # fused reductions that were carried out
-    reduced_bytes: int  # bytes of gradients and tensors in them
+    bytes_sent: int  # payload bytes that this rank sent, or handed over in its node's memory
+    reductions: int  # pieces of planned gradients that were reduced
+    reduced_bytes: int  # bytes of gradients in them
     seconds: float  # wall seconds in which a training thread of this rank waited for communication
     busy_seconds: float  # wall seconds, summed over reductions, from start to end; they overlap
 
