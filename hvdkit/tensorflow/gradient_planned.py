@@ -163,7 +163,8 @@ class VariablePlan:
         step; the next step makes a new lane.
         """
         engine = runtime.engine()
-        if engine is not self._engine or self._lane is None or self._epoch != engine.groups.plan_epoch:
+        is_spent = self._lane is not None and self._lane.is_spent
+        if engine is not self._engine or self._lane is None or is_spent or self._epoch != engine.groups.plan_epoch:
             self.close()
             self._epoch = engine.groups.plan_epoch
             self._title = self._pairing.next_title(engine, self._process_set_id)
@@ -187,8 +188,7 @@ class VariablePlan:
                     raise self._lane.error
                 self._lane.abandon()
                 self._lane.settle()
-            if self._lane.error is not None:  # all ranks gave the step up
-                self.close()
+            if self._lane.is_spent:
                 return self.begin()
         self._missing, self._results = set(range(len(self.slots))), {}
         return self.verification.begin()

@@ -419,3 +419,22 @@ def case_init_again_after_shutdown(hvd: Any) -> None:
     optimizer.zero_grad()
     assert_reduces(hvd, optimizer, net)
     assert_reduces(hvd, optimizer2, net2)
+
+
+def case_a_step_that_is_abandoned_beside_a_rank_that_has_joined(hvd: Any) -> None:
+    """Neither rank waits for ever: the joined rank gives no zeros to a step of which the others use nothing."""
+    net = make_net()
+    optimizer = distributed_sgd(hvd, net)
+    for step in range(3):
+        train_step(optimizer, net, batch(hvd.rank(), step))
+    state = optimizer.state_dict()
+    if hvd.rank() > 0 or hvd.size() == 1:
+        optimizer.zero_grad()
+        loss_of(net, batch(hvd.rank(), 3)).backward()
+        optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+    hvd.join()
+    hvd.broadcast_parameters(net.state_dict(), 0)
+    optimizer.zero_grad()
+    train_step(optimizer, net, batch(hvd.rank(), 4))
+    assert_identical(hvd, net)

@@ -110,7 +110,11 @@ class Watch:
             self._negotiation.send_to_coordinator(message)
 
     def _awaited_peers(self) -> set[int]:
-        return {peer for operation in self._operations for peer in operation.awaited_peers()}
+        peers = {peer for operation in self._operations for peer in operation.awaited_peers()}
+        for waiting in list(self._waiting.by_thread.values()):
+            if isinstance(waiting.subject, Lane):
+                peers |= waiting.subject.unanswered()
+        return peers
 
     def _look_for_stalls(self, now: float) -> None:
         settings = self._settings
@@ -161,6 +165,16 @@ class Watch:
                 raise PeerLostError(
                     f"{operation.what} on {self._mailbox.me()} waits for {self._topology.describe(rank)}, "
                     f"which has left the job: {departed[rank]}.\n{LEFT_EARLY.format(rank=rank)}",
+                    rank,
+                )
+        for waiting in list(self._waiting.by_thread.values()):
+            lane = waiting.subject
+            if isinstance(lane, Lane) and (gone := lane.unanswered().intersection(departed)):
+                rank = min(gone, key=departed_at.__getitem__)
+                raise PeerLostError(
+                    f"{lane.waiting_for()} on {self._mailbox.me()} was abandoned, and waits for word of "
+                    f"{self._topology.describe(rank)}, which has left the job: {departed[rank]}.\n"
+                    f"{LEFT_EARLY.format(rank=rank)}",
                     rank,
                 )
         if 0 in departed and (self._submissions or self._joining.waiting):

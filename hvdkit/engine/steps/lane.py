@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import sent_share
+from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.engine.loop.messages import Abandoned, LaneFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ranks.assignments import lane_tag
@@ -27,6 +28,7 @@ ABANDONED = (
     "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
     "job, or have all ranks go back to the same state."
 )
+GAVE_UP = "all ranks gave up a step of optimizer '%s'"
 
 
 class Lane:
@@ -62,6 +64,8 @@ class Lane:
         self._observation = Observation(group, len(plan.slots))
         self._abandoned: set[int] = set()  # the steps that this rank abandoned
         self._abandoned_by: dict[int, set[int]] = {}  # the ranks that abandoned a step, by step
+        self._declined: dict[int, set[int]] = {}  # the ranks that were told so, by step that this rank declined
+        self.is_spent = False  # all ranks abandoned a step, so that they agree anew without an error
         self._used = -1  # the newest step whose results this rank used
         self._lock = threading.Lock()
         self.steps = 0  # steps that are over, the same on all ranks; also abandoned ones and those of zeros
@@ -131,7 +135,8 @@ class Lane:
             self._used = step
             abandoned_by = self._abandoned_by.pop(step, set())
         if abandoned_by:
-            raise self._fail_everywhere(min(abandoned_by))
+            with self._driver.halted(ROUND_SECONDS):  # no piece is in the middle of a sum
+                raise self._fail_everywhere(min(abandoned_by))
 
     def _end(self) -> None:
         started = perf_counter()
@@ -140,7 +145,8 @@ class Lane:
         if self.error is not None:
             raise self.error
         if self.step.completed < self.step.operations:
-            raise self._fail_everywhere(min(self._abandoned_by[self.steps]))
+            with self._driver.halted(ROUND_SECONDS):
+                raise self._fail_everywhere(min(self._abandoned_by[self.steps]))
         with self._lock:
             self._end_step()
 
@@ -173,15 +179,41 @@ class Lane:
         if self.on_device:
             self._end()
             return
-        others = set(self.group.members) - {self.group.members[self.group.rank]}
-        self.lanes.waiting.wait(self, lambda: bool(self.error) or others <= self._abandoned_by.get(step, set()))
+        self.lanes.waiting.wait(self, lambda: self.error is not None or not self.unanswered())
         if self.error is not None:
             raise self.error
-        self.fail(MismatchError(f"all ranks gave up a step of optimizer '{self.name}'"))
+        with self._driver.halted(ROUND_SECONDS):
+            self._spend()
+
+    def unanswered(self) -> set[int]:
+        """Return the ranks that have not abandoned a step that this rank abandoned."""
+        if self.steps not in self._abandoned:
+            return set()
+        own = self.group.members[self.group.rank]
+        return set(self.group.members) - {own} - self._abandoned_by.get(self.steps, set())
+
+    def _spend(self) -> None:
+        if self.error is None:
+            self.is_spent = True
+            self.fail(MismatchError(GAVE_UP % self.name))
+
+    def decline(self) -> None:
+        """Tell ranks that abandoned a step that this rank, which has joined or closed the lane, does not use it."""
+        for step, ranks in list(self._abandoned_by.items()):
+            if step <= self._used or (step in self._abandoned and step not in self._declined):
+                continue
+            unanswered = ranks - self._declined.get(step, set())
+            self._abandoned.add(step)
+            self._declined[step] = set(ranks)
+            self._mailbox.tell_later(sorted(unanswered), Abandoned(self.lane_id, step))
+            if not self.on_device:  # zeros that this rank has started would never end
+                self._driver.defer(self._spend)
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
         self.closed = True
+        if self.error is None:
+            self.decline()
         self.lanes.keep_closed(self)
         if self.error is not None or not self.step.in_flight:
             self.reducer.end_step()

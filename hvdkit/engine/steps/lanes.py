@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -43,14 +44,17 @@ class Lanes(dict[int, "Lane"]):
         self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         self._operations = operations
+        self._opening = threading.Lock()
         self._opened: set[int] = set()  # the numbers of all lanes that were ever open
         self._abandoned_before: dict[int, list[tuple[int, int]]] = {}  # by lane that is not open yet: ranks and steps
 
     def open(self, lane: Lane) -> None:
         """Add a lane that was registered."""
-        self[lane.lane_id] = lane
-        self._opened.add(lane.lane_id)
-        for rank, step in self._abandoned_before.pop(lane.lane_id, ()):
+        with self._opening:
+            self[lane.lane_id] = lane
+            self._opened.add(lane.lane_id)
+            abandoned = self._abandoned_before.pop(lane.lane_id, ())
+        for rank, step in abandoned:
             lane.abandoned_by(rank, step)
 
     def find(self, lane_id: int) -> Lane | None:
@@ -104,10 +108,11 @@ class Lanes(dict[int, "Lane"]):
             lane.fail(MismatchError(message.text))
 
     def abandoned(self, sender: int, message: Abandoned, has_joined: bool) -> None:
-        lane = self.find(message.lane)
+        with self._opening:
+            lane = self.find(message.lane)
+            if lane is None and message.lane not in self._opened:  # this rank has still to hear of the registration
+                self._abandoned_before.setdefault(message.lane, []).append((sender, message.step))
         if lane is not None:
             lane.abandoned_by(sender, message.step)
-            if has_joined or (lane.closed and lane.error is None):  # this rank does not use the results either
-                self.mailbox.tell([sender], message)
-        elif message.lane not in self._opened:  # this rank has still to hear that the lane is registered
-            self._abandoned_before.setdefault(message.lane, []).append((sender, message.step))
+            if has_joined or (lane.closed and (lane.error is None or lane.is_spent)):
+                lane.decline()

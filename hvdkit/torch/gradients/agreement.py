@@ -114,8 +114,9 @@ class Agreement:
         self.named = self._by_name(named, name_of)
 
     def is_outdated(self) -> bool:
-        """True if all ranks agree anew in the next step, because a rank had joined."""
-        return bool(self._is_put_off or self._epoch != self.engine.groups.plan_epoch)
+        """True if all ranks agree anew in the next step: a rank had joined, or all ranks abandoned a step."""
+        is_spent = self.planned is not None and self.planned.lane.is_spent
+        return bool(self._is_put_off or is_spent or self._epoch != self.engine.groups.plan_epoch)
 
     def fits(self, parameters: dict[int, torch.Tensor]) -> bool:
         """True if these are the parameters that ranks agreed on, with gradients of the same dtypes."""

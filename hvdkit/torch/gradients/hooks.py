@@ -196,7 +196,7 @@ class GradientHooks(ParameterHooks):
         return self._left
 
     def _computed(self, parameter: torch.Tensor) -> None:
-        if not self._left and runtime.current() is None:
+        if runtime.current() is None:
             return  # the gradients of a forked child are no rank's, nor are any after shutdown()
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:

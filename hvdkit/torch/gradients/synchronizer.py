@@ -289,16 +289,17 @@ class GradientSynchronizer:
             return
         planned, is_current = agreement.planned, runtime.current() is self._engine
         if planned is not None and is_current:
+            was_in_flight = planned.lane.in_flight
             planned.lane.abandon()
-            if has_raised:
+            if has_raised and was_in_flight and not planned.lane.on_device:
                 with self._engine.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
                     planned.lane.fail(HorovodInternalError("an exception ended a step on this rank"))
             else:
-                self._unraised = planned.lane.error
+                self._unraised = None if has_raised else planned.lane.error
                 try:
                     planned.lane.settle()
                 except HorovodInternalError as error:
-                    self._unraised = error
+                    self._unraised = None if has_raised else error
         if has_raised or not is_current:
             agreement.named.forget()
         else:
