@@ -172,7 +172,7 @@ class Watch:
             if isinstance(lane, Lane) and (gone := lane.unanswered().intersection(departed)):
                 rank = min(gone, key=departed_at.__getitem__)
                 raise PeerLostError(
-                    f"{lane.waiting_for()} on {self._mailbox.me()} was abandoned, and waits for word of "
+                    f"{self._mailbox.me()} gave up a step of optimizer '{lane.name}', and waits for the answer of "
                     f"{self._topology.describe(rank)}, which has left the job: {departed[rank]}.\n"
                     f"{LEFT_EARLY.format(rank=rank)}",
                     rank,

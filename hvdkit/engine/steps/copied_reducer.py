@@ -14,7 +14,7 @@ from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.node_pass import NodePass
 from hvdkit.engine.steps.offers import FILLED, Offer, with_offers
 from hvdkit.engine.steps.plan import Reduction, Slot
-from hvdkit.engine.steps.reducer import Met
+from hvdkit.engine.steps.reducer import OnBegin
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.transports.base import HostCopies, Pairs, Transfer
 
@@ -54,7 +54,7 @@ class CopiedReducer(HostReducer):
     def mark(self) -> Any:
         return self._copies.mark()
 
-    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, on_begin: OnBegin) -> Steps[None]:
         gradients = None if joined else self._gradients
         pairs = [
             (self.block.places[part.slot][part.first : part.first + part.elements], part.array())
@@ -62,7 +62,7 @@ class CopiedReducer(HostReducer):
             if part.offer is not None
         ]
         arrives = self._copies.to_host(pairs, marks) if pairs else None
-        return self._copied(pairs, arrives, super().reduce(piece, joined, (), tag, met))
+        return self._copied(pairs, arrives, super().reduce(piece, joined, (), tag, on_begin))
 
     def _copied(self, pairs: Pairs, arrives: Transfer | None, steps: Steps[None]) -> Steps[None]:
         if arrives is not None:

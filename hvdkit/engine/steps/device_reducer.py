@@ -12,7 +12,7 @@ from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
 from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Reduction, Slot
-from hvdkit.engine.steps.reducer import Met, Reducer
+from hvdkit.engine.steps.reducer import OnBegin, Reducer
 from hvdkit.engine.steps.residuals import Checkpoint, Residuals
 from hvdkit.engine.steps.schedule import Piece, Sizes, for_a_device
 from hvdkit.engine.telemetry.compression_report import Report
@@ -149,9 +149,9 @@ class DeviceReducer(Reducer):
             self._kept[bucket].push(self.residuals.of_bucket(bucket))
         return self._collectives.mark()
 
-    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
-        if met is not None:
-            met(None)
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, on_begin: OnBegin) -> Steps[None]:
+        if on_begin is not None:
+            on_begin(None)
         number, bucket = piece.bucket, self._buckets[piece.bucket]
         offers = [None if joined else self._offers[slot] for slot in bucket.slots]
         tensors = [  # the slots' flat ones, of zeros where there is no gradient

@@ -24,7 +24,7 @@ from hvdkit.engine.steps.block import private_block
 from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, Where
 from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
 from hvdkit.engine.steps.plan import Bucket, Reduction, Slot
-from hvdkit.engine.steps.reducer import Met, Reducer
+from hvdkit.engine.steps.reducer import OnBegin, Reducer
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -141,15 +141,17 @@ class HostReducer(Reducer):
     def mark(self) -> Any:
         return None
 
-    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, on_begin: OnBegin) -> Steps[None]:
         number, self._number = self._number, self._number + 1
         bucket = self.arrangement.buckets[piece.bucket]
         offers = None if joined else self._offers  # end_step() makes a new list, so these stay
         op, scale = self._effective
         codec, state = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
-        return self._steps(PieceWork(piece, bucket, op, scale, codec, state, number, tag), offers, joined, met)
+        return self._steps(PieceWork(piece, bucket, op, scale, codec, state, number, tag), offers, joined, on_begin)
 
-    def _steps(self, work: PieceWork, offers: Sequence[Offer | None] | None, joined: bool, met: Met) -> Steps[None]:
+    def _steps(
+        self, work: PieceWork, offers: Sequence[Offer | None] | None, joined: bool, on_begin: OnBegin
+    ) -> Steps[None]:
         piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
         runs = self._runs_in(piece, bucket)
         is_flat = node is None or work.codec.everywhere
@@ -161,13 +163,13 @@ class HostReducer(Reducer):
         if node is None or is_flat:
             for order in self._orders:
                 order.leave(number)
-            if met is not None:
-                met(None)
+            if on_begin is not None:
+                on_begin(None)
             yield from self._reduce_flat(work, parts)
             return
         yield node.ready(number, joined)
-        if met is not None:
-            met(partial(node.ready_at, number))
+        if on_begin is not None:
+            on_begin(partial(node.ready_at, number))
         absent = node.absent(number)
         staged = set(node.staged([run.slot for run in runs], absent))
         in_chunks = [part for part in parts if part.slot in staged]

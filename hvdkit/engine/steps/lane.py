@@ -169,7 +169,7 @@ class Lane:
                 self._driver.wake()
 
     def settle(self) -> None:
-        """Wait until all ranks have abandoned this step, too; then the lane has failed, unless it is on a device.
+        """Wait until the other ranks have abandoned this step too. Then the lane is spent, unless it is on a device.
 
         Raises HorovodInternalError if another rank used the results, or is lost.
         """
@@ -193,6 +193,7 @@ class Lane:
         return set(self.group.members) - {own} - self._abandoned_by.get(self.steps, set())
 
     def _spend(self) -> None:
+        """Fail the lane after all ranks abandoned its step, so that they agree anew without an error."""
         if self.error is None:
             self.is_spent = True
             self.fail(MismatchError(GAVE_UP % self.name))
@@ -202,10 +203,10 @@ class Lane:
         for step, ranks in list(self._abandoned_by.items()):
             if step <= self._used or (step in self._abandoned and step not in self._declined):
                 continue
-            unanswered = ranks - self._declined.get(step, set())
+            receivers = ranks - self._declined.get(step, set())
             self._abandoned.add(step)
             self._declined[step] = set(ranks)
-            self._mailbox.tell_later(sorted(unanswered), Abandoned(self.lane_id, step))
+            self._mailbox.tell_later(sorted(receivers), Abandoned(self.lane_id, step))
             if not self.on_device:  # zeros that this rank has started would never end
                 self._driver.defer(self._spend)
 
@@ -262,7 +263,7 @@ class Lane:
             piece = step.pieces[index]
             marks = [self.reducer.mark()] if joined else step.marks[piece.bucket]
             record = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
-            steps = self.reducer.reduce(piece, joined, marks, tag, None if record is None else record.met)
+            steps = self.reducer.reduce(piece, joined, marks, tag, None if record is None else record.begin)
             what = self._titles[index]
         elif self.steps == 0 and index == len(step.pieces):
             steps, what = self._observation.exchange(tag, joined), f"the gradient order of {self.name}"

@@ -131,8 +131,8 @@ class PieceRecord:
         self._row, self._fields = row, fields
         self._started = self._begun = perf_counter()
 
-    def met(self, ready_at: ReadyAt | None) -> None:
-        """The reduction begins; see ``Reducer.reduce``."""
+    def begin(self, ready_at: ReadyAt | None) -> None:
+        """Record the end of the wait for other ranks, and that the reduction begins; see ``Reducer.reduce``."""
         timeline = self._telemetry.timeline
         if timeline is None:
             return

@@ -41,7 +41,7 @@ class Lanes(dict[int, "Lane"]):
         self.driver, self.mailbox, self.telemetry, self.waiting = driver, negotiation.mailbox, telemetry, waiting
         self._negotiation = negotiation
         self.network, self.sizes = network, sizes
-        self.told_idle: set[str] = set()  # codecs of which it was said that they encode nothing here
+        self.warned_idle: set[str] = set()  # codecs for which a warning said that they encode nothing here
         self.closed: dict[int, Lane] = {}  # layouts only; others may still reduce by them while this rank has joined
         self._operations = operations
         self._opening = threading.Lock()
@@ -103,11 +103,13 @@ class Lanes(dict[int, "Lane"]):
             lane.fail(error)
 
     def lane_failed(self, message: LaneFailed) -> None:
+        """Act on the word of another rank that a lane has failed."""
         lane = self.find(message.lane)
         if lane is not None:
             lane.fail(MismatchError(message.text))
 
     def abandoned(self, sender: int, message: Abandoned, has_joined: bool) -> None:
+        """Act on the word of ``sender`` that it does not use a step; ``has_joined``: this rank waits in join()."""
         with self._opening:
             lane = self.find(message.lane)
             if lane is None and message.lane not in self._opened:  # this rank has still to hear of the registration

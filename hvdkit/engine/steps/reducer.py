@@ -23,7 +23,7 @@ from hvdkit.kernels import ReduceOp
 
 # Returns the time at which each awaited rank was ready: {rank: seconds of perf_counter}.
 ReadyAt = Callable[[], dict[int, float]]
-Met = Callable[[ReadyAt | None], None] | None  # None: nothing records it
+OnBegin = Callable[[ReadyAt | None], None] | None  # None: nothing records it
 
 
 class Reducer(ABC):
@@ -74,12 +74,12 @@ class Reducer(ABC):
         """Return a mark of the calling thread's work so far; a reduction with this mark comes after that work."""
 
     @abstractmethod
-    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, met: Met) -> Steps[None]:
+    def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, on_begin: OnBegin) -> Steps[None]:
         """Return the steps that replace a piece by its reduction over all ranks; a joined rank contributes zeros.
 
         The steps hold the memory that they need from this call on.
 
-        ``tag`` up to ``tag + 3`` are this operation's. ``met`` is called once, when the reduction begins: where
+        ``tag`` up to ``tag + 3`` are this operation's. ``on_begin`` is called once, when the reduction begins: where
         ranks share memory, after they have waited for each other, with when each was ready.
         """
 

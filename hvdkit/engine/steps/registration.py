@@ -98,8 +98,8 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
         in_turns = topology.is_full and settings.fusion_threshold is None
         reducer = _host_reducer(named, topology, in_turns, plan, lane_id)
     if group.rank == 0:
-        for name in set(idle_codecs(reduction.codecs, topology.nodes, group)) - lanes.told_idle:
-            lanes.told_idle.add(name)
+        for name in set(idle_codecs(reduction.codecs, topology.nodes, group)) - lanes.warned_idle:
+            lanes.warned_idle.add(name)
             logger.warning(IDLE, name)
     return Lane(lanes, lane_id, number, plan, group, reducer, settings.verify)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -134,18 +133,6 @@ class ParameterHooks(ABC):
         self.detach()
 
 
-_HOOKS: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
-
-
-def _forget_steps() -> None:
-    """In a forked child, forget the step of the parent, so that the next backward pass asks if this is a rank."""
-    for hooks in _HOOKS:
-        hooks.reset()
-
-
-os.register_at_fork(after_in_child=_forget_steps)
-
-
 class GradientHooks(ParameterHooks):
     """Hooks that count down ``passes`` backward passes and then call ``complete(parameter)``.
 
@@ -162,12 +149,11 @@ class GradientHooks(ParameterHooks):
         # often these add to a gradient is unknown before the outer pass ends.
         self.reentered: set[int] = set()
         self._graph_task, self._is_inside = -1, False
-        _HOOKS.add(self)
 
     @property
     def touched(self) -> bool:
         """True if a gradient was computed since the last ``reset()``; in a forked child nothing is counted."""
-        return bool(self._left)
+        return bool(self._left) and not runtime.is_forked()
 
     def reset(self) -> None:
         """Begin a new step, in which every parameter has all its passes before it."""

@@ -64,7 +64,7 @@ class GradientSynchronizer:
         self._waiting: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
         self.codecs = compression_state.OptimizerCodecs()
-        self._unraised: HorovodInternalError | None = None  # of a lane that failed while a step was abandoned
+        self._lane_error: HorovodInternalError | None = None  # of a lane that failed while a step was abandoned
         with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step binds again
             self._bind()
 
@@ -114,7 +114,7 @@ class GradientSynchronizer:
         if engine is self._engine:
             return
         self._engine = engine
-        self._unraised = None
+        self._lane_error = None
         planned = None if self._agreement is None else self._agreement.planned
         interrupted = planned is not None and planned.lane.in_flight
         self._drop_agreement()
@@ -236,8 +236,8 @@ class GradientSynchronizer:
     def _finish_step(self) -> None:
         trainable = self.trainable()
         try:
-            if self._unraised is not None:  # ranks that go back to a common state do so together
-                error, self._unraised = self._unraised, None
+            if self._lane_error is not None:  # ranks that go back to a common state do so together
+                error, self._lane_error = self._lane_error, None
                 raise error
             if self._agreement is not None and self._agreement.is_outdated():
                 self._drop_agreement()
@@ -295,11 +295,11 @@ class GradientSynchronizer:
                 with self._engine.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
                     planned.lane.fail(HorovodInternalError("an exception ended a step on this rank"))
             else:
-                self._unraised = None if has_raised else planned.lane.error
+                self._lane_error = None if has_raised else planned.lane.error
                 try:
                     planned.lane.settle()
                 except HorovodInternalError as error:
-                    self._unraised = None if has_raised else error
+                    self._lane_error = None if has_raised else error
         if has_raised or not is_current:
             agreement.named.forget()
         else:
