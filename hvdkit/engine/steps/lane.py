@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -136,7 +136,7 @@ class Lane:
             abandoned_by = self._abandoned_by.pop(step, set())
         if abandoned_by:
             with self._driver.halted(ROUND_SECONDS):  # no piece is in the middle of a sum
-                raise self._fail_everywhere(min(abandoned_by))
+                raise self._fail_abandoned(abandoned_by)
 
     def _end(self) -> None:
         started = perf_counter()
@@ -146,7 +146,7 @@ class Lane:
             raise self.error
         if self.step.completed < self.step.operations:
             with self._driver.halted(ROUND_SECONDS):
-                raise self._fail_everywhere(min(self._abandoned_by[self.steps]))
+                raise self._fail_abandoned(self._abandoned_by[self.steps])
         with self._lock:
             self._end_step()
 
@@ -305,7 +305,9 @@ class Lane:
             self._abandoned_by.setdefault(step, set()).add(rank)
             has_used = step <= self._used and step not in self._abandoned
         if has_used:
-            self._fail_everywhere(rank)
+            self._fail_abandoned({rank})
+        elif self.error is not None and not self.is_spent and step not in self._abandoned:
+            self._mailbox.tell_later([rank], LaneFailed(self.lane_id, str(self.error)))  # ``rank`` awaits an answer
 
     def waiting_for(self) -> str:
         """Return the operation that this lane waits for, for messages."""
@@ -313,12 +315,15 @@ class Lane:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _fail_everywhere(self, rank: int) -> HorovodInternalError:
-        """Fail the lane on all ranks: ``rank`` abandoned a step that is used here. Return the lane's error."""
-        text = ABANDONED % (self._mailbox.topology.describe(rank), self.name, self._mailbox.me())
+    def _fail_abandoned(self, ranks: Collection[int]) -> HorovodInternalError:
+        """Fail the lane here and on ``ranks``, which abandoned a step that is used here. Return the lane's error.
+
+        Any other rank does the same when it comes to that step: it may still be in the step before.
+        """
+        text = ABANDONED % (self._mailbox.topology.describe(min(ranks)), self.name, self._mailbox.me())
         error = MismatchError(text)
         self.fail(error)
-        self._mailbox.tell_later(self.group.members, LaneFailed(self.lane_id, text))
+        self._mailbox.tell_later(sorted(ranks), LaneFailed(self.lane_id, text))
         return self.error or error
 
     def _arranged(self) -> tuple[Arrangement, list[int], list[str]]:
