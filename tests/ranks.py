@@ -1,17 +1,7 @@
-"""Run test cases on real processes: one job of N ranks runs every ``case_*`` function of a module, in order.
-
-Starting a rank costs seconds, so one job serves all cases of a module and each case is reported on its own:
-
-    RESULTS = RankedCases("tests.torch.ops_cases")
-
-    @pytest.mark.parametrize("case", RESULTS.names)
-    def test_ops(case, size, transport):
-        RESULTS.check(case, size, transport)
-"""
+"""Start jobs of real processes, and run the functions of test modules on their ranks."""
 
 from __future__ import annotations
 
-import ast
 import atexit
 import functools
 import importlib
@@ -23,15 +13,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
-
-import pytest
 
 from tests import measured
 from tests.preloaded import preloaded
@@ -192,79 +179,8 @@ def _output(process: subprocess.Popen[str], seconds: float, progress: Callable[[
             seen = now
 
 
-def case_names(module: str) -> list[str]:
-    """The ``case_*`` functions of a module in the order in which they stand there, without importing it."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None, module
-    assert spec.origin is not None, module
-    tree = ast.parse(Path(spec.origin).read_text())
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
-
-
-class RankedCases:
-    """The cases of some modules; a job of a size on a transport runs once, the first time one of them is checked."""
-
-    def __init__(
-        self,
-        *modules: str,
-        runner: str = "tests.ranks",
-        per_node: int | None = None,
-        preload: tuple[str, ...] = CASES,
-        seconds: float = JOB_TIMEOUT_SECONDS,
-        **environment: str,
-    ) -> None:
-        self.modules = ",".join(modules)
-        self.per_node = per_node
-        self.runner = runner
-        self.preload = preload
-        self.seconds = seconds  # for a case, or for the start
-        self.environment = environment
-        self.names = [name for module in modules for name in case_names(module)]
-        assert len(set(self.names)) == len(self.names), "cases of one job need different names"
-        self._results = functools.lru_cache(maxsize=None)(self._run)
-
-    def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", self.runner, self.modules, folder]
-            paths = [Path(folder, f"{rank}.json") for rank in range(size)]
-
-            def reached() -> list[int]:
-                return [path.stat().st_size if path.exists() else 0 for path in paths]
-
-            try:
-                status, output = run_ranks(
-                    command,
-                    size,
-                    transport,
-                    self.seconds,
-                    per_node=self.per_node,
-                    preload=self.preload,
-                    progress=reached,
-                    **self.environment,
-                )
-                end = f"exit status {status}"
-            except subprocess.TimeoutExpired as stuck:
-                output = (stuck.output or b"").decode(errors="replace")
-                end = f"killed: no case ended for {self.seconds} s"
-            reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
-        return reports, f"{end}\n{output[-8000:]}"
-
-    def check(self, case: str, size: int, transport: str) -> None:
-        """Fail with every rank's traceback unless the case passed on all ranks, or all skipped it for one reason."""
-        reports, output = self._results(size, transport)
-        told = {report.get(case, "") for report in reports}
-        if len(told) == 1 and (reason := told.pop()).startswith(SKIPPED):
-            pytest.skip(reason.removeprefix(SKIPPED))
-        problems = [
-            f"rank {rank}: {report.get(case, 'did not reach this case')}"
-            for rank, report in enumerate(reports)
-            if report.get(case) != "passed"
-        ]
-        assert not problems, "\n".join([*problems, output])
-
-
 def main(modules: str, folder: str) -> None:
-    """What a rank runs: every case, its result written at once so that a crash in a later one loses nothing."""
+    """Run every case in a rank; write each result at once so that a crash in a later one loses nothing."""
     import hvdkit.torch as hvd
 
     hvd.init()
@@ -291,10 +207,15 @@ def leave() -> NoReturn:
 
 def run_cases(modules: str, path: Path, hvd: Any) -> None:
     """Run every case of modules, whose names commas part, on this rank, and report in ``path``."""
+    from tests.on_ranks import case_names
+
     report: dict[str, str] = {}
+    selected = set(filter(None, os.environ.get("TESTS_SELECTED", "").split(",")))
     for module in modules.split(","):
         imported = importlib.import_module(module)
         for name in case_names(module):
+            if selected and name not in selected:
+                continue
             try:
                 getattr(imported, name)(hvd)
                 report[name] = "passed"

@@ -11,7 +11,8 @@ import pytest
 
 from tests.docstring_cases import failures
 from tests.docstrings import ADAPTERS, Public
-from tests.ranks import ROOT, RankedCases, rank_environment
+from tests.on_ranks import RankedCases
+from tests.ranks import ROOT, rank_environment
 
 EXAMPLES = {
     "hvdkit.torch": RankedCases("tests.docstring_cases", HOROVOD_DYNAMIC_PROCESS_SETS="1"),

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from tests import ranks
+from tests import on_ranks, ranks
 
 HANGS = "import time; time.sleep(600)"
 
@@ -37,9 +37,9 @@ def test_a_job_that_hangs_runs_once_and_what_had_passed_is_passed(monkeypatch: p
             Path(command[-1], f"{rank}.json").write_text('{"case_passes": "passed"}')
         raise subprocess.TimeoutExpired(command, 1.0, output=b"the last words")
 
-    monkeypatch.setattr(ranks, "case_names", lambda module: ["case_passes", "case_hangs", "case_after_it"])
-    monkeypatch.setattr(ranks, "run_ranks", hang)
-    cases = ranks.RankedCases("any.module")
+    monkeypatch.setattr(on_ranks, "case_names", lambda module: ["case_passes", "case_hangs", "case_after_it"])
+    monkeypatch.setattr(on_ranks, "run_ranks", hang)
+    cases = on_ranks.RankedCases("any.module")
     cases.check("case_passes", 2, "mpi")
     for case in ("case_hangs", "case_after_it"):
         with pytest.raises(AssertionError, match=r"(?s)rank 1: did not reach this case.*no case ended.*last words"):

@@ -10,7 +10,8 @@ import pytest
 
 from tests.arena import arena_cases, fork_cases, lane_cases
 from tests.kernels.compiling import compile_one, some_compiler
-from tests.ranks import ROOT, TORCH, RankedCases, rank_environment, run_ranks
+from tests.on_ranks import RankedCases
+from tests.ranks import ROOT, TORCH, rank_environment, run_ranks
 from tests.transports.shared import needs_memory_files, needs_native
 
 pytestmark = [needs_native, needs_memory_files]

@@ -23,7 +23,7 @@ from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.mpi import LARGEST_TAG
-from tests.ranks import RankedCases
+from tests.on_ranks import RankedCases
 from tests.threads import on_threads
 
 CASES = "tests.engine.tags_cases"

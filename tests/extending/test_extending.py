@@ -11,12 +11,13 @@ import pytest
 
 from tests.extending.line_up import launch
 from tests.launch.launching import call_bare
+from tests.on_ranks import RankedCases
 from tests.preloaded import preloaded
-from tests.ranks import CASES, TORCH, RankedCases, rank_environment, run_ranks
+from tests.ranks import CASES, TORCH, rank_environment, run_ranks
 
 RESULTS = RankedCases("tests.extending.cases")
 REGISTERED = "tests.extending.registered"
-CARRIED = RankedCases("tests.transports.transport_cases", runner=REGISTERED, HVDKIT_NODE_MEMORY="0")
+CARRIED = RankedCases("tests.transports.test_transports", runner=REGISTERED, HVDKIT_NODE_MEMORY="0")
 FAILING_CODEC = [sys.executable, "-m", "tests.extending.failing_codec"]
 # Without the node's memory, what is sent depends on the algorithm, and that on how busy the machine was at init.
 DEPENDS = {"case_communication_statistics_count_bytes"}

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from tests.gpu import card
-from tests.ranks import CASES, ROOT, RankedCases, run_ranks
+from tests.on_ranks import RankedCases
+from tests.ranks import CASES, ROOT, run_ranks
 
 WAYS = ["nccl", "host"]
 SIZES = [2, pytest.param(4, marks=pytest.mark.thorough)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import TORCH, RankedCases
+from tests.on_ranks import RankedCases
+from tests.ranks import TORCH
 
 PRELOADS = {"tensorflow": ("tensorflow", "keras", "pytest", "hvdkit.keras"), "torch": (*TORCH, "keras", "hvdkit.keras")}
 RESULTS = {

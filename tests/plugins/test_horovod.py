@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit.plugins.horovod.engine import NOT_INSTALLED, find_native_part
-from tests.ranks import ROOT, RankedCases, rank_environment, run_ranks
+from tests.on_ranks import RankedCases
+from tests.ranks import ROOT, rank_environment, run_ranks
 
 pytestmark = pytest.mark.skipif(find_native_part() is None, reason=f"{NOT_INSTALLED}: not tested")
 
@@ -21,10 +22,10 @@ JOB = [sys.executable, "-m", "tests.plugins.horovod_jobs"]
 PATIENCE_SECONDS = 90
 
 ASKED = {"HVDKIT_TRANSPORT": "horovod"}
-OPERATIONS = RankedCases("tests.torch.ops_cases", **ASKED)
-OPTIMIZER = RankedCases("tests.torch.optimizer_cases", **ASKED)
-COMPRESSION = RankedCases("tests.torch.compression_cases", **ASKED)
-TRANSPORT = RankedCases("tests.transports.transport_cases", **ASKED)
+OPERATIONS = RankedCases("tests.torch.test_ops", **ASKED)
+OPTIMIZER = RankedCases("tests.torch.test_optimizer", **ASKED)
+COMPRESSION = RankedCases("tests.torch.test_compression", **ASKED)
+TRANSPORT = RankedCases("tests.transports.test_transports", **ASKED)
 CASES = RankedCases("tests.plugins.horovod_cases", "tests.transports.launched", **ASKED)
 # They look for the addresses of numpy arrays, and for what the algorithms of the host tell the timeline.
 HOST_ONLY = {"case_the_timeline_is_valid_and_has_a_row_for_each_tensor"}

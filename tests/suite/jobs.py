@@ -31,6 +31,8 @@ def job_of(nodeid: str, seconds: Mapping[str, float]) -> str:
         if found := re.match(pattern, nodeid):
             return f"{file}::{found[1]}"
     name, _, parameters = function.partition("[")
+    if found := re.fullmatch(r"(.*\d@\w+)\]", parameters):  # of tests.on_ranks
+        return f"{file}::[{found[1]}]"
     parts = parameters.removesuffix("]").split("-")
     others = [part for part in parts if not part.startswith("case_")]
     if len(others) < len(parts):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import preloaded
+from tests import on_ranks, preloaded
 from tests.suite import jobs, report, sizes
 from tests.suite.progress import Progress
 
@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: runs in make test-all, not in make test")
     config.addinivalue_line("markers", "essential(name=value or tuple): thorough with other values of these parameters")
+    config.addinivalue_line("markers", "on_ranks: runs in the ranks of jobs, see tests/on_ranks.py")
     config.addinivalue_line("markers", "every_size: runs on 1 and 4 ranks in make test, too")
     # A shell that runs this in the background has it ignore Ctrl-C, and so would all that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -37,6 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
         servers = preloaded.Servers()
         config.add_cleanup(servers.close)
         os.environ[preloaded.ASKED] = servers.listen()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    on_ranks.parametrize(metafunc)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    on_ranks.select(session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Have a test that is marked ``on_ranks`` called by ranks."""
+    if (job := on_ranks.job_of(pyfuncitem)) is None:
+        return None
+    job.cases.check(pyfuncitem.originalname, job.size, job.transport)
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

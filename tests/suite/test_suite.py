@@ -15,6 +15,7 @@ def test_cases_of_one_job_run_together_wherever_the_case_stands_in_the_id() -> N
     assert jobs.job_of(CASE, {}) == job
     assert jobs.job_of("tests/torch/test_ops.py::test_ops[case_x-np2-mpi]", {}) == job
     assert jobs.job_of("tests/a.py::test_b[case_x]", {}) == "tests/a.py::test_b[]"
+    assert jobs.job_of("tests/a.py::test_b[two nodes:3@torch]", {}) == "tests/a.py::[two nodes:3@torch]"
 
 
 def test_what_takes_long_runs_alone_and_a_file_that_does_not_together() -> None:

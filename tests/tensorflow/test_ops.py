@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.ranks import RankedCases, run_ranks
+from tests.on_ranks import RankedCases
+from tests.ranks import run_ranks
 
 RUNNER = "tests.tensorflow.runner"
 PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")

@@ -25,23 +25,13 @@ from hvdkit.torch import DDPHook
 from hvdkit.torch.data_parallel import group
 from hvdkit.torch.data_parallel.gradients import HookBucket
 from hvdkit.torch.data_parallel.group import FINISH_SECONDS, Worker
-from tests.ranks import TORCH, RankedCases, start_ranks
+from tests.ranks import TORCH, start_ranks
 from tests.threads import on_threads
 from tests.torch.ddp_hook_loop import TIMEOUT_SECONDS
 from tests.torch.optimizer_support import expect
 
-MODULE = "tests.torch.ddp_hook_cases"
-RESULTS = RankedCases(MODULE, runner=MODULE)
 # What noticing may take on a machine that is busy with other tests.
 PATIENCE_SECONDS = 240
-
-
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3]
-)
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_on_ranks(case: str, ranks: int) -> None:
-    RESULTS.check(case, ranks, "torch")
 
 
 def loop(mode: str, ranks: int, pids: list[int] | None = None) -> list[subprocess.Popen[str]]:

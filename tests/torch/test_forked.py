@@ -1,22 +1,213 @@
-"""Children that ranks fork, on real ranks."""
+"""Children forked from ranks, as workers of a DataLoader are: they may ask who they are, and communicate nothing."""
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests.ranks import TORCH, RankedCases, run_ranks
+from hvdkit.errors import ForkedChildError, NotInitializedError
+from tests.forking import forked, in_child
+from tests.on_ranks import on_ranks
+from tests.ranks import TORCH, Skip, run_ranks
+from tests.told import told
+from tests.torch.operations import still_works
+
+pytestmark = on_ranks(1, 2)
+
+
+def answers(hvd: Any) -> list[Any]:
+    questions = (
+        hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_initialized,
+        hvd.is_homogeneous, hvd.mpi_enabled, hvd.gloo_enabled,
+        *(getattr(one, name) for one in (hvd.global_process_set,) for name in ("rank", "size", "included")),
+    )  # fmt: skip
+    return [*(question() for question in questions), hvd.global_process_set.ranks]
+
+
+def test_a_child_keeps_what_its_parent_had_when_it_was_forked(hvd: Any) -> None:
+    """Gradients, and what a hook made of them: the parent drops them and goes on, as after a checkpoint's fork."""
+    weights = [torch.nn.Parameter(torch.ones(elements)) for elements in (1 << 16, 1 << 18, 100)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(weights, 0.0), [(str(i), one) for i, one in enumerate(weights)], op=hvd.Sum
+    )
+    statistics: list[torch.Tensor] = []
+    weights[0].register_hook(lambda gradient: statistics.append(gradient * 6))
+
+    def backward(factor: float) -> None:
+        statistics.clear()
+        torch.stack([(weight * factor).sum() for weight in weights]).sum().backward()
+
+    for _ in range(2):  # in the second step gradients are reduced where they lie
+        optimizer.zero_grad()
+        backward(12)
+        optimizer.step()
+    kept = [*(weight.grad for weight in weights), *statistics]
+
+    def check() -> None:
+        assert [one.unique().tolist() for one in kept] == [[12 * hvd.size()]] * 3 + [[72]]
+
+    children = [forked(check) for _ in range(2)]
+    kept.clear()
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step != 1)
+        backward(100 + step)
+        children.append(forked_with([weight.grad for weight in weights]))  # in the middle of a step
+        optimizer.step()
+    for child in children:
+        child()
+    still_works(hvd)
+
+
+def forked_with(gradients: list[Any]) -> Callable[[], None]:
+    """What is being summed may be there in part, as in any fork; but it does not change."""
+    earlier: list[torch.Tensor] = []
+
+    def check() -> None:
+        assert all(map(torch.equal, gradients, earlier))
+
+    return forked(check, lambda: earlier.extend(gradient.clone() for gradient in gradients))
+
+
+class Sharded(IterableDataset[int]):
+    """Each rank, and each of its workers, has other numbers."""
+
+    def __init__(self, hvd: Any) -> None:
+        self.hvd = hvd
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        yield from range(self.hvd.rank() * worker.num_workers + worker.id, 12, self.hvd.size() * worker.num_workers)
+
+
+def test_questions_about_ranks_are_answered_as_in_the_parent(hvd: Any) -> None:
+    expected = answers(hvd)
+
+    def check() -> None:
+        assert answers(hvd) == expected
+        in_child(lambda: told_the_same(hvd, expected))  # and in its own child
+
+    in_child(check)
+    still_works(hvd)
+
+
+def told_the_same(hvd: Any, expected: list[Any]) -> None:
+    assert answers(hvd) == expected
+
+
+def test_process_sets_answer_too(hvd: Any) -> None:
+    first = hvd.ProcessSet([0])
+    with told(ValueError, "HOROVOD_DYNAMIC_PROCESS_SETS"):
+        hvd.add_process_set(first)
+    assert first.included() == (hvd.rank() == 0)
+    in_child(lambda: told_included(hvd, first))
+
+
+def told_included(hvd: Any, first: Any) -> None:
+    assert first.included() == (hvd.rank() == 0)
+    with told(ForkedChildError, "forked from rank"):
+        hvd.add_process_set(first)
+
+
+def test_workers_of_a_data_loader_shard_by_rank(hvd: Any) -> None:
+    for context in (None, "fork"):
+        found = [int(one) for one in DataLoader(Sharded(hvd), num_workers=2, multiprocessing_context=context)]
+        mine = [number for number in range(12) if number // 2 % hvd.size() == hvd.rank()]
+        assert sorted(found) == mine
+    still_works(hvd)
+
+
+def test_collective_calls_raise_at_once(hvd: Any) -> None:
+    tensor = torch.ones(2 * hvd.size())
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    pending = None if hvd.rank() == hvd.size() - 1 else hvd.allreduce_async(tensor, name="pending")
+    calls = [
+        lambda: hvd.allreduce(tensor),
+        lambda: hvd.allreduce_async_(tensor, name="x"),
+        lambda: hvd.grouped_allreduce([tensor]),
+        lambda: hvd.sparse_allreduce_async(tensor.to_sparse(), "x", hvd.Sum),
+        lambda: hvd.allgather(tensor),
+        lambda: hvd.broadcast_(tensor, 0),
+        lambda: hvd.alltoall(tensor),
+        lambda: hvd.reducescatter(tensor),
+        lambda: hvd.broadcast_object(1, 0),
+        lambda: hvd.allgather_object(1),
+        lambda: hvd.broadcast_parameters(model.state_dict(), 0),
+        lambda: hvd.broadcast_optimizer_state(optimizer, 0),
+        hvd.join,
+        hvd.barrier,
+        optimizer.step,
+        optimizer.synchronize,
+        lambda: step_without_synchronizing(optimizer),
+        *([lambda: hvd.SyncBatchNorm(2).train()(torch.ones(4, 2))] if hvd.size() > 1 else []),
+        *([lambda: hvd.synchronize(pending)] if pending is not None else []),
+    ]
+
+    def check() -> None:
+        for call in calls:
+            with told(hvd.HorovodInternalError, f"forked from rank {hvd.rank()} ", "HINT") as caught:
+                call()
+            assert isinstance(caught.value, ForkedChildError)
+
+    in_child(check)
+    hvd.barrier()
+    if pending is None:
+        pending = hvd.allreduce_async(tensor, name="pending")
+    assert hvd.synchronize(pending).tolist() == tensor.tolist()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    still_works(hvd)
+
+
+def step_without_synchronizing(optimizer: Any) -> None:
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def test_a_process_of_multiprocessing_asks_and_ends(hvd: Any) -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put(answers(hvd)))
+    child.start()
+    assert queue.get() == answers(hvd)
+    child.join(30)
+    assert child.exitcode == 0
+    still_works(hvd)
+
+
+def test_shutdown_and_init_in_a_child_are_its_own(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("a rank alone: its child starts a job of its own")
+
+    def check() -> None:
+        expected = answers(hvd)
+        hvd.init()  # as a second call
+        assert answers(hvd) == expected
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        for call in (hvd.rank, lambda: hvd.allreduce(torch.ones(1))):
+            with told(NotInitializedError, "has not been initialized"):
+                call()
+        hvd.init()
+        assert answers(hvd) == expected
+        with told(ForkedChildError, "forked from rank"):
+            hvd.barrier()
+
+    in_child(check)
+    still_works(hvd)
+
 
 ENDINGS = "tests.torch.forked_endings"
 WAYS = ("returns", "exits", "exits with 3", "caught", "raises", "leaves")
-RESULTS = RankedCases("tests.torch.forked_cases")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_forked(case: str, ranks: int, transport: str) -> None:
-    RESULTS.check(case, ranks, transport)
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,73 @@
-"""What users do with gradients, in sequences that hypothesis makes: as in one process, wherever gradients lie."""
+"""Programs that hypothesis makes of what users do with gradients: see sequences.py.
+
+All ranks make the same programs, and fail together, so they shrink them together too. SEQUENCES=300 tries so many, and
+shrinks what fails.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
+from typing import Any
 
-import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.ranks import RankedCases
+from tests.on_ranks import on_ranks
+from tests.torch.sequences import Program, is_longer_search, programs, programs_to_try, run
 
-CASES = "tests.torch.sequence_cases"
-# Reduced beside the backward pass, and not after it, also where the ranks' threads have every core.
-BESIDE = RankedCases(CASES, HVDKIT_FUSION_THRESHOLD="65536")
-# After the backward pass, on every machine.
-IN_TURN = RankedCases(CASES, OMP_NUM_THREADS=str(max(2, os.cpu_count() or 1)))
-ELSEWHERE = {
-    "no arena": RankedCases(CASES, HVDKIT_ARENA="0"),
-    "no shared memory": RankedCases(CASES, HVDKIT_NODE_MEMORY="0"),
-    "two nodes": RankedCases(CASES, per_node=2),
-}
-
-
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (3, "torch")])
-@pytest.mark.parametrize("case", BESIDE.names)
-def test_sequences(case: str, ranks: int, transport: str) -> None:
-    (BESIDE if ranks == 2 else IN_TURN).check(case, ranks, transport)
+pytestmark = [
+    # Reduced beside the backward pass, and not after it, also where the ranks' threads have every core.
+    on_ranks((2, "mpi"), HVDKIT_FUSION_THRESHOLD="65536"),
+    # Reduced after the backward pass, on every machine.
+    on_ranks((3, "torch"), name="in turn", OMP_NUM_THREADS=str(max(2, os.cpu_count() or 1))),
+    on_ranks((2, "torch"), name="no arena", thorough=True, HVDKIT_ARENA="0"),
+    on_ranks((2, "torch"), name="no memory", thorough=True, HVDKIT_NODE_MEMORY="0"),
+    on_ranks((3, "torch"), name="two nodes", thorough=True, per_node=2),
+]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("where", "ranks"), [("no arena", 2), ("no shared memory", 2), ("two nodes", 3)])
-@pytest.mark.parametrize("case", BESIDE.names)
-def test_sequences_without(case: str, where: str, ranks: int) -> None:
-    ELSEWHERE[where].check(case, ranks, "torch")
+def try_all(check: Callable[[Program], None], compiled: bool, examples: int) -> None:
+    """Every program that is made passes ``check``; else the smallest that does not is told."""
+    failed: dict[Program, BaseException] = {}
+
+    def once(program: Program) -> None:
+        """Hypothesis runs again what has failed, and would tell how ranks of which one failed alone miss each other."""
+        if program in failed:
+            raise failed[program]
+        try:
+            check(program)
+        except BaseException as error:
+            failed[program] = error
+            raise
+
+    torch.set_num_threads(1)  # OpenMP's threads do not come along into a child
+    warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
+    settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, *[Phase.shrink] * is_longer_search()],  # which may take minutes
+        suppress_health_check=list(HealthCheck),
+    )(given(program=programs(compiled))(once))()
+
+
+def test_any_sequence_gives_what_one_process_gives_on_the_joined_batch(hvd: Any) -> None:
+    def check(program: Program) -> None:
+        run(hvd, program)
+
+    try_all(check, compiled=False, examples=programs_to_try())
+
+
+def test_any_sequence_of_a_compiled_model_gives_that_too(hvd: Any) -> None:
+    torch._functorch.config.donated_buffer = False  # which may be given back once: graphs are retained here
+
+    def check(program: Program) -> None:
+        torch._dynamo.reset()
+        run(hvd, program)
+
+    try_all(check, compiled=True, examples=3)

@@ -8,20 +8,8 @@ import sys
 
 import pytest
 
-from tests.ranks import TORCH, RankedCases, run_ranks
+from tests.ranks import TORCH, run_ranks
 
-MODULES = ["tests.torch.ops_cases", "tests.torch.optimizer_cases"]
-ON_NODES = {module: RankedCases(module, per_node=2) for module in MODULES}
-CASES = [(module, case) for module in MODULES for case in ON_NODES[module].names]
-SMALL_BUCKETS = RankedCases("tests.torch.optimizer_cases", per_node=2, HOROVOD_FUSION_THRESHOLD="64")
-STRATEGIES = RankedCases("tests.torch.optimizer_strategy_cases", per_node=2, HOROVOD_DYNAMIC_PROCESS_SETS="1")
-PROCESS_SETS = RankedCases("tests.torch.process_sets_cases", per_node=2, HOROVOD_DYNAMIC_PROCESS_SETS="1")
-WITHOUT_MEMORY = {module: RankedCases(module, HVDKIT_NODE_MEMORY="0") for module in MODULES}
-# By transport: each an algorithm that sums in an order of its own.
-BY_NAME = {
-    transport: RankedCases("tests.torch.optimizer_cases", HVDKIT_NODE_MEMORY="0", HVDKIT_ALLREDUCE=name)
-    for transport, name in (("mpi", "ring"), ("torch", "butterfly"))
-}
 WEIGHTS = [sys.executable, "-m", "tests.torch.weights"]
 
 
@@ -111,38 +99,6 @@ def digest_in_shared_memory(transport: str) -> str:
     assert "share no memory" not in output
     assert len(set(digests)) == 1
     return digests[0]
-
-
-@pytest.mark.parametrize("ranks", [4, 3])
-@pytest.mark.parametrize(("module", "case"), CASES)
-def test_over_nodes(module: str, case: str, ranks: int, transport: str) -> None:
-    ON_NODES[module].check(case, ranks, transport)
-
-
-@pytest.mark.parametrize("case", SMALL_BUCKETS.names)
-def test_over_nodes_with_a_bucket_for_each_gradient(case: str) -> None:
-    SMALL_BUCKETS.check(case, 4, "mpi")
-
-
-@pytest.mark.parametrize("case", STRATEGIES.names)
-def test_strategies_over_nodes(case: str) -> None:
-    STRATEGIES.check(case, 3, "torch")
-
-
-@pytest.mark.parametrize("case", PROCESS_SETS.names)
-def test_process_sets_over_nodes(case: str) -> None:
-    PROCESS_SETS.check(case, 4, "mpi")
-
-
-@pytest.mark.parametrize(("module", "case"), CASES)
-def test_without_shared_memory(module: str, case: str) -> None:
-    # Optimizers on MPI are below, with an algorithm asked for by name.
-    WITHOUT_MEMORY[module].check(case, 3, "mpi" if "ops" in module else "torch")
-
-
-@pytest.mark.parametrize("case", BY_NAME["mpi"].names)
-def test_an_algorithm_asked_for_by_name(case: str, transport: str) -> None:
-    BY_NAME[transport].check(case, 3, transport)
 
 
 @pytest.mark.essential(ranks=(3, 4), per_node=2)

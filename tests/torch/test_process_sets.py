@@ -1,16 +1,164 @@
-"""Operations among some of the ranks, on real ranks."""
+"""Operations among some of the ranks."""
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from tests.ranks import RankedCases
+import torch
 
-RESULTS = RankedCases("tests.torch.process_sets_cases", HOROVOD_DYNAMIC_PROCESS_SETS="1")
+from hvdkit.engine.session import runtime
+from tests.on_ranks import on_ranks
+from tests.ranks import Skip
+from tests.told import told
+from tests.torch.data import equal, total, values
+
+pytestmark = [
+    on_ranks(2, 3, 4, every_size=True, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks((4, "mpi"), name="two nodes", per_node=2, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+]
 
 
-@pytest.mark.every_size
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_process_sets(case: str, ranks: int, transport: str) -> None:
-    RESULTS.check(case, ranks, transport)
+def _sets(hvd):
+    """Even ranks, odd ranks (where there are any), and the last rank alone where that is another set."""
+    size = hvd.size()
+    members = [list(range(0, size, 2)), list(range(1, size, 2)), [size - 1]]
+    distinct = {tuple(ranks): ranks for ranks in members if ranks and len(ranks) < size}
+    assert distinct, "one rank has no other sets"
+    return [hvd.add_process_set(ranks) for ranks in distinct.values()]
+
+
+def _remove(hvd, sets):
+    for process_set in sets:
+        assert hvd.remove_process_set(process_set)
+
+
+def test_all_operations_stay_inside_the_set(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if not process_set.included():
+            continue
+        members = process_set.ranks
+        inputs = [values(rank, (4, 3), torch.float32) for rank in members]
+        mine, index, count = inputs[process_set.rank()], process_set.rank(), len(members)
+        assert process_set.size() == count
+        assert members[index] == hvd.rank()
+        assert equal(hvd.allreduce(mine, op=hvd.Sum, process_set=process_set), total(inputs))
+        assert torch.allclose(hvd.allreduce(mine, process_set=process_set), total(inputs) / count)
+        assert equal(hvd.allreduce_(mine.clone(), op=hvd.Sum, process_set=process_set), total(inputs))
+        outputs = hvd.grouped_allreduce([mine, mine], op=hvd.Sum, process_set=process_set)
+        assert all(equal(output, total(inputs)) for output in outputs)
+        assert equal(hvd.allgather(mine, process_set=process_set), torch.cat(inputs))
+        assert equal(hvd.broadcast(mine, members[-1], process_set=process_set), inputs[-1])
+        rows = torch.arange(count) + 10 * index
+        assert equal(hvd.alltoall(rows, process_set=process_set), torch.arange(count) * 10 + index)
+        share = hvd.reducescatter(mine, op=hvd.Sum, process_set=process_set)
+        assert equal(share, total(inputs).tensor_split(count)[index])
+        hvd.barrier(process_set=process_set)
+    _remove(hvd, sets)
+
+
+def test_sets_that_come_and_go_leave_no_memory_behind(hvd):
+    memory = getattr(runtime.engine().transport, "memory", None)
+    if memory is None or hvd.size() < 3:
+        raise Skip("needs memory that three ranks share")
+    everyone = len(runtime.engine().transport.members) == hvd.size()
+    if not everyone:
+        raise Skip("needs one node")
+    numbers = torch.ones(1 << 20)
+
+    def held() -> int:
+        return int(hvd.broadcast(torch.tensor([os.fstat(memory._descriptor).st_blocks]), 0)) * 512
+
+    before = held()
+    for _ in range(8):
+        pair = hvd.add_process_set([0, 1])
+        if pair.included():
+            assert equal(hvd.allreduce(numbers, op=hvd.Sum, process_set=pair), 2 * numbers)
+        assert hvd.remove_process_set(pair)
+    assert held() - before < numbers.nbytes, (before, held())  # two ranks stage 1 MiB each in each set
+
+
+def test_objects_and_sparse_tensors_in_a_set(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if not process_set.included():
+            continue
+        members = process_set.ranks
+        assert hvd.broadcast_object(hvd.rank(), members[-1], process_set=process_set) == members[-1]
+        assert hvd.allgather_object({"rank": hvd.rank()}, process_set=process_set) == [{"rank": r} for r in members]
+        sparse = torch.ones(3).to_sparse()
+        summed = hvd.sparse_allreduce_async(sparse, name="sparse", op=hvd.Sum, process_set=process_set)()
+        assert torch.equal(summed.to_dense(), torch.full((3,), float(len(members))))
+    _remove(hvd, sets)
+
+
+def test_gradients_stay_inside_the_set(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if not process_set.included():
+            continue
+        count, index, members = process_set.size(), process_set.rank(), process_set.ranks
+        leaf = torch.ones(2, requires_grad=True)
+        hvd.allreduce(leaf, op=hvd.Sum, process_set=process_set).sum().backward()
+        assert torch.equal(leaf.grad, torch.full((2,), float(count)))
+        leaf = torch.ones(2, requires_grad=True)
+        gathered = hvd.allgather(leaf, process_set=process_set)
+        gathered.backward(torch.arange(2.0 * count))
+        assert torch.equal(leaf.grad, torch.arange(2.0 * count).split(2)[index])
+        leaf = torch.ones(2, requires_grad=True)
+        hvd.broadcast(leaf, members[0], process_set=process_set).sum().backward()
+        assert torch.equal(leaf.grad, torch.full((2,), 1.0 if index == 0 else 0.0))
+        leaf = torch.ones(2 * count, requires_grad=True)
+        hvd.reducescatter(leaf, op=hvd.Sum, process_set=process_set).sum().backward()
+        assert torch.equal(leaf.grad, torch.full((2 * count,), float(count)))
+    _remove(hvd, sets)
+
+
+def test_sets_work_at_the_same_time_under_the_same_name(hvd):
+    sets = _sets(hvd)
+    handles = [
+        (process_set, hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="shared", process_set=process_set))
+        for process_set in [hvd.global_process_set, *sets]
+        if process_set is hvd.global_process_set or process_set.included()
+    ]
+    for process_set, handle in reversed(handles):
+        assert equal(hvd.synchronize(handle), torch.full((3,), float(process_set.size())))
+    _remove(hvd, sets)
+
+
+def test_wrong_uses_of_sets_are_told(hvd):
+    sets = _sets(hvd)
+    for process_set in sets:
+        if process_set.included():
+            outsider = next(rank for rank in range(hvd.size()) if rank not in process_set.ranks)
+            with told(ValueError, "root_rank"):
+                hvd.broadcast(torch.ones(1), outsider, process_set=process_set)
+        else:
+            with told(ValueError, "HINT"):
+                hvd.allreduce(torch.ones(1), process_set=process_set)
+            with told(ValueError) as caught:
+                process_set.rank()
+            assert str(caught.value) == (
+                f"process_set.rank(): rank {hvd.rank()} is not in process set {process_set.process_set_id}, which has "
+                f"the ranks {process_set.ranks}.\nHINT: call it only where process_set.included() is true."
+            )
+            with told(ValueError, "not a member"):
+                hvd.barrier(process_set=process_set)
+        if process_set.included():
+            with told(NotImplementedError, "Adasum does not support non-global process sets"):
+                hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=process_set)
+    _remove(hvd, sets)
+    for process_set in sets:
+        with told(ValueError, "must be registered"):
+            hvd.allreduce(torch.ones(1), process_set=process_set)
+
+
+def test_ranks_that_name_different_sets_are_told(hvd):
+    if hvd.size() < 3:
+        raise Skip("needs three ranks")
+    sets = [hvd.add_process_set([0, 1]), hvd.add_process_set([0, 1, 2])] if hvd.size() > 3 else []
+    if sets and hvd.rank() < 2:
+        with told(hvd.HorovodInternalError, "clash", f"process set {sets[0].process_set_id}", "rank 0", "rank 1"):
+            hvd.allreduce(torch.ones(2), name="clash", process_set=sets[0] if hvd.rank() else hvd.global_process_set)
+    hvd.barrier()
+    _remove(hvd, sets)

@@ -1,15 +1,259 @@
-"""Small allreduces that come again, on real ranks."""
+"""Small allreduces under the same name again and again: what the ranks of a node reduce without asking anybody."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import threading
+import time
 
-from tests.ranks import RankedCases
+import torch
 
-RESULTS = RankedCases("tests.torch.repeated_cases", HOROVOD_DYNAMIC_PROCESS_SETS="1")
+from hvdkit import kernels
+from hvdkit.engine.ranks.repetitions import REGIONS
+from hvdkit.engine.session import runtime
+from tests.on_ranks import on_ranks
+from tests.ranks import Skip
+from tests.scale_factors import PRODUCTS
+from tests.told import told
+from tests.torch.data import equal
+
+pytestmark = on_ranks(1, 2, 3, 4, every_size=True, HOROVOD_DYNAMIC_PROCESS_SETS="1")
+
+TIMES = 50
 
 
-@pytest.mark.every_size
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_repeated(case: str, size: int, transport: str) -> None:
-    RESULTS.check(case, size, transport)
+def repetitions():
+    """Those of all ranks; None where these cannot reduce anything themselves."""
+    return runtime.engine().groups.repetitions.get(0)
+
+
+def numbers(rank, step, elements=33):
+    return torch.linspace(-1, 1, elements) * (rank + 1) + step / 7
+
+
+def expected(hvd, step, average=False):
+    total = numbers(0, step)
+    for rank in range(1, hvd.size()):
+        total = total + numbers(rank, step)
+    return total / hvd.size() if average else total
+
+
+def test_ranks_that_each_have_a_core_know_what_comes_again(hvd):
+    hvd.shutdown()
+    os.sched_getaffinity = lambda process: set(range(64))  # for all cases: a machine may have fewer than ranks
+    hvd.init()
+    for _ in range(2):
+        hvd.allreduce(torch.ones(3), name="again")
+        hvd.allreduce(torch.ones(3))
+    if hvd.size() == 1 or kernels.backend() != "native":
+        assert repetitions() is None
+        raise Skip("needs others, and the native kernels")
+    assert repetitions().knows("again")
+    assert repetitions().knows(None)
+    hvd.barrier()
+
+
+def test_the_same_bits_as_the_first_time(hvd):
+    for step in range(TIMES):
+        tensor = numbers(hvd.rank(), step)
+        got = hvd.allreduce(tensor, name="sum", op=hvd.Sum)
+        assert equal(got, expected(hvd, step)), step
+        assert equal(tensor, numbers(hvd.rank(), step))
+        in_place = tensor.clone()
+        assert hvd.allreduce_(in_place, name="in.place") is in_place
+        assert equal(in_place, expected(hvd, step, average=True)), step
+    hvd.barrier()
+
+
+def test_types_shapes_and_operations_are_told_apart(hvd):
+    size = hvd.size()
+    for step in range(8):
+        for dtype in (torch.float32, torch.float64, torch.int32, torch.bfloat16):
+            got = hvd.allreduce(torch.full((3,), 2, dtype=dtype), name=f"typed.{dtype}", op=hvd.Sum)
+            assert equal(got, torch.full((3,), 2 * size, dtype=dtype))
+        assert equal(hvd.allreduce(torch.tensor(float(hvd.rank())), name="max", op=hvd.Max), torch.tensor(size - 1.0))
+        got = hvd.allreduce(torch.ones(2), name="scaled", op=hvd.Sum, postscale_factor=0.5)
+        assert equal(got, torch.full((2,), 0.5 * size))
+        got = hvd.allreduce(torch.ones(2), name="scaled.before", op=hvd.Sum, prescale_factor=0.5)
+        assert equal(got, torch.full((2,), 0.5 * size))
+        # One name, of which the shape changes now and then.
+        count = 4 if step % 4 else 5
+        assert equal(hvd.allreduce(torch.ones(count), name="changing", op=hvd.Sum), torch.full((count,), float(size)))
+
+
+def test_factors_are_rounded_as_in_the_first_operation(hvd):
+    for name, (element, factor, product) in {name: rows[0] for name, rows in PRODUCTS.items()}.items():
+        tensor = torch.full((5,), element if hvd.rank() == 0 else 0, dtype=getattr(torch, name))
+        for _ in range(4):
+            got = hvd.allreduce(tensor, name=f"factor.{name}", op=hvd.Sum, postscale_factor=factor)
+            assert equal(got, torch.full((5,), product, dtype=tensor.dtype)), (name, factor)
+
+
+def test_a_rank_that_comes_late_is_waited_for(hvd):
+    for step in range(12):
+        if hvd.rank() == step % hvd.size():
+            time.sleep(0.01)
+        assert equal(hvd.allreduce(numbers(hvd.rank(), step), name="late", op=hvd.Sum), expected(hvd, step))
+
+
+def test_other_forms_count_too(hvd):
+    rank = hvd.rank()
+    for step in range(30):
+        tensor = numbers(rank, step)
+        if (step + rank) % 3 == 0:
+            got = hvd.synchronize(hvd.allreduce_async(tensor, name="forms", op=hvd.Sum))
+        elif (step + rank) % 3 == 1:
+            got = hvd.allreduce(tensor, name="forms", op=hvd.Sum)
+        else:
+            tensor.requires_grad_()
+            got = hvd.allreduce(tensor, name="forms", op=hvd.Sum).detach()
+        assert equal(got, expected(hvd, step)), step
+
+
+def test_calls_without_a_name_meet_by_their_numbers(hvd):
+    rank = hvd.rank()
+    for step in range(TIMES):
+        assert equal(hvd.allreduce(numbers(rank, step), op=hvd.Sum), expected(hvd, step))
+        if (step + rank) % 4 == 0:
+            handle = hvd.allreduce_async(numbers(rank, step + 1), op=hvd.Sum)
+            other = hvd.allreduce(torch.ones(2), op=hvd.Sum)
+            got = hvd.synchronize(handle)
+        else:
+            got = hvd.allreduce(numbers(rank, step + 1), op=hvd.Sum)
+            other = hvd.allreduce(torch.ones(2), op=hvd.Sum)
+        assert equal(got, expected(hvd, step + 1))
+        assert equal(other, torch.full((2,), float(hvd.size())))
+
+
+def test_calls_without_a_name_in_another_order_are_an_error(hvd):
+    if hvd.size() == 1:
+        raise Skip("needs others")
+    shapes = (3, 4)
+    for _ in range(4):
+        for shape in shapes:
+            hvd.allreduce(torch.ones(shape))
+    first, second = shapes if hvd.rank() == 0 else reversed(shapes)
+    for shape in (first, second):
+        with told(hvd.HorovodInternalError, "Mismatched shapes", "[3]", "[4]"):
+            hvd.allreduce(torch.ones(shape))
+    for step in range(4):
+        assert equal(hvd.allreduce(numbers(hvd.rank(), step), op=hvd.Sum), expected(hvd, step))
+
+
+def test_ranks_that_ask_for_something_else_get_an_error_and_go_on(hvd):
+    if hvd.size() == 1:
+        raise Skip("needs others")
+    for _ in range(4):
+        hvd.allreduce(torch.ones(4), name="same")
+    with told(hvd.HorovodInternalError, "same", "Mismatched shapes", "[4]", "[5]"):
+        hvd.allreduce(torch.ones(5 if hvd.rank() == 0 else 4), name="same")
+    for step in range(6):
+        got = hvd.allreduce(torch.full((4,), float(step)), name="same", op=hvd.Sum)
+        assert equal(got, torch.full((4,), float(step * hvd.size())))
+    with told(hvd.HorovodInternalError, "same", "Mismatched reduce operations"):
+        hvd.allreduce(torch.ones(4), name="same", op=hvd.Max if hvd.rank() == 0 else hvd.Sum)
+
+
+def test_a_name_in_flight_is_still_an_error(hvd):
+    if hvd.size() == 1:
+        raise Skip("needs others")
+    for _ in range(4):
+        hvd.allreduce(torch.ones(4), name="in.flight")
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(4), name="in.flight")
+        with told(ValueError, "in.flight", "currently being processed"):
+            hvd.allreduce(torch.ones(4), name="in.flight")
+        hvd.allreduce(torch.ones(1), name="go.on")
+        hvd.synchronize(handle)
+    else:
+        hvd.allreduce(torch.ones(1), name="go.on")
+        hvd.allreduce(torch.ones(4), name="in.flight")
+    for step in range(4):
+        got = hvd.allreduce(torch.full((4,), float(step)), name="in.flight", op=hvd.Sum)
+        assert equal(got, torch.full((4,), float(step * hvd.size())))
+
+
+def test_what_failed_once_comes_again_later(hvd):
+    if repetitions() is None:
+        raise Skip("needs others, and the native kernels")
+    for name in ("failing", None):
+        for _ in range(3):
+            hvd.allreduce(torch.ones(4), name=name)
+        with told(hvd.HorovodInternalError, "Mismatched shapes"):
+            hvd.allreduce(torch.ones(3 + (hvd.rank() == 0)), name=name)
+        for _ in range(3):
+            hvd.allreduce(torch.ones(4), name=name)
+        assert repetitions().knows(name)
+    # A call that was an error on one rank is none that the others would count.
+    for _ in range(3):
+        hvd.allreduce(torch.ones(4), name="twice")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(4), name="twice")
+        with told(ValueError, "twice", "currently being processed"):
+            hvd.allreduce_async(torch.ones(4), name="twice")
+        hvd.barrier()
+    else:
+        hvd.barrier()
+        handle = hvd.allreduce_async(torch.ones(4), name="twice")
+    hvd.synchronize(handle)
+    (done,) = [each.done for content, each in repetitions()._repetitions.items() if content.name == "twice"]
+    assert set(hvd.allgather(torch.tensor([done])).tolist()) == {done}
+
+
+def test_more_of_them_than_there_are_regions_never_cross(hvd):
+    if repetitions() is None:
+        raise Skip("needs others, and the native kernels")
+    sent, steps, rank = hvd.communication_stats().bytes_sent, 300, hvd.rank()
+    for name in ("old", *(f"between.{number}" for number in range(REGIONS - 1)), "new"):
+        for _ in range(2):
+            hvd.allreduce(torch.ones(500), name=name)
+    assert not repetitions().knows("old"), "the new one has its region"
+    assert len(repetitions()._repetitions) <= REGIONS
+    wrong = []
+
+    def repeat(name, base):
+        for step in range(steps):
+            if step == 1:
+                both.wait()
+            got = hvd.allreduce(torch.full((500,), float(base + rank)), name=name, op=hvd.Sum)
+            if not equal(got, torch.full((500,), float(sum(base + one for one in range(hvd.size()))))):
+                wrong.append((name, step))
+
+    both = threading.Barrier(2, timeout=60)
+    threads = [threading.Thread(target=repeat, args=one) for one in (("old", 1000), ("new", 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong
+    calls = 2 * (REGIONS + 1) + 2 * steps
+    assert hvd.communication_stats().bytes_sent - sent >= calls * 2000, "what ranks reduce alone counts too"
+
+
+def test_process_sets_have_their_own(hvd):
+    if hvd.size() < 3:
+        raise Skip("needs three ranks")
+    some = hvd.add_process_set([0, 2])
+    for step in range(8):
+        if some.included():
+            got = hvd.allreduce(torch.full((2,), float(hvd.rank() + step)), name="of.set", op=hvd.Sum, process_set=some)
+            assert equal(got, torch.full((2,), 2.0 + 2 * step))
+        got = hvd.allreduce(torch.full((2,), 1.0), name="of.set", op=hvd.Sum)
+        assert equal(got, torch.full((2,), float(hvd.size())))
+    hvd.remove_process_set(some)
+    with told(ValueError, "must be registered"):
+        hvd.allreduce(torch.ones(2), name="of.set", op=hvd.Sum, process_set=some)
+
+
+def test_joined_ranks_give_zeros(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    for _ in range(4):
+        hvd.allreduce(torch.ones(4), name="uneven", op=hvd.Sum)
+    for step in range(4 * rank):
+        contributors = size - 1 - step // 4
+        got = hvd.allreduce(torch.ones(4), name="uneven", op=hvd.Sum)
+        assert equal(got, torch.full((4,), float(contributors))), step
+    hvd.join()
+    for _ in range(4):
+        assert equal(hvd.allreduce(torch.ones(4), name="uneven", op=hvd.Sum), torch.full((4,), float(size)))

@@ -1,28 +1,323 @@
-"""Timelines of training steps, on real ranks."""
+"""What a timeline shows of a training step: who came last, what was waited for, and where the passes are."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import RankedCases
+from hvdkit.engine.session import runtime
+from hvdkit.errors import HorovodInternalError
+from tests.on_ranks import on_ranks
+from tests.ranks import ROOT, Skip
+from tests.torch.optimizer_support import batch, loss_of, make_net, train_step
 
-MODULE = "tests.torch.timeline_cases"
-DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-RESULTS = RankedCases(MODULE, **DYNAMIC)
-WITHOUT_MEMORY = RankedCases(MODULE, HVDKIT_NODE_MEMORY="0", **DYNAMIC)
-BETWEEN = RankedCases(MODULE, per_node=1, **DYNAMIC)
+pytestmark = [
+    on_ranks(1, 2, 3, 4, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks(1, 2, 3, 4, name="no memory", HVDKIT_NODE_MEMORY="0", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks((3, "torch"), name="nodes", per_node=1, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+]
+
+LATE_SECONDS = 0.5
+COMPUTATION = "training: forward and backward"
+DOCUMENTED = set(re.findall(r"`([A-Z_]+(?: n)?|[A-Z_]+_n)`", Path(ROOT, "docs", "timeline.md").read_text()))
+DOCUMENTED |= {f"NEGOTIATE_{name}" for name in DOCUMENTED}
 
 
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_timeline(case: str, size: int, transport: str) -> None:
-    RESULTS.check(case, size, transport)
+class Shown(NamedTuple):
+    """An activity, in milliseconds."""
+
+    row: str
+    name: str
+    begin: float
+    end: float
+    args: dict[str, Any]
 
 
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_timeline_without_shared_memory(case: str, size: int, transport: str) -> None:
-    WITHOUT_MEMORY.check(case, size, transport)
+def shown_in(path: Path) -> list[Shown]:
+    events = json.loads(path.read_text())
+    rows = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    found, begun = [], dict[int, list[Any]]()
+    for event in events:
+        row = rows.get(event["tid"], "")
+        if event["ph"] == "B":
+            begun.setdefault(event["tid"], []).append(event)
+        elif event["ph"] == "E":
+            start = begun[event["tid"]].pop()
+            found.append(Shown(row, start["name"], start["ts"] / 1e3, event["ts"] / 1e3, start.get("args", {})))
+        elif event["ph"] == "X":
+            end = event["ts"] + event["dur"]
+            found.append(Shown(row, event["name"], event["ts"] / 1e3, end / 1e3, event.get("args", {})))
+    assert not any(begun.values()), begun
+    return sorted(found, key=lambda one: one.begin)
 
 
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_timeline_between_nodes(case: str) -> None:
-    BETWEEN.check(case, 3, "torch")
+@contextmanager
+def recorded(hvd: Any) -> Iterator[list[Shown]]:
+    """Holds what rank 0's timeline shows of the block, once it is over; nothing on other ranks."""
+    shown: list[Shown] = []
+    path = Path(tempfile.gettempdir(), f"hvdkit-shown-{os.getpid()}.json")
+    hvd.start_timeline(str(path))
+    try:
+        yield shown
+    finally:
+        hvd.stop_timeline()
+        if path.exists():
+            shown += shown_in(path)
+            path.unlink()
+            names = {re.sub(r"(?<=[_ ])\d+$", "n", one.name) for one in shown}
+            assert names <= DOCUMENTED, f"docs/timeline.md does not know {names - DOCUMENTED}"
+
+
+def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> None:
+    """Every rank acts; the last one only when all others wait for it, and some time more has passed."""
+    flags = [Path(directory, f"waits-{number}-{rank}") for rank in range(hvd.size() - 1)]
+    if hvd.rank() < len(flags):
+        engine = runtime.engine()
+
+        def tell() -> None:
+            while not engine.operations and not engine.submissions:
+                time.sleep(0.001)
+            flags[hvd.rank()].touch()
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        action()
+        teller.join()
+    else:
+        while not all(flag.exists() for flag in flags):
+            time.sleep(0.001)
+        time.sleep(LATE_SECONDS)
+        action()
+
+
+def wrapped(hvd: Any, net: nn.Module) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+
+
+def test_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody is waited for")
+    directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+    net = make_net()
+    optimizer, last = wrapped(hvd, net), hvd.size() - 1
+    train_step(optimizer, net, batch(hvd.rank()))
+    with recorded(hvd) as shown:
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(net, batch(hvd.rank())).backward()
+            late(hvd, optimizer.step, directory, number)
+    if hvd.rank() != 0:
+        assert shown == []
+        return
+    reductions = [one for one in shown if one.name == "ALLREDUCE"]
+    waits = [one for one in shown if one.row == reductions[0].row and one.name == f"WAIT_FOR_RANK_{last}"]
+    shares_memory = hvd.local_size() == hvd.size() and runtime.engine().settings.node_memory
+    assert len(waits) == (2 if shares_memory else 0), shown
+    for one in waits:
+        assert one.args["last_rank"] == last, one
+        assert one.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, one
+        assert one.args["ms_after_the_first"] >= one.args["ms_after_the_one_before"], one
+        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
+    for one in waits:  # drawn before the reduction, not as a part of it
+        assert not any(one.begin < other.end and other.begin < one.end for other in reductions), shown
+    waited = [one for one in shown if one.name == "WAIT_FOR_GRADIENTS"]
+    assert len(waited) == 2, shown
+    for one in waited:  # of the training thread
+        assert one.row == COMPUTATION, one
+        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
+
+
+def test_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody is waited for")
+    directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+    last = hvd.size() - 1
+    with recorded(hvd) as shown:
+        late(hvd, lambda: hvd.allreduce(torch.ones(3), name="late"), directory, 0)
+    if hvd.rank() == 0:
+        (wait,) = [one for one in shown if one.name.startswith("WAIT_FOR_RANK_")]
+        (asked,) = [one for one in shown if one.name == "NEGOTIATE_ALLREDUCE"]
+        (ran,) = [one for one in shown if one.name == "ALLREDUCE"]
+        assert wait.name == f"WAIT_FOR_RANK_{last}", shown
+        assert wait.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, wait
+        assert wait.row == asked.row == ran.row == "allreduce 'late'", shown
+        assert asked.begin <= wait.begin <= wait.end <= asked.end <= ran.begin, shown
+
+
+def test_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nobody is waited for")
+    times = 20
+    with recorded(hvd) as shown:
+        hvd.barrier()  # nobody asks before rank 0 records
+        for _ in range(times):
+            if hvd.rank() == 0:
+                time.sleep(0.02)  # long after the others, which do nothing meanwhile
+            hvd.allreduce(torch.ones(3), name="again")
+    if hvd.rank() == 0:
+        waits = [one for one in shown if one.row == "allreduce 'again'" and one.name.startswith("WAIT_FOR_RANK_")]
+        assert len(waits) == times, shown  # also where another rank asks again before this one has the result
+        assert [one.name for one in waits].count("WAIT_FOR_RANK_0") > times / 2, waits
+
+
+def test_what_rank_0_has_no_part_in_is_not_kept(hvd: Any) -> None:
+    if hvd.size() < 3:
+        raise Skip("needs a process set without rank 0")
+    without = hvd.add_process_set([1, 2])
+    with recorded(hvd) as shown:
+        for _ in range(5):
+            if without.included():
+                hvd.allreduce(torch.ones(3), process_set=without)
+        hvd.barrier()
+        if hvd.rank() == 0:
+            assert runtime.engine().telemetry._requests == {}
+    assert not any("allreduce" in one.row for one in shown), shown
+    hvd.remove_process_set(without)
+
+
+def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nothing is encoded")
+    where = "everywhere" if hvd.local_size() == hvd.size() else "between_nodes"
+    net = nn.Linear(128, 64)
+    hvd.broadcast_parameters(net.state_dict(), 0)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    codec = hvd.Compression.int8(compress=where)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=codec)
+    with recorded(hvd) as shown:
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(2, 128)).sum().backward()
+            optimizer.step()
+    if hvd.rank() == 0:
+        reductions = [one for one in shown if one.name == "ALLREDUCE"]
+        within = [one for one in shown if one.name == "COMPRESSION"]
+        assert len(within) == 3, shown
+        for one in within:
+            around = [other for other in reductions if other.begin <= one.begin and one.end <= other.end]
+            assert [other.row for other in around if other.row == one.row] == [one.row], (one, reductions)
+
+
+def test_a_recording_leaves_no_thread(hvd: Any) -> None:
+    net = make_net()
+    optimizer = wrapped(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    with recorded(hvd):
+        train_step(optimizer, net, batch(hvd.rank()))
+        before = threading.active_count()
+        for step in range(20):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+        # A transfer has a waiter's thread while it is on its way; what it leaves is used again.
+        assert threading.active_count() < before + 10, threading.enumerate()
+
+
+def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
+    if hvd.size() == 1:
+        raise Skip("nothing is reduced")
+    net = make_net()
+    optimizer = wrapped(hvd, net)
+    train_step(optimizer, net, batch(hvd.rank()))
+    with recorded(hvd):  # which looks whether each that began has ended
+        loss_of(net, batch(hvd.rank())).backward()
+        waits = optimizer.step if hvd.rank() == 0 else lambda: hvd.allgather(torch.ones(1), name="meanwhile")
+        with pytest.raises(HorovodInternalError):  # each waits for the other
+            waits()
+
+
+def test_steps_and_passes_are_marked(hvd: Any) -> None:
+    net = make_net()
+    optimizer = wrapped(hvd, net)
+    with recorded(hvd) as shown:
+        for step in range(3):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+        with torch.no_grad():
+            net(batch(hvd.rank())[0])
+    if hvd.rank() != 0:
+        return
+    assert all(one.begin >= 0 for one in shown), "times begin with the recording"
+    passes = [one for one in shown if one.row == COMPUTATION and one.name != "WAIT_FOR_GRADIENTS"]
+    # What recorded() began after the optimizer was made is followed from the first step's end on.
+    names = [one.name for one in passes]
+    assert names == ["FORWARD", "BACKWARD"] * 2 + ["FORWARD_WITHOUT_GRADIENTS"], names
+    assert all(one.args["module"] == "Net" for one in passes if one.name != "BACKWARD"), passes
+    assert all(one.end <= other.begin for one, other in pairwise(passes)), passes
+    if hvd.size() > 1:
+        steps = [one for one in shown if one.name.startswith("STEP ")]
+        assert [one.name for one in steps] == ["STEP 1", "STEP 2", "STEP 3"], steps
+        assert all(abs(one.end - other.begin) < 1e-3 for one, other in pairwise(steps)), steps
+        assert steps[0].row.startswith("training: steps of SGD"), steps
+
+
+def test_no_hook_stays_when_the_recording_is_over(hvd: Any) -> None:
+    def hooks() -> int:
+        return len(modules._global_forward_pre_hooks) + len(modules._global_forward_hooks)
+
+    net = make_net()
+    wrapped(hvd, make_net())  # those of an earlier recording go when it is noticed that it is over
+    before = hooks()
+    with recorded(hvd):
+        optimizer = wrapped(hvd, net)
+        assert hooks() == before + (2 if hvd.rank() == 0 else 0)
+        train_step(optimizer, net, batch(hvd.rank()))
+    train_step(optimizer, net, batch(hvd.rank()))
+    assert hooks() == before
+
+
+class Unusual(nn.Module):
+    """Its passes lie within each other: the forward pass is computed once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.last(checkpoint(self.inner, rows, use_reentrant=True)).mean()}
+
+
+def test_passes_are_marked_whatever_a_model_does(hvd: Any) -> None:
+    torch.manual_seed(0)
+    net = Unusual()
+    rows = torch.ones(2, 4, requires_grad=True)
+    same = nn.Identity()
+
+    def fails(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    with recorded(hvd) as shown:
+        optimizer = wrapped(hvd, net)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = net(rows)["loss"]
+            if step == 0:  # a backward pass that an exception ends before it has computed a gradient
+                loss.register_hook(fails)
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
+                loss = net(rows)["loss"]
+            for _ in range(5):
+                loss = same(loss)
+            assert len(loss._backward_hooks or ()) <= 1, "a module that gives back what it was given"
+            loss.backward()
+            optimizer.step()
+    if hvd.rank() == 0:
+        shown[:] = [one for one in shown if one.args.get("module") != "Identity"]
+        passes = [one for one in shown if one.name in ("FORWARD", "BACKWARD")]
+        within = [one for one in passes if any(other.begin < one.begin and one.end < other.end for other in passes)]
+        assert [one.name for one in passes if one not in within] == ["FORWARD"] + ["FORWARD", "BACKWARD"] * 2, shown
+        assert [one.name for one in within] == ["FORWARD", "BACKWARD"] * 2, shown
+        assert {one.args["module"] for one in within if one.name == "FORWARD"} == {"Sequential"}, shown

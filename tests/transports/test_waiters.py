@@ -9,7 +9,7 @@ from time import monotonic, sleep
 import pytest
 
 from hvdkit.transports.waiters import CALLS_IN_TURN, MOST_IDLE, STUCK_SECONDS, Waiters
-from tests.ranks import RankedCases
+from tests.on_ranks import RankedCases
 
 SECONDS = 20.0
 BETWEEN_NODES = RankedCases("tests.transports.turns_cases", HVDKIT_NODE_MEMORY="0")

@@ -20,8 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.torch.optimizer_support import assert_close, assert_identical, batch, expect, joined_batch, loss_of, make_net
+
+pytestmark = on_ranks(1, 2, 3, HVDKIT_VERIFY="1")
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -108,7 +111,7 @@ def optimizer_copied(model: Model) -> Model:
 WAYS = [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded, pair_deepcopied]  # noqa: S301
 
 
-def case_a_copy_trains_as_a_copy_of_the_plain_one(hvd: Any) -> None:
+def test_a_copy_trains_as_a_copy_of_the_plain_one(hvd: Any) -> None:
     for kind, way, steps in itertools.product(("momentum", "adam"), WAYS, (0, 2)):
         both = Both(hvd, kind)
         both.train(steps)
@@ -121,7 +124,7 @@ def case_a_copy_trains_as_a_copy_of_the_plain_one(hvd: Any) -> None:
         assert not torch.equal(both.ours.net.conv.weight, copied.ours.net.conv.weight)
 
 
-def case_a_copy_made_with_gradients_in_flight(hvd: Any) -> None:
+def test_a_copy_made_with_gradients_in_flight(hvd: Any) -> None:
     for way, steps in itertools.product(WAYS, (0, 2)):
         both = Both(hvd, "momentum")
         both.train(steps)
@@ -135,7 +138,7 @@ def case_a_copy_made_with_gradients_in_flight(hvd: Any) -> None:
         copied.check()
 
 
-def case_a_shallow_copy_and_the_original_take_turns(hvd: Any) -> None:
+def test_a_shallow_copy_and_the_original_take_turns(hvd: Any) -> None:
     for kind, steps in itertools.product(("sgd", "momentum", "adam"), (0, 2)):
         both = Both(hvd, kind)
         both.train(steps)
@@ -155,7 +158,7 @@ def case_a_shallow_copy_and_the_original_take_turns(hvd: Any) -> None:
         copied.check()
 
 
-def case_a_copy_of_the_optimizer_alone_leaves_the_model(hvd: Any) -> None:
+def test_a_copy_of_the_optimizer_alone_leaves_the_model(hvd: Any) -> None:
     both = Both(hvd, "momentum")
     for way in (copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))):  # noqa: S301
         both.train()
@@ -168,7 +171,7 @@ def case_a_copy_of_the_optimizer_alone_leaves_the_model(hvd: Any) -> None:
         both.check()
 
 
-def case_a_scheduler_copied_along_moves_the_copys_rate(hvd: Any) -> None:
+def test_a_scheduler_copied_along_moves_the_copys_rate(hvd: Any) -> None:
     net = make_net()
     plain = torch.optim.SGD(net.parameters(), lr=1.0)
     for made_of in (plain, None):
@@ -182,7 +185,7 @@ def case_a_scheduler_copied_along_moves_the_copys_rate(hvd: Any) -> None:
         assert optimizer.param_groups[0]["lr"] == before
 
 
-def case_a_copy_goes_on_with_what_its_codec_kept(hvd: Any) -> None:
+def test_a_copy_goes_on_with_what_its_codec_kept(hvd: Any) -> None:
     for way in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):  # noqa: S301
         net = make_net()
         codec = hvd.Compression.topk(0.1, compress="everywhere")
@@ -226,7 +229,7 @@ def load(model: Model) -> None:
         model.net.load_state_dict(Model(None, "sgd", seed=5).net.state_dict())
 
 
-def case_parameters_that_become_other_tensors_are_reduced(hvd: Any) -> None:
+def test_parameters_that_become_other_tensors_are_reduced(hvd: Any) -> None:
     for change, kind, steps in itertools.product((swap_all, convert, load), ("sgd", "momentum"), (0, 1, 3)):
         both = Both(hvd, kind)
         both.train(steps)
@@ -243,7 +246,7 @@ def case_parameters_that_become_other_tensors_are_reduced(hvd: Any) -> None:
             both.check()
 
 
-def case_tensors_swapped_with_gradients_in_flight_are_an_error(hvd: Any) -> None:
+def test_tensors_swapped_with_gradients_in_flight_are_an_error(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("nothing is in flight")
     both = Both(hvd, "sgd")
@@ -277,7 +280,7 @@ def ways_to_reduce(hvd: Any) -> list[dict[str, Any]]:
     return [{}, {"backward_passes_per_step": 2}] + ([{"op": hvd.Adasum}] if hvd.size() in (1, 2, 4) else [])
 
 
-def case_the_state_dicts_of_distributed_checkpoints_are_those_of_the_plain_optimizer(hvd: Any) -> None:
+def test_the_state_dicts_of_distributed_checkpoints_are_those_of_the_plain_optimizer(hvd: Any) -> None:
     for kind, options in itertools.product(OPTIMIZERS, ways_to_reduce(hvd)):
         both = Both(hvd, kind, **options)
         assert same(state_dicts(both.ours), state_dicts(both.plain)), (kind, options)
@@ -290,7 +293,7 @@ def case_the_state_dicts_of_distributed_checkpoints_are_those_of_the_plain_optim
             both.check()
 
 
-def case_one_rank_alone_takes_a_state_dict_and_no_other_waits(hvd: Any) -> None:
+def test_one_rank_alone_takes_a_state_dict_and_no_other_waits(hvd: Any) -> None:
     for options in ways_to_reduce(hvd)[::2]:
         for kind in OPTIMIZERS:
             both = Both(hvd, kind, **options)
@@ -310,7 +313,7 @@ def case_one_rank_alone_takes_a_state_dict_and_no_other_waits(hvd: Any) -> None:
                 both.check()
 
 
-def case_a_step_at_a_rate_of_zero_is_reduced_like_any_other(hvd: Any) -> None:
+def test_a_step_at_a_rate_of_zero_is_reduced_like_any_other(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("nothing is reduced")
     net = make_net()

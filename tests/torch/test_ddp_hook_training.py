@@ -27,8 +27,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.compression import CustomCodec
+from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.torch.optimizer_support import assert_close, digest, expect
+
+pytestmark = [
+    on_ranks((3, "torch"), runner=__name__),
+    on_ranks((1, "torch"), (2, "torch"), thorough=True, runner=__name__),
+]
 
 SMALL_BUCKETS = 0.004  # MB: a bucket for each of the larger parameters
 LATE_SECONDS = 5  # of a hook's time limit, in which ranks must meet all the same
@@ -202,7 +208,7 @@ def times(count: float, gradients: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {name: count * gradient for name, gradient in gradients.items()}
 
 
-def case_nothing_is_lost_when_buckets_are_laid_out_anew(hvd: Any) -> None:
+def test_nothing_is_lost_when_buckets_are_laid_out_anew(hvd: Any) -> None:
     for name, codec in keeping(hvd).items():
         job = constant(hvd, codec)
         for step in range(1, 6):
@@ -213,7 +219,7 @@ def case_nothing_is_lost_when_buckets_are_laid_out_anew(hvd: Any) -> None:
         assert set(owed(job.hook.state_dict())) == encoded, f"{name}: biases are not encoded"
 
 
-def case_all_codecs_train(hvd: Any) -> None:
+def test_all_codecs_train(hvd: Any) -> None:
     def module() -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(20, 80), nn.Tanh(), nn.Linear(80, 40), nn.Tanh(), nn.Linear(40, 30))
@@ -229,7 +235,7 @@ def case_all_codecs_train(hvd: Any) -> None:
         assert last < 0.5 * first, (name, losses)
 
 
-def case_none_is_plain_ddp(hvd: Any) -> None:
+def test_none_is_plain_ddp(hvd: Any) -> None:
     plain, ours = Job(Constant(dist.get_rank()), None), constant(hvd, hvd.Compression.none)
     for _ in range(3):
         plain.step()
@@ -238,13 +244,13 @@ def case_none_is_plain_ddp(hvd: Any) -> None:
         assert_close(got.detach(), expected.detach(), 1e-6)
 
 
-def case_what_is_not_encoded_is_exact(hvd: Any) -> None:
+def test_what_is_not_encoded_is_exact(hvd: Any) -> None:
     plain, ours = Job(Constant(dist.get_rank()), None).steps(3), constant(hvd, hvd.Compression.onebit).steps(3)
     for name in ("bias", "scale"):
         assert_close(getattr(ours.net, name).detach(), getattr(plain.net, name).detach(), 1e-6)
 
 
-def case_less_is_sent(hvd: Any) -> None:
+def test_less_is_sent(hvd: Any) -> None:
     for_several_ranks()
     sent = {name: constant(hvd, codec).steps(4).hook.bytes_sent for name, codec in every_codec(hvd).items()}
     # Of what two phases send of all gradients. Where the wire's latency says so, what is not encoded, and a cast,
@@ -255,7 +261,7 @@ def case_less_is_sent(hvd: Any) -> None:
         assert bytes_sent < limits.get(name, 0.65) * least, (name, sent)
 
 
-def case_other_types(hvd: Any) -> None:
+def test_other_types(hvd: Any) -> None:
     for dtype, tolerance in ((torch.float64, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)):
         for name in ("none", "bf16", "int8", "topk", "powersgd", "custom"):
             job = constant(hvd, every_codec(hvd)[name], dtype).steps(3)
@@ -264,14 +270,14 @@ def case_other_types(hvd: Any) -> None:
             assert_identical(job.net)
 
 
-def case_types_side_by_side(hvd: Any) -> None:
+def test_types_side_by_side(hvd: Any) -> None:
     net = Constant(dist.get_rank())
     net.wide = nn.Parameter(net.wide.detach().double())
     job = Job(net, hvd.ddp_hook(hvd.Compression.int8)).steps(3)
     assert_nothing_lost(job, times(3, mean_gradients()))
 
 
-def case_what_is_not_finite_reaches_all_ranks_and_is_not_kept(hvd: Any) -> None:
+def test_what_is_not_finite_reaches_all_ranks_and_is_not_kept(hvd: Any) -> None:
     for name, codec in every_codec(hvd).items():
         job = constant(hvd, codec).steps(2)
         for odd in (float("nan"), float("inf")):
@@ -288,7 +294,7 @@ def case_what_is_not_finite_reaches_all_ranks_and_is_not_kept(hvd: Any) -> None:
         assert all(torch.isfinite(parameter.grad).all() for parameter in job.net.parameters()), name
 
 
-def case_resumed_with_the_same_bits(hvd: Any) -> None:
+def test_resumed_with_the_same_bits(hvd: Any) -> None:
     for (name, codec), steps in itertools.product(every_codec(hvd).items(), (1, 3)):
         job = constant(hvd, codec).steps(steps)
         file = io.BytesIO()
@@ -320,7 +326,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def case_loaded_between_two_steps(hvd: Any) -> None:
+def test_loaded_between_two_steps(hvd: Any) -> None:
     for name, codec in every_codec(hvd).items():
         job = constant(hvd, codec).steps(3)
         weights, state = copy.deepcopy(job.net.state_dict()), job.hook.state_dict()
@@ -338,7 +344,7 @@ def as_of(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     return {**state, **of, "kept": [{**one, **of, "place": f"{rank} of {size}"} for one in state["kept"]]}
 
 
-def case_states_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
+def test_states_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
     for codec in (hvd.Compression.topk(0.05), hvd.Compression.powersgd(rank=2)):
         everyones = gathered(constant(hvd, codec).steps(3).hook.state_dict())
         for count in (1, dist.get_world_size() + 1, 2 * dist.get_world_size() + 1):
@@ -361,7 +367,7 @@ def case_states_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
                 assert_identical(job.net)
 
 
-def case_the_state_of_one_rank_is_taken_once(hvd: Any) -> None:
+def test_the_state_of_one_rank_is_taken_once(hvd: Any) -> None:
     codec = hvd.Compression.topk(0.05)
     state = gathered(constant(hvd, codec).steps(3).hook.state_dict())[0]
     hook = hvd.ddp_hook(codec)
@@ -371,7 +377,7 @@ def case_the_state_of_one_rank_is_taken_once(hvd: Any) -> None:
     assert_identical(job.steps(2).net)
 
 
-def case_another_codec_takes_over_what_was_kept(hvd: Any) -> None:
+def test_another_codec_takes_over_what_was_kept(hvd: Any) -> None:
     for_several_ranks()
     state = constant(hvd, hvd.Compression.topk(0.01)).steps(3).hook.state_dict()
     before = owed(state)
@@ -383,7 +389,7 @@ def case_another_codec_takes_over_what_was_kept(hvd: Any) -> None:
         assert_nothing_lost(Job(Constant(dist.get_rank()), hook).steps(2), came)
 
 
-def case_the_state_of_another_model(hvd: Any) -> None:
+def test_the_state_of_another_model(hvd: Any) -> None:
     state = constant(hvd, hvd.Compression.int8).steps(3).hook.state_dict()
     state["shapes"] = [shape[::-1] for shape in state["shapes"]]
     hook = hvd.ddp_hook(hvd.Compression.int8)
@@ -393,7 +399,7 @@ def case_the_state_of_another_model(hvd: Any) -> None:
         job.step()
 
 
-def case_a_state_on_some_ranks_only(hvd: Any) -> None:
+def test_a_state_on_some_ranks_only(hvd: Any) -> None:
     for_several_ranks()
     state = constant(hvd, hvd.Compression.int8).steps(3).hook.state_dict()
     hook = hvd.ddp_hook(hvd.Compression.int8)
@@ -404,7 +410,7 @@ def case_a_state_on_some_ranks_only(hvd: Any) -> None:
         job.step()
 
 
-def case_a_state_on_some_ranks_only_between_two_steps(hvd: Any) -> None:
+def test_a_state_on_some_ranks_only_between_two_steps(hvd: Any) -> None:
     for_several_ranks()
     job = constant(hvd, hvd.Compression.int8).steps(3)
     began = time.monotonic()
@@ -415,7 +421,7 @@ def case_a_state_on_some_ranks_only_between_two_steps(hvd: Any) -> None:
     assert time.monotonic() - began < 30, "that is half of the hook's time limit"
 
 
-def case_ranks_with_other_codecs(hvd: Any) -> None:
+def test_ranks_with_other_codecs(hvd: Any) -> None:
     for_several_ranks()
     odd = dist.get_rank() == dist.get_world_size() - 1
     compression = hvd.Compression
@@ -435,7 +441,7 @@ def case_ranks_with_other_codecs(hvd: Any) -> None:
             model().backward()
 
 
-def case_ranks_with_other_buckets(hvd: Any) -> None:
+def test_ranks_with_other_buckets(hvd: Any) -> None:
     """Which DDP does not compare; ranks agree on parameters."""
     odd = dist.get_rank() == dist.get_world_size() - 1
     for codec in (hvd.Compression.none, hvd.Compression.topk(0.05)):
@@ -446,7 +452,7 @@ def case_ranks_with_other_buckets(hvd: Any) -> None:
         assert_identical(job.net)
 
 
-def case_ranks_with_other_types(hvd: Any) -> None:
+def test_ranks_with_other_types(hvd: Any) -> None:
     """Which DDP does not compare either."""
     for_several_ranks()
     odd = dist.get_rank() == dist.get_world_size() - 1
@@ -458,7 +464,7 @@ def case_ranks_with_other_types(hvd: Any) -> None:
         job.step()
 
 
-def case_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
+def test_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
     for_several_ranks()
     job = constant(hvd, Failing(feedback=False), find_unused_parameters=True)
     job.step()
@@ -476,7 +482,7 @@ def case_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
     dist.barrier()  # the model's own process group is as it was
 
 
-def case_a_rank_that_does_not_come(hvd: Any) -> None:
+def test_a_rank_that_does_not_come(hvd: Any) -> None:
     for_several_ranks()
     model = DistributedDataParallel(Constant())
     if dist.get_rank() > 0:
@@ -492,7 +498,7 @@ def case_a_rank_that_does_not_come(hvd: Any) -> None:
     dist.barrier()
 
 
-def case_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
+def test_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
     for_several_ranks()
     hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=LATE_SECONDS))
     job = Job(Constant(dist.get_rank()), hook).steps(2)
@@ -508,7 +514,7 @@ def case_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
     dist.barrier()
 
 
-def case_registered_as_state_and_hook(hvd: Any) -> None:
+def test_registered_as_state_and_hook(hvd: Any) -> None:
     codec = hvd.Compression.topk(0.05)
     hook = hvd.ddp_hook(codec)
     net = Constant(dist.get_rank())
@@ -525,7 +531,7 @@ def case_registered_as_state_and_hook(hvd: Any) -> None:
     assert same(hook.state_dict(), expected.hook.state_dict())
 
 
-def case_a_part_of_the_ranks(hvd: Any) -> None:
+def test_a_part_of_the_ranks(hvd: Any) -> None:
     if dist.get_world_size() < 3:
         raise Skip("needs three ranks")
     ranks = [1, 2]
@@ -546,7 +552,7 @@ def case_a_part_of_the_ranks(hvd: Any) -> None:
     dist.barrier()
 
 
-def case_two_models_at_once(hvd: Any) -> None:
+def test_two_models_at_once(hvd: Any) -> None:
     one, other = constant(hvd, hvd.Compression.topk(0.05)), constant(hvd, hvd.Compression.int8)
     for _ in range(3):
         one.optimizer.zero_grad()
@@ -559,7 +565,7 @@ def case_two_models_at_once(hvd: Any) -> None:
     assert not hvd.is_initialized()
 
 
-def case_beside_collectives_of_the_process_group(hvd: Any) -> None:
+def test_beside_collectives_of_the_process_group(hvd: Any) -> None:
     """Which the script starts in the middle of a backward pass, on the process group that the model has."""
     job = constant(hvd, hvd.Compression.topk(0.05))
     sums = []
@@ -577,7 +583,7 @@ def case_beside_collectives_of_the_process_group(hvd: Any) -> None:
     assert len(sums) == 3 * len(SHAPES)
 
 
-def case_many_buckets_on_ranks_of_different_pace(hvd: Any) -> None:
+def test_many_buckets_on_ranks_of_different_pace(hvd: Any) -> None:
     """The same bits as without delays: nothing of one bucket is taken for another's."""
     inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
     pace = torch.Generator().manual_seed(dist.get_rank())
@@ -599,7 +605,7 @@ def case_many_buckets_on_ranks_of_different_pace(hvd: Any) -> None:
         assert ended[0] == ended[1], name
 
 
-def case_accumulated_gradients(hvd: Any) -> None:
+def test_accumulated_gradients(hvd: Any) -> None:
     job = constant(hvd, hvd.Compression.topk(0.05), gradient_as_bucket_view=True)
     for _ in range(3):
         job.optimizer.zero_grad()
@@ -610,7 +616,7 @@ def case_accumulated_gradients(hvd: Any) -> None:
     assert_nothing_lost(job, times(6, mean_gradients()))
 
 
-def case_ranks_that_run_out_of_data_join(hvd: Any) -> None:
+def test_ranks_that_run_out_of_data_join(hvd: Any) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in ("none", "topk", "powersgd"):
         job = constant(hvd, every_codec(hvd)[name])
@@ -637,7 +643,7 @@ class Sometimes(Constant):
         return [name for name in SHAPES if name != "wide" or self.calls % 2]
 
 
-def case_parameters_that_are_not_used(hvd: Any) -> None:
+def test_parameters_that_are_not_used(hvd: Any) -> None:
     hook = hvd.ddp_hook(hvd.Compression.int8)
     job = Job(Sometimes(dist.get_rank()), hook, find_unused_parameters=True)
     job.steps(4)
@@ -646,7 +652,7 @@ def case_parameters_that_are_not_used(hvd: Any) -> None:
     assert not job.net.never.any()
 
 
-def case_frozen_and_shared_parameters(hvd: Any) -> None:
+def test_frozen_and_shared_parameters(hvd: Any) -> None:
     net = Constant(dist.get_rank())
     net.wide.requires_grad_(False)
     net.again = net.first
@@ -657,7 +663,7 @@ def case_frozen_and_shared_parameters(hvd: Any) -> None:
     assert hook.state_dict()["shapes"] == [list(shape) for name, shape in SHAPES.items() if name != "wide"]
 
 
-def case_matrices_in_the_order_of_memory(hvd: Any) -> None:
+def test_matrices_in_the_order_of_memory(hvd: Any) -> None:
     """Gradients lie in buckets as parameters lie in memory."""
     net = Constant(dist.get_rank())
     net.first = nn.Parameter(torch.zeros(60, 50).t())
@@ -672,7 +678,7 @@ def case_matrices_in_the_order_of_memory(hvd: Any) -> None:
         assert_close(owes - net.first.detach(), step * mean_gradients()["first"], 1e-4)
 
 
-def case_one_hook_for_two_models(hvd: Any) -> None:
+def test_one_hook_for_two_models(hvd: Any) -> None:
     job = constant(hvd, hvd.Compression.int8).steps(2)
     other = DistributedDataParallel(Constant())
     with expect(ValueError, "this hook has a model already", "HINT"):
@@ -686,7 +692,7 @@ def case_one_hook_for_two_models(hvd: Any) -> None:
         hvd.ddp_hook(hvd.Compression.int8).register(Constant())
 
 
-def case_the_thread_ends_with_the_hook(hvd: Any) -> None:
+def test_the_thread_ends_with_the_hook(hvd: Any) -> None:
     before = set(threading.enumerate())
     job = constant(hvd, hvd.Compression.int8).steps(2)
     started = [thread for thread in threading.enumerate() if thread not in before and "ddp-hook" in thread.name]
@@ -705,7 +711,7 @@ def case_the_thread_ends_with_the_hook(hvd: Any) -> None:
     assert [thread.is_alive() for thread in started] == [False]
 
 
-def case_complex_parameters(hvd: Any) -> None:
+def test_complex_parameters(hvd: Any) -> None:
     net = nn.Module()
     net.weight = nn.Parameter(torch.zeros(40, 50, dtype=torch.complex64))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -719,7 +725,7 @@ def case_complex_parameters(hvd: Any) -> None:
     )
 
 
-def case_tensors_on_cuda(hvd: Any) -> None:
+def test_tensors_on_cuda(hvd: Any) -> None:
     if not torch.cuda.is_available():
         raise Skip("needs a GPU")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
@@ -732,7 +738,7 @@ def case_tensors_on_cuda(hvd: Any) -> None:
         assert same(job.hook.state_dict(), on_host.hook.state_dict()), name
 
 
-def case_a_model_on_nccl(hvd: Any) -> None:
+def test_a_model_on_nccl(hvd: Any) -> None:
     if torch.cuda.device_count() < dist.get_world_size():
         raise Skip("needs a GPU for each rank")
     device = torch.device("cuda", dist.get_rank())

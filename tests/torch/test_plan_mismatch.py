@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.on_ranks import on_ranks
 from tests.torch.operations import still_works
 from tests.torch.optimizer_support import assert_close, expect
+
+pytestmark = on_ranks(3)
 
 ROWS = 6
 
@@ -43,11 +46,11 @@ def clash(hvd: Any, make: Callable[[bool], tuple[nn.Module, dict[str, Any]]], *t
         assert_close(net[1].bias.grad, torch.full((2,), float(ROWS)))
 
 
-def case_dtype(hvd: Any) -> None:
+def test_dtype(hvd: Any) -> None:
     clash(hvd, lambda odd: (model(torch.float64 if odd else torch.float32), {}), "'0.weight'", "float32", "float64")
 
 
-def case_name(hvd: Any) -> None:
+def test_name(hvd: Any) -> None:
     def make(odd: bool) -> tuple[nn.Module, dict[str, Any]]:
         net = model()
         return net, {"names": [(f"{'odd.' if odd else ''}{name}", p) for name, p in net.named_parameters()]}
@@ -55,24 +58,24 @@ def case_name(hvd: Any) -> None:
     clash(hvd, make, "'odd.0.weight'", "'0.weight'")
 
 
-def case_op(hvd: Any) -> None:
+def test_op(hvd: Any) -> None:
     clash(hvd, lambda odd: (model(), {"op": hvd.Max if odd else hvd.Sum}), "reduce operations", "MAX", "SUM")
 
 
-def case_codec(hvd: Any) -> None:
+def test_codec(hvd: Any) -> None:
     codecs = {True: hvd.Compression.fp16, False: hvd.Compression.none}
     clash(hvd, lambda odd: (model(), {"compression": codecs[odd]}), "compressions", "fp16", "none")
 
 
-def case_gradient_predivide_factor(hvd: Any) -> None:
+def test_gradient_predivide_factor(hvd: Any) -> None:
     clash(hvd, lambda odd: (model(), {"gradient_predivide_factor": 4.0 if odd else 2.0}), "factors", "0.25", "0.5")
 
 
-def case_groups(hvd: Any) -> None:
+def test_groups(hvd: Any) -> None:
     clash(hvd, lambda odd: (model(), {"groups": 1 if odd else 2}), "groups", "[0, 1, 2, 3]", "[0, 1]")
 
 
-def case_number_of_parameters(hvd: Any) -> None:
+def test_number_of_parameters(hvd: Any) -> None:
     def make(odd: bool) -> tuple[nn.Module, dict[str, Any]]:
         net = model()
         if odd:

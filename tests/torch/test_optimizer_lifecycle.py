@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.torch.optimizer_cases import distributed_sgd
+from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import (
     assert_close,
     assert_identical,
@@ -27,6 +27,9 @@ from tests.torch.optimizer_support import (
     make_net,
     train_step,
 )
+from tests.torch.test_optimizer import distributed_sgd
+
+pytestmark = on_ranks(2, 3)
 
 
 def assert_reduces(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 2) -> None:
@@ -46,7 +49,7 @@ def assert_reduces(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 2) -> 
                 assert_close(ours.grad, theirs.grad)
 
 
-def case_class_state_and_defaults_are_the_wrapped_ones(hvd: Any) -> None:
+def test_class_state_and_defaults_are_the_wrapped_ones(hvd: Any) -> None:
     net = make_net()
     adam = torch.optim.Adam(net.parameters(), lr=0.01, betas=(0.8, 0.9))
     loss_of(net, joined_batch(hvd.size())).backward()
@@ -65,7 +68,7 @@ def case_class_state_and_defaults_are_the_wrapped_ones(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_step_hooks_run_once_and_on_reduced_gradients(hvd: Any) -> None:
+def test_step_hooks_run_once_and_on_reduced_gradients(hvd: Any) -> None:
     net, alone = make_net(), make_net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     calls = []
@@ -82,14 +85,14 @@ def case_step_hooks_run_once_and_on_reduced_gradients(hvd: Any) -> None:
     assert calls == ["before", "after"]
 
 
-def case_plain_step_is_the_parent_class(hvd: Any) -> None:
+def test_plain_step_is_the_parent_class(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     super(type(optimizer), optimizer).step()  # no rank waits for another
     assert type(optimizer).__bases__ == (torch.optim.SGD,)
 
 
-def case_gradients_that_were_moved_elsewhere_are_still_reduced(hvd: Any) -> None:
+def test_gradients_that_were_moved_elsewhere_are_still_reduced(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -106,7 +109,7 @@ def case_gradients_that_were_moved_elsewhere_are_still_reduced(hvd: Any) -> None
         assert_same_gradients(net, alone)
 
 
-def case_a_model_of_another_dtype_is_still_reduced(hvd: Any) -> None:
+def test_a_model_of_another_dtype_is_still_reduced(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -121,7 +124,7 @@ def case_a_model_of_another_dtype_is_still_reduced(hvd: Any) -> None:
         assert_same_gradients(net, alone)
 
 
-def case_frozen_and_unfrozen_parameters(hvd: Any) -> None:
+def test_frozen_and_unfrozen_parameters(hvd: Any) -> None:
     net = make_net()
     net.hidden.requires_grad_(False)
     optimizer = distributed_sgd(hvd, net)
@@ -142,7 +145,7 @@ def case_frozen_and_unfrozen_parameters(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_frozen_parameter_is_not_sent(hvd: Any) -> None:
+def test_frozen_parameter_is_not_sent(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -154,7 +157,7 @@ def case_frozen_parameter_is_not_sent(hvd: Any) -> None:
     assert len(planned.parameters) == 6
 
 
-def case_frozen_parameters_with_a_custom_compressor(hvd: Any) -> None:
+def test_frozen_parameters_with_a_custom_compressor(hvd: Any) -> None:
     class Same(hvd.Compression.none):  # type: ignore[misc,name-defined]
         pass
 
@@ -166,7 +169,7 @@ def case_frozen_parameters_with_a_custom_compressor(hvd: Any) -> None:
         assert_reduces(hvd, optimizer, net)
 
 
-def case_added_parameter_group(hvd: Any) -> None:
+def test_added_parameter_group(hvd: Any) -> None:
     net = make_net()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([*net.conv.parameters(), *net.out.parameters(), *net.spare.parameters()], lr=0.1),
@@ -183,7 +186,7 @@ def case_added_parameter_group(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_pickle_gives_a_distributed_optimizer(hvd: Any) -> None:
+def test_pickle_gives_a_distributed_optimizer(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -210,7 +213,7 @@ def torch_load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def case_deepcopy_follows_the_model(hvd: Any) -> None:
+def test_deepcopy_follows_the_model(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net, groups=[list(net.out.parameters())])
     train_step(optimizer, net, batch(hvd.rank()))
@@ -225,7 +228,7 @@ def case_deepcopy_follows_the_model(hvd: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
-def case_copy_made_on_one_rank_only(hvd: Any) -> None:
+def test_copy_made_on_one_rank_only(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     kept = copy.deepcopy((net, optimizer)) if hvd.rank() == 0 else None
@@ -236,7 +239,7 @@ def case_copy_made_on_one_rank_only(hvd: Any) -> None:
     del kept
 
 
-def case_state_dict_round_trip(hvd: Any) -> None:
+def test_state_dict_round_trip(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -249,7 +252,7 @@ def case_state_dict_round_trip(hvd: Any) -> None:
     assert_reduces(hvd, optimizer, net)
 
 
-def case_load_state_dict_forgets_a_half_done_step(hvd: Any) -> None:
+def test_load_state_dict_forgets_a_half_done_step(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     for _ in range(2):  # before and after there is a plan
@@ -294,7 +297,7 @@ def forget_a_step_on_the_last_rank(hvd: Any, forget: Callable[[Any, dict[str, An
     assert_reduces(hvd, optimizer, net)
 
 
-def case_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
+def test_a_step_that_one_rank_forgets_is_an_error_on_all(hvd: Any) -> None:
     forget_a_step_on_the_last_rank(hvd, lambda optimizer, saved: optimizer.load_state_dict(saved))
 
 
@@ -305,7 +308,7 @@ def wait_for_failure(lane: Any) -> None:
     assert lane.error is not None
 
 
-def case_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> None:
+def test_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> None:
     """The rank that forgets hears of the failure while it forgets, not in a later step."""
 
     def forget(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -326,7 +329,7 @@ def case_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> Non
     forget_a_step_on_the_last_rank(hvd, forget)
 
 
-def case_a_forgotten_step_is_an_error_where_it_is_forgotten_twice(hvd: Any) -> None:
+def test_a_forgotten_step_is_an_error_where_it_is_forgotten_twice(hvd: Any) -> None:
     def forget(optimizer: Any, saved: dict[str, Any]) -> None:
         if hvd.size() == 1:
             return
@@ -339,7 +342,7 @@ def case_a_forgotten_step_is_an_error_where_it_is_forgotten_twice(hvd: Any) -> N
     forget_a_step_on_the_last_rank(hvd, forget)
 
 
-def case_wrapping_again_takes_the_parameters_over(hvd: Any) -> None:
+def test_wrapping_again_takes_the_parameters_over(hvd: Any) -> None:
     net = make_net()
     first = distributed_sgd(hvd, net)
     train_step(first, net, batch(hvd.rank()))
@@ -352,7 +355,7 @@ def case_wrapping_again_takes_the_parameters_over(hvd: Any) -> None:
         hvd.DistributedOptimizer(second)
 
 
-def case_given_up_optimizer_leaves_nothing(hvd: Any) -> None:
+def test_given_up_optimizer_leaves_nothing(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -366,7 +369,7 @@ def case_given_up_optimizer_leaves_nothing(hvd: Any) -> None:
     assert all(not parameter._post_accumulate_grad_hooks for parameter in net.parameters() if hvd.size() > 1)
 
 
-def case_bad_arguments_are_value_errors(hvd: Any) -> None:
+def test_bad_arguments_are_value_errors(hvd: Any) -> None:
     net = make_net()
     names = list(net.named_parameters())
 
@@ -393,7 +396,7 @@ def case_bad_arguments_are_value_errors(hvd: Any) -> None:
         hvd.DistributedOptimizer(net)
 
 
-def case_init_again_in_the_middle_of_a_step(hvd: Any) -> None:
+def test_init_again_in_the_middle_of_a_step(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -406,7 +409,7 @@ def case_init_again_in_the_middle_of_a_step(hvd: Any) -> None:
     assert_reduces(hvd, optimizer, net)
 
 
-def case_init_again_after_shutdown(hvd: Any) -> None:
+def test_init_again_after_shutdown(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -421,7 +424,7 @@ def case_init_again_after_shutdown(hvd: Any) -> None:
     assert_reduces(hvd, optimizer2, net2)
 
 
-def case_a_step_that_is_abandoned_beside_a_rank_that_has_joined(hvd: Any) -> None:
+def test_a_step_that_is_abandoned_beside_a_rank_that_has_joined(hvd: Any) -> None:
     """Neither rank waits for ever: the joined rank gives no zeros to a step of which the others use nothing."""
     net = make_net()
     optimizer = distributed_sgd(hvd, net)

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import assert_close, assert_identical, batch, expect, joined_batch, loss_of, make_net
+
+pytestmark = [
+    on_ranks(2, 3),
+    on_ranks(2, name="no memory", HVDKIT_NODE_MEMORY="0"),
+]
 
 LATE_SECONDS = 0.2  # for which a thread waits before its first step, on one half of the ranks
 
@@ -77,17 +83,17 @@ def check_training_in_threads(
         assert_identical(hvd, model)
 
 
-def case_optimizers_are_paired_in_the_order_in_which_they_were_made(hvd: Any) -> None:
+def test_optimizers_are_paired_in_the_order_in_which_they_were_made(hvd: Any) -> None:
     for starts_again in (False, True):  # the order is that of before, also in the next job
         check_training_in_threads(hvd, [{}, {}], made_by_threads=False, starts_again=starts_again)
 
 
-def case_optimizers_that_threads_make_are_paired_by_name(hvd: Any) -> None:
+def test_optimizers_that_threads_make_are_paired_by_name(hvd: Any) -> None:
     for _ in range(2):  # a name may come again
         check_training_in_threads(hvd, [{"name": "actor"}, {"name": "critic"}], made_by_threads=True)
 
 
-def case_losses_of_closures_are_paired_too(hvd: Any) -> None:
+def test_losses_of_closures_are_paired_too(hvd: Any) -> None:
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([one], lr=0.0), [("weight", one)]) for one in weights]
     losses: list[list[float]] = [[], []]
@@ -108,7 +114,7 @@ def case_losses_of_closures_are_paired_too(hvd: Any) -> None:
     assert losses == [[1.0 + mean] * 3, [10.0 + mean] * 3]
 
 
-def case_optimizers_that_threads_make_without_names_are_an_error(hvd: Any) -> None:
+def test_optimizers_that_threads_make_without_names_are_an_error(hvd: Any) -> None:
     models, made, errors = [make_net(), make_net()], [], []
     both = threading.Barrier(2)
 
@@ -129,7 +135,7 @@ def case_optimizers_that_threads_make_without_names_are_an_error(hvd: Any) -> No
     made.clear()
 
 
-def case_copies_on_one_rank_change_no_pairs(hvd: Any) -> None:
+def test_copies_on_one_rank_change_no_pairs(hvd: Any) -> None:
     models = [make_net() for _ in range(2)]
     first = hvd.DistributedOptimizer(sgd(models[0]), models[0].named_parameters())
     kept = copy.deepcopy(first) if hvd.rank() == 0 else None
@@ -191,7 +197,7 @@ def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], freezes: b
             assert_close(ours.detach(), theirs.detach(), 1e-10)
 
 
-def case_a_rank_without_a_batch_in_the_first_epoch_joins(hvd: Any) -> None:
+def test_a_rank_without_a_batch_in_the_first_epoch_joins(hvd: Any) -> None:
     last = hvd.size() - 1
     for options in ({}, {"groups": 2}, {"gradient_predivide_factor": 2.0}, {"compression": Plain}):
         check_joins(hvd, lambda rank, epoch, number: rank != last or epoch > 0, **options)
@@ -200,5 +206,5 @@ def case_a_rank_without_a_batch_in_the_first_epoch_joins(hvd: Any) -> None:
     check_joins(hvd, lambda rank, epoch, number: number < 3 - (rank + epoch) % hvd.size())
 
 
-def case_parameters_may_be_frozen_while_a_rank_has_joined(hvd: Any) -> None:
+def test_parameters_may_be_frozen_while_a_rank_has_joined(hvd: Any) -> None:
     check_joins(hvd, lambda rank, epoch, number: rank != 0 or epoch != 1, freezes=True)

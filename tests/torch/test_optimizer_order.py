@@ -9,7 +9,10 @@ from torch import nn
 
 from hvdkit.engine.loop.messages import Ask
 from hvdkit.engine.session import runtime
+from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import assert_close
+
+pytestmark = on_ranks(2, 3, HOROVOD_FUSION_THRESHOLD="0")
 
 SEEN = ["c", "a", "e", "b", "d"]  # by rank 0 in the first step; the others see the reverse
 
@@ -58,7 +61,7 @@ class Announcements:
         del self._negotiation.send_to_coordinator
 
 
-def case_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
+def test_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
     net = Five()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
     mine = SEEN if hvd.rank() == 0 else SEEN[::-1]
@@ -74,7 +77,7 @@ def case_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
             assert_close(parameter.grad, torch.full((8,), (hvd.size() + 1) / 2))
 
 
-def case_planned_gradients_are_not_negotiated(hvd: Any) -> None:
+def test_planned_gradients_are_not_negotiated(hvd: Any) -> None:
     net = Five()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
     with Announcements() as messages:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.on_ranks import on_ranks
 from tests.ranks import Skip
-from tests.torch.optimizer_cases import distributed_sgd
 from tests.torch.optimizer_support import (
     assert_identical,
     assert_same_gradients,
@@ -19,6 +19,12 @@ from tests.torch.optimizer_support import (
     loss_of,
     make_net,
 )
+from tests.torch.test_optimizer import distributed_sgd
+
+pytestmark = [
+    on_ranks(2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks((3, "torch"), name="two nodes", per_node=2, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+]
 
 
 class HalvingCompressor:
@@ -50,7 +56,7 @@ class Bag(nn.Module):
         return self.out(features).mean()
 
 
-def case_fp16_compression_stays_near(hvd: Any) -> None:
+def test_fp16_compression_stays_near(hvd: Any) -> None:
     net, alone = make_net(), make_net()
     optimizer = distributed_sgd(hvd, net, compression=hvd.Compression.fp16)
     for step in range(3):
@@ -67,7 +73,7 @@ def case_fp16_compression_stays_near(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_custom_compressor_is_used(hvd: Any) -> None:
+def test_custom_compressor_is_used(hvd: Any) -> None:
     net, alone = make_net(), make_net()
     HalvingCompressor.compressed = 0
     optimizer = distributed_sgd(hvd, net, compression=HalvingCompressor)
@@ -85,7 +91,7 @@ def case_custom_compressor_is_used(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_custom_compressor_with_groups(hvd: Any) -> None:
+def test_custom_compressor_with_groups(hvd: Any) -> None:
     net, alone = make_net(), make_net()
     optimizer = distributed_sgd(hvd, net, compression=HalvingCompressor, groups=[list(net.hidden.parameters())])
     loss_of(alone, joined_batch(hvd.size())).backward()
@@ -96,7 +102,7 @@ def case_custom_compressor_with_groups(hvd: Any) -> None:
         assert_same_gradients(net, alone, 4e-3)
 
 
-def case_predivide_factor_leaves_the_average(hvd: Any) -> None:
+def test_predivide_factor_leaves_the_average(hvd: Any) -> None:
     alone = make_net()
     loss_of(alone, joined_batch(hvd.size())).backward()
     for factor in (0.5, 4.0):
@@ -109,7 +115,7 @@ def case_predivide_factor_leaves_the_average(hvd: Any) -> None:
             assert_same_gradients(net, alone)
 
 
-def case_groups_leave_the_gradients(hvd: Any) -> None:
+def test_groups_leave_the_gradients(hvd: Any) -> None:
     alone = make_net()
     loss_of(alone, joined_batch(hvd.size())).backward()
 
@@ -126,7 +132,7 @@ def case_groups_leave_the_gradients(hvd: Any) -> None:
             assert_same_gradients(net, alone)
 
 
-def case_num_groups_is_the_deprecated_name_of_groups(hvd: Any) -> None:
+def test_num_groups_is_the_deprecated_name_of_groups(hvd: Any) -> None:
     alone = make_net()
     loss_of(alone, joined_batch(hvd.size())).backward()
     net = make_net()
@@ -164,7 +170,7 @@ def sparse_gradients(hvd: Any, optimizer: Any, model: Bag, uses: list[bool]) -> 
     assert_identical(hvd, model)
 
 
-def case_sparse_gradients(hvd: Any) -> None:
+def test_sparse_gradients(hvd: Any) -> None:
     for as_dense in (False, True):
         model = Bag()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -172,7 +178,7 @@ def case_sparse_gradients(hvd: Any) -> None:
         sparse_gradients(hvd, optimizer, model, [True] * hvd.size())
 
 
-def case_sparse_gradients_on_one_rank_only(hvd: Any) -> None:
+def test_sparse_gradients_on_one_rank_only(hvd: Any) -> None:
     for as_dense in (False, True):
         model = Bag()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,7 +186,7 @@ def case_sparse_gradients_on_one_rank_only(hvd: Any) -> None:
         sparse_gradients(hvd, optimizer, model, [rank == hvd.size() - 1 for rank in range(hvd.size())])
 
 
-def case_sparse_gradient_seen_late_is_reduced(hvd: Any) -> None:
+def test_sparse_gradient_seen_late_is_reduced(hvd: Any) -> None:
     model = Bag()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     indices = torch.tensor([hvd.rank()])
@@ -194,7 +200,7 @@ def case_sparse_gradient_seen_late_is_reduced(hvd: Any) -> None:
     assert (gradient[hvd.size() :] == 0).all()
 
 
-def case_process_set_reduces_among_its_ranks(hvd: Any) -> None:
+def test_process_set_reduces_among_its_ranks(hvd: Any) -> None:
     if hvd.size() < 3:
         raise Skip("needs three ranks")
     ranks = [0, 2]
@@ -213,7 +219,7 @@ def case_process_set_reduces_among_its_ranks(hvd: Any) -> None:
     hvd.remove_process_set(process_set)
 
 
-def case_different_parameters_are_an_error_on_every_rank(hvd: Any) -> None:
+def test_different_parameters_are_an_error_on_every_rank(hvd: Any) -> None:
     model = nn.Linear(3, 2 if hvd.rank() else 5)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     model(torch.ones(1, 3)).sum().backward()

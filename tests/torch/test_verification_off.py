@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.torch.optimizer_cases import distributed_sgd
+from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import batch, make_net, train_step
+from tests.torch.test_optimizer import distributed_sgd
+
+pytestmark = on_ranks((2, "torch"), HVDKIT_VERIFY="0")
 
 
-def case_nothing_is_compared(hvd: Any) -> None:
+def test_nothing_is_compared(hvd: Any) -> None:
     for options in ({}, {"op": hvd.Adasum}):
         net = make_net(seed=hvd.rank())
         optimizer = distributed_sgd(hvd, net, **options)

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.torch.optimizer_support import assert_close, assert_identical, expect
+
+pytestmark = [
+    on_ranks(2, 3),
+    on_ranks(2, name="no memory", HVDKIT_NODE_MEMORY="0"),
+]
 
 
 class Scaled(torch.autograd.Function):
@@ -63,7 +69,7 @@ class Doubled:
         return tensor.to(dtype)
 
 
-def case_gradients_wider_than_their_parameters_are_not_rounded(hvd: Any) -> None:
+def test_gradients_wider_than_their_parameters_are_not_rounded(hvd: Any) -> None:
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise Skip("this PyTorch has no grad_dtype")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -73,7 +79,7 @@ def case_gradients_wider_than_their_parameters_are_not_rounded(hvd: Any) -> None
         check_wider_gradients(hvd, torch.bfloat16, torch.float32, **options)
 
 
-def case_dtypes_that_are_open_are_the_widest_of_all_ranks(hvd: Any) -> None:
+def test_dtypes_that_are_open_are_the_widest_of_all_ranks(hvd: Any) -> None:
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise Skip("this PyTorch has no grad_dtype")
     for options in ({}, {"compression": Doubled}):
@@ -86,7 +92,7 @@ def case_dtypes_that_are_open_are_the_widest_of_all_ranks(hvd: Any) -> None:
         assert_close(weight.grad.float(), wanted.expand(100), 4e-3 if hvd.rank() == 0 else 1e-6)
 
 
-def case_a_gradient_dtype_may_change_between_steps(hvd: Any) -> None:
+def test_a_gradient_dtype_may_change_between_steps(hvd: Any) -> None:
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise Skip("this PyTorch has no grad_dtype")
     parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
@@ -113,7 +119,7 @@ def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
 
 
-def case_an_embedding_for_sparse_adam_may_be_used_by_any_rank_in_any_step(hvd: Any) -> None:
+def test_an_embedding_for_sparse_adam_may_be_used_by_any_rank_in_any_step(hvd: Any) -> None:
     patterns = {
         "one rank at first": lambda step: {0} if step == 0 else set(range(hvd.size())),
         "nobody at first": lambda step: set() if step < 2 else {hvd.size() - 1},

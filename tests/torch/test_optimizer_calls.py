@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdkit.api.gradients.settings import warn_of_overlap_forward
-from tests.torch.optimizer_cases import distributed_sgd
+from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import (
     assert_close,
     assert_identical,
@@ -21,9 +21,12 @@ from tests.torch.optimizer_support import (
     no_warnings,
     train_step,
 )
+from tests.torch.test_optimizer import distributed_sgd
+
+pytestmark = on_ranks(1, 2, 3)
 
 
-def case_too_many_backward_passes_raise(hvd: Any) -> None:
+def test_too_many_backward_passes_raise(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     for _ in range(2):
@@ -37,7 +40,7 @@ def case_too_many_backward_passes_raise(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_the_optimizer_knows_its_parameters_names(hvd: Any) -> None:
+def test_the_optimizer_knows_its_parameters_names(hvd: Any) -> None:
     net = make_net()
     assert distributed_sgd(hvd, net)._parameter_names == {one: name for name, one in net.named_parameters()}
     unnamed = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
@@ -45,7 +48,7 @@ def case_the_optimizer_knows_its_parameters_names(hvd: Any) -> None:
     assert unnamed._parameter_names == {one: f"allreduce.noname.0.{index}" for index, one in numbered}
 
 
-def case_clearing_gradients_in_flight_raises(hvd: Any) -> None:
+def test_clearing_gradients_in_flight_raises(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net, backward_passes_per_step=2)
     for _ in range(2):
@@ -57,7 +60,7 @@ def case_clearing_gradients_in_flight_raises(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_changing_gradients_in_flight_raises(hvd: Any) -> None:
+def test_changing_gradients_in_flight_raises(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -77,7 +80,7 @@ def case_changing_gradients_in_flight_raises(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_clipping_between_synchronize_and_step(hvd: Any) -> None:
+def test_clipping_between_synchronize_and_step(hvd: Any) -> None:
     net, alone = make_net(), make_net()
     optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
     for step in range(3):
@@ -96,7 +99,7 @@ def case_clipping_between_synchronize_and_step(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_step_after_synchronize_warns(hvd: Any) -> None:
+def test_step_after_synchronize_warns(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     loss_of(net, batch(hvd.rank())).backward()
@@ -111,7 +114,7 @@ def case_step_after_synchronize_warns(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_step_that_skips_a_synchronization_that_never_was_raises(hvd: Any) -> None:
+def test_step_that_skips_a_synchronization_that_never_was_raises(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     told = ("optimizer.skip_synchronize()", "before optimizer.synchronize()", "HINT")
@@ -141,7 +144,7 @@ def case_step_that_skips_a_synchronization_that_never_was_raises(hvd: Any) -> No
     assert_identical(hvd, net)
 
 
-def case_overlap_forward_warns_once_and_has_no_effect(hvd: Any) -> None:
+def test_overlap_forward_warns_once_and_has_no_effect(hvd: Any) -> None:
     warn_of_overlap_forward.cache_clear()
     expected, results = None, []
     for options in ({}, {"overlap_forward": True}, {"overlap_forward": True}):

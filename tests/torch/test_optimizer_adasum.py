@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.torch.optimizer_cases import distributed_sgd
+from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import (
     assert_close,
     assert_identical,
@@ -17,6 +17,9 @@ from tests.torch.optimizer_support import (
     make_net,
     train_step,
 )
+from tests.torch.test_optimizer import distributed_sgd
+
+pytestmark = on_ranks(2, 4)
 
 
 def adasum(vectors: list[np.ndarray]) -> np.ndarray:
@@ -27,7 +30,7 @@ def adasum(vectors: list[np.ndarray]) -> np.ndarray:
     return vectors[0]
 
 
-def case_adasum_combines_the_updates(hvd: Any) -> None:
+def test_adasum_combines_the_updates(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net, op=hvd.Adasum)
     replicas = [make_net() for _ in range(hvd.size())]
@@ -49,7 +52,7 @@ def case_adasum_combines_the_updates(hvd: Any) -> None:
         optimizer.skip_synchronize().__enter__()
 
 
-def case_adasum_counts_passes(hvd: Any) -> None:
+def test_adasum_counts_passes(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net, op=hvd.Adasum, backward_passes_per_step=2)
     for _ in range(2):

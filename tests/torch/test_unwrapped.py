@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hvdkit.api.gradients.guard import is_settled
+from tests.on_ranks import on_ranks
 from tests.ranks import Skip, free_port
 from tests.torch.optimizer_support import batch, expect, loss_of, make_net, no_warnings, train_step
+
+pytestmark = on_ranks(1, 2, 3)
 
 ELEMENTS = 30 + 392 + 18  # of the parameters that have gradients
 ALONE = (
@@ -50,7 +53,7 @@ def warned(hvd: Any, *texts: str) -> Iterator[None]:
     assert all(Path(one.filename).parent == Path(__file__).parent for one in ours), "it points to the user's step()"
 
 
-def case_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
+def test_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
     hvd.broadcast_parameters(make_net().state_dict(), 0)  # reduces nothing
     for _ in range(2):  # each of them
         net = make_net()
@@ -62,7 +65,7 @@ def case_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
             train_step(optimizer, net, batch(hvd.rank()))
 
 
-def case_a_scheduler_and_named_parameters_change_nothing(hvd: Any) -> None:
+def test_a_scheduler_and_named_parameters_change_nothing(hvd: Any) -> None:
     net = make_net()
     optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -71,7 +74,7 @@ def case_a_scheduler_and_named_parameters_change_nothing(hvd: Any) -> None:
         scheduler.step()
 
 
-def case_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
+def test_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
     hvd.allreduce(torch.ones(4 * ELEMENTS))  # as a mean of the data
     net = make_net()
     optimizer = sgd(net)
@@ -81,7 +84,7 @@ def case_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
             hvd.allreduce(torch.ones(3))  # as a metric
 
 
-def case_a_wrapped_optimizer_does_not_warn(hvd: Any) -> None:
+def test_a_wrapped_optimizer_does_not_warn(hvd: Any) -> None:
     for options in ({}, {"backward_passes_per_step": 2}, {"op": hvd.Adasum}):
         if options.get("op") is not None and hvd.size() & (hvd.size() - 1):
             continue  # Adasum needs a power of two
@@ -104,7 +107,7 @@ class Lookahead(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def case_one_that_is_made_of_others_does_not_warn_where_it_is_wrapped(hvd: Any) -> None:
+def test_one_that_is_made_of_others_does_not_warn_where_it_is_wrapped(hvd: Any) -> None:
     ops = [hvd.Average] if hvd.size() & (hvd.size() - 1) else [hvd.Average, hvd.Adasum]
     for op in ops:
         net = make_net()
@@ -119,7 +122,7 @@ def case_one_that_is_made_of_others_does_not_warn_where_it_is_wrapped(hvd: Any) 
             train_step(outer, net, batch(hvd.rank(), step))
 
 
-def case_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
+def test_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
     net = make_net()
     plain = sgd(net)
     wrapped = hvd.DistributedOptimizer(plain, net.named_parameters())
@@ -169,7 +172,7 @@ def sparse(hvd: Any, gradients: list[torch.Tensor]) -> None:
         gradient.copy_(wait().to_dense())
 
 
-def case_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
+def test_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
     ways: list[Callable[[Any, list[torch.Tensor]], None]] = [each, in_place, joined, grouped, scattered, sparse]
     for reduce in ways:
         net = make_net()
@@ -182,7 +185,7 @@ def case_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
                 optimizer.step()
 
 
-def case_several_optimizers_may_step_on_what_was_reduced_together(hvd: Any) -> None:
+def test_several_optimizers_may_step_on_what_was_reduced_together(hvd: Any) -> None:
     net = make_net()
     parts = [net.conv.parameters(), net.hidden.parameters(), net.out.parameters()]
     optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
@@ -196,7 +199,7 @@ def case_several_optimizers_may_step_on_what_was_reduced_together(hvd: Any) -> N
     assert all(map(is_settled, optimizers))
 
 
-def case_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
+def test_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
     net = make_net()
     optimizer = sgd(net)
     assert hvd.unsynchronized(optimizer) is optimizer
@@ -210,7 +213,7 @@ def case_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
             hvd.unsynchronized(wrong)
 
 
-def case_compiled_steps_warn_too(hvd: Any) -> None:
+def test_compiled_steps_warn_too(hvd: Any) -> None:
     net = make_net()
     optimizer = sgd(net)
 
@@ -238,7 +241,7 @@ def process_group(hvd: Any) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def case_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
+def test_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -253,7 +256,7 @@ def case_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
                     train_step(optimizer, model, batch(hvd.rank(), step))
 
 
-def case_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: Any) -> None:
+def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: Any) -> None:
     net = make_net()
     optimizer = sgd(net)
     with process_group(hvd), no_warnings():
@@ -269,7 +272,7 @@ def case_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: 
             train_step(optimizer, net, batch(hvd.rank(), step))
 
 
-def case_after_the_job_nothing_is_said(hvd: Any) -> None:
+def test_after_the_job_nothing_is_said(hvd: Any) -> None:
     hvd.shutdown()
     net = make_net()
     with no_warnings():

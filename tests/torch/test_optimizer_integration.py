@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch.optimizer_cases import distributed_sgd
+from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import (
     assert_close,
     assert_identical,
@@ -23,6 +23,9 @@ from tests.torch.optimizer_support import (
     no_warnings,
     train_step,
 )
+from tests.torch.test_optimizer import distributed_sgd
+
+pytestmark = on_ranks(2, 3)
 
 SCHEDULERS = {
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
@@ -37,7 +40,7 @@ SCHEDULERS = {
 }
 
 
-def case_schedulers_work_as_on_the_plain_optimizer(hvd: Any) -> None:
+def test_schedulers_work_as_on_the_plain_optimizer(hvd: Any) -> None:
     for name, make in SCHEDULERS.items():
         net, alone = make_net(), make_net()
         optimizer = distributed_sgd(hvd, net)
@@ -54,7 +57,7 @@ def case_schedulers_work_as_on_the_plain_optimizer(hvd: Any) -> None:
         assert_identical(hvd, net)
 
 
-def case_scheduler_made_before_wrapping(hvd: Any) -> None:
+def test_scheduler_made_before_wrapping(hvd: Any) -> None:
     net = make_net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.05)
     scheduler = lr_scheduler.StepLR(sgd, 1)
@@ -70,7 +73,7 @@ def case_scheduler_made_before_wrapping(hvd: Any) -> None:
     assert_close(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.00005))
 
 
-def case_reduce_lr_on_plateau(hvd: Any) -> None:
+def test_reduce_lr_on_plateau(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -80,7 +83,7 @@ def case_reduce_lr_on_plateau(hvd: Any) -> None:
     assert optimizer.param_groups[0]["lr"] < 0.05
 
 
-def case_closure_of_sgd(hvd: Any) -> None:
+def test_closure_of_sgd(hvd: Any) -> None:
     net, alone = make_net(), make_net()
     optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
     for step in range(3):
@@ -101,7 +104,7 @@ def case_closure_of_sgd(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_closure_of_lbfgs_is_called_equally_often(hvd: Any) -> None:
+def test_closure_of_lbfgs_is_called_equally_often(hvd: Any) -> None:
     def train(model: nn.Module, optimizer: Any, data: Any) -> tuple[list[float], int]:
         calls = 0
 
@@ -151,7 +154,7 @@ class SAM(torch.optim.Optimizer):
         return result
 
 
-def case_an_optimizer_that_clears_and_computes_in_its_step(hvd: Any) -> None:
+def test_an_optimizer_that_clears_and_computes_in_its_step(hvd: Any) -> None:
     net, alone = make_net().double(), make_net().double()
     optimizer = hvd.DistributedOptimizer(SAM(net.parameters()), named_parameters=net.named_parameters())
     plain = SAM(alone.parameters())
@@ -175,7 +178,7 @@ def case_an_optimizer_that_clears_and_computes_in_its_step(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_an_optimizer_that_computes_without_a_closure_is_an_error(hvd: Any) -> None:
+def test_an_optimizer_that_computes_without_a_closure_is_an_error(hvd: Any) -> None:
     net = make_net()
 
     class Computing(torch.optim.SGD):
@@ -188,7 +191,7 @@ def case_an_optimizer_that_computes_without_a_closure_is_an_error(hvd: Any) -> N
         optimizer.step()
 
 
-def case_what_a_closure_returns_is_handed_through(hvd: Any) -> None:
+def test_what_a_closure_returns_is_handed_through(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
 
@@ -215,7 +218,7 @@ def case_what_a_closure_returns_is_handed_through(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_reading_attributes_changes_nothing(hvd: Any) -> None:
+def test_reading_attributes_changes_nothing(hvd: Any) -> None:
     weight = nn.Parameter(torch.zeros(1))
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS):
         optimizer = hvd.DistributedOptimizer(kind([weight], lr=0.0), [("weight", weight)])
@@ -245,7 +248,7 @@ def scaled_step(scaler: Any, optimizer: Any, net: nn.Module, data: Any, poison: 
     scaler.update()
 
 
-def case_grad_scaler_step_needs_no_synchronize(hvd: Any) -> None:
+def test_grad_scaler_step_needs_no_synchronize(hvd: Any) -> None:
     for fused in (False, True):
         net, alone = make_net(), make_net()
         sgd = torch.optim.SGD(net.parameters(), lr=0.05, fused=fused)
@@ -264,7 +267,7 @@ def case_grad_scaler_step_needs_no_synchronize(hvd: Any) -> None:
         assert_identical(hvd, net)
 
 
-def case_grad_scaler_with_clipping(hvd: Any) -> None:
+def test_grad_scaler_with_clipping(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -290,7 +293,7 @@ def gan(hvd: Any) -> tuple[nn.Module, nn.Module, Any, Any]:
     return generator, discriminator, *optimizers
 
 
-def case_gan_with_discriminator_frozen(hvd: Any) -> None:
+def test_gan_with_discriminator_frozen(hvd: Any) -> None:
     generator, discriminator, optimizer_g, optimizer_d = gan(hvd)
     noise = torch.randn(6, 3, generator=torch.Generator().manual_seed(hvd.rank()))
     for _ in range(4):
@@ -306,7 +309,7 @@ def case_gan_with_discriminator_frozen(hvd: Any) -> None:
     assert_identical(hvd, discriminator)
 
 
-def case_gan_whose_generator_reaches_the_discriminator(hvd: Any) -> None:
+def test_gan_whose_generator_reaches_the_discriminator(hvd: Any) -> None:
     generator, discriminator, optimizer_g, optimizer_d = gan(hvd)
     noise = torch.randn(6, 3, generator=torch.Generator().manual_seed(hvd.rank()))
     for _ in range(3):
@@ -324,7 +327,7 @@ def case_gan_whose_generator_reaches_the_discriminator(hvd: Any) -> None:
     assert_identical(hvd, discriminator)
 
 
-def case_compiled_model(hvd: Any) -> None:
+def test_compiled_model(hvd: Any) -> None:
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
         net, alone = make_net(), make_net()
@@ -340,7 +343,7 @@ def case_compiled_model(hvd: Any) -> None:
         assert_identical(hvd, net)
 
 
-def case_compiled_step(hvd: Any) -> None:
+def test_compiled_step(hvd: Any) -> None:
     torch._dynamo.reset()
     net, alone = make_net(), make_net()
     optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
@@ -355,7 +358,7 @@ def case_compiled_step(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_lazy_module(hvd: Any) -> None:
+def test_lazy_module(hvd: Any) -> None:
     torch.manual_seed(4)
     net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
     optimizer = distributed_sgd(hvd, net)
@@ -368,7 +371,7 @@ def case_lazy_module(hvd: Any) -> None:
     assert_identical(hvd, net)
 
 
-def case_checkpointed_layers(hvd: Any) -> None:
+def test_checkpointed_layers(hvd: Any) -> None:
     net, alone = make_net(), make_net()
     optimizer = distributed_sgd(hvd, net)
     loss_of(alone, joined_batch(hvd.size())).backward()
@@ -414,7 +417,7 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def case_reentrant_checkpoints_around_what_is_used_twice(hvd: Any) -> None:
+def test_reentrant_checkpoints_around_what_is_used_twice(hvd: Any) -> None:
     ways = ("twice", "inside, then outside", "outside, then inside", "inside of another", "tied")
     for way, options in [*((way, {}) for way in ways), ("twice", {"groups": 2}), ("twice", {"compression": Halves})]:
         net, alone = Twice().double(), Twice().double()
@@ -445,7 +448,7 @@ class Halves:
         return tensor / 2
 
 
-def case_ranks_that_run_out_of_data_join(hvd: Any) -> None:
+def test_ranks_that_run_out_of_data_join(hvd: Any) -> None:
     for codec in (hvd.Compression.none, hvd.Compression.fp16):
         net = make_net()
         optimizer = distributed_sgd(hvd, net, compression=codec)
@@ -456,7 +459,7 @@ def case_ranks_that_run_out_of_data_join(hvd: Any) -> None:
         assert_identical(hvd, net)
 
 
-def case_forward_that_fails_on_one_rank(hvd: Any) -> None:
+def test_forward_that_fails_on_one_rank(hvd: Any) -> None:
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
