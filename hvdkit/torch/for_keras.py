@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,9 +55,9 @@ class TrainStepHooks(ParameterHooks):
         return is_new
 
     @property
-    def seen(self) -> Container[int]:
+    def seen(self) -> Set[int]:
         """See ParameterHooks."""
-        return self._completions
+        return self._completions.keys()
 
     def reset(self) -> None:
         """Begin a new step."""
@@ -92,10 +92,10 @@ class TrainStepHooks(ParameterHooks):
         if times > 1:
             self._was_wrong = True
             raise AssertionError(COMPUTED_TWICE.format(name=self._name(parameter)))
-        complete = self._complete()
-        if complete is not None and parameter.grad is not None and not parameter.grad.requires_grad:
+        owner = self._owner()
+        if owner is not None and parameter.grad is not None and not parameter.grad.requires_grad:
             self.touched = True  # before: Ctrl-C may come in between
-            complete(parameter)
+            self._complete(owner, parameter)
 
 
 def _is_last(handle: RemovableHandle) -> bool:

@@ -138,7 +138,7 @@ def test_num_groups_is_the_deprecated_name_of_groups(hvd: Any) -> None:
     net = make_net()
     with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`") as caught:
         optimizer = distributed_sgd(hvd, net, num_groups=3)
-    assert caught[0].filename.endswith("optimizer_cases.py")  # where DistributedOptimizer was called
+    assert caught[0].filename.endswith("test_optimizer.py")  # where DistributedOptimizer was called
     for _ in range(2):
         optimizer.zero_grad()
         loss_of(net, batch(hvd.rank())).backward()

@@ -55,10 +55,11 @@ class CopiedReducer(HostReducer):
         return self._copies.mark()
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, on_begin: OnBegin) -> Steps[None]:
-        gradients = None if joined else self._gradients
+        gradients, bucket = None if joined else self._gradients, self._buckets[piece.bucket]
+        layout = self._layouts.get(piece) or self._layout_of(piece, bucket)
         pairs = [
             (self.block.places[part.slot][part.first : part.first + part.elements], part.array())
-            for part in with_offers(self._runs_in(piece, self._buckets[piece.bucket]), gradients)
+            for part in with_offers(layout.runs, gradients)
             if part.offer is not None
         ]
         arrives = self._copies.to_host(pairs, marks) if pairs else None

@@ -45,6 +45,19 @@ class PieceWork(NamedTuple):
     tag: int
 
 
+class PieceLayout(NamedTuple):
+    """The runs of slots in a piece, as parts of zeros, and these slots; the elements that each rank of the node carries
+    between nodes, and the bytes that count as sent on the node."""
+
+    runs: list[Part]
+    slots: list[int]
+    shares: Sequence[tuple[int, int]]
+    sent_bytes: int
+
+
+NOTHING_KEPT = CodecState(0)  # of codecs without loss
+
+
 class HostReducer(Reducer):
     """``node``: where the ranks of this node reach each other's gradients; None where no two share memory.
 
@@ -68,7 +81,7 @@ class HostReducer(Reducer):
         self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
         self._slots = list(slots)
         self.residuals = Residuals(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
-        self._runs: dict[Piece, list[Part]] = {}  # what lies in a piece of these buckets
+        self._layouts: dict[Piece, PieceLayout] = {}  # of these buckets
         self.block = node.block if node is not None else private_block(slots, holds_all)
         self._nbytes = [slot.elements * slot.dtype.itemsize for slot in slots]
         self._offers: list[Offer | None] = [None] * len(self._slots)
@@ -78,14 +91,13 @@ class HostReducer(Reducer):
         # Not by this rank's own node, which may be the only one with one rank: all ranks must cut alike.
         self.copies_buckets = layout is None
         self._effective = effective(reduction.op, reduction.postscale, group.size)
-        self._shares: dict[Piece, list[tuple[int, int]]] = {}  # of these buckets, by rank of the node
         self._number = 0  # of the next operation, the same on all ranks
         self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
         self.reason = _reason_for(layout, node)
 
     def lay_out(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
-        self._runs, self._shares = {}, {}
+        self._layouts = {}
         self.residuals.lay_out(arrangement.buckets)
 
     def small(self, slot: int) -> Array | None:
@@ -112,9 +124,10 @@ class HostReducer(Reducer):
                 tell_node(slot, where, max(offset, 0))
 
     def end_step(self) -> None:
-        super().end_step()
+        self.residuals.is_in_use = False
         self._offers = [None] * len(self._slots)
-        ARENA.unpin(self._take_pinned() if self._pinned else ())
+        if self._pinned:
+            ARENA.unpin(self._take_pinned())
         ARENA.end_step()
 
     def _take_pinned(self) -> list[int]:
@@ -146,14 +159,18 @@ class HostReducer(Reducer):
         bucket = self.arrangement.buckets[piece.bucket]
         offers = None if joined else self._offers  # end_step() makes a new list, so these stay
         op, scale = self._effective
-        codec, state = self.residuals.codec(piece.bucket), self.residuals.of_piece(piece)
+        codec, state = self._reduction.codecs[bucket.codec], NOTHING_KEPT
+        if codec.lossy:
+            state = self.residuals.of_piece(piece)
+        self.residuals.is_in_use = True
         return self._steps(PieceWork(piece, bucket, op, scale, codec, state, number, tag), offers, joined, on_begin)
 
     def _steps(
         self, work: PieceWork, offers: Sequence[Offer | None] | None, joined: bool, on_begin: OnBegin
     ) -> Steps[None]:
         piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
-        runs = self._runs_in(piece, bucket)
+        layout = self._layouts.get(piece) or self._layout_of(piece, bucket)
+        runs = layout.runs
         is_flat = node is None or work.codec.everywhere
         prepares = self._reduction.prescale != 1.0 or self.residuals.owes(piece.bucket)
         # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
@@ -170,35 +187,37 @@ class HostReducer(Reducer):
         yield node.ready(number, joined)
         if on_begin is not None:
             on_begin(partial(node.ready_at, number))
-        absent = node.absent(number)
-        staged = set(node.staged([run.slot for run in runs], absent))
-        in_chunks = [part for part in parts if part.slot in staged]
-        if staged and not prepares:
-            in_chunks = with_offers([run for run in runs if run.slot in staged], offers)
+        absent, in_chunks_only = node.resolve(number, layout.slots)
+        in_chunks: list[Part] = []
+        if in_chunks_only:
+            staged = set(in_chunks_only)
+            parts = parts if prepares else with_offers(runs, offers)
+            in_chunks = [part for part in parts if part.slot in staged]
         assert self.layout is not None
-        shares = self._shares.get(piece)
-        if shares is None:
-            shares = self._shares[piece] = self.residuals.shares(piece, self.layout, len(node.members))
         if len(self.layout.nodes) == 1:
             self._orders[1].leave(number)
-            begin, end = shares[node.me]
+            begin, end = layout.shares[node.me]
             share = piece.begin + begin, piece.begin + end
             node.run(Direction.ALL, bucket.slots, bucket.offsets, share, work.op, work.scale, absent)
-            yield from _until_right(node, number)
+            if waits := node.withdrawn(number):
+                yield waits
             if in_chunks:
                 yield from self._in_chunks(node, 0, Mode.ALLREDUCE, work, in_chunks, work.scale)
             else:
                 self._orders[0].leave(number)
         else:
-            yield from self._reduce_across(node, work, in_chunks, shares, absent)
+            yield from self._reduce_across(node, work, in_chunks, layout.shares, absent)
         yield node.done(number)
-        node.over(number)
-        self._group.bytes_sent += two_phase_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
+        node.under_way.discard(number)
+        self._group.bytes_sent += layout.sent_bytes
 
-    def _runs_in(self, piece: Piece, bucket: Bucket) -> list[Part]:
-        if piece not in self._runs:
-            self._runs[piece] = runs_in(piece, bucket, self._slots)
-        return self._runs[piece]
+    def _layout_of(self, piece: Piece, bucket: Bucket) -> PieceLayout:
+        runs, node, shares, sent_bytes = runs_in(piece, bucket, self._slots), self._node, [(0, 0)][:0], 0
+        if node is not None and self.layout is not None:
+            shares = self.residuals.shares(piece, self.layout, len(node.members))
+            sent_bytes = two_phase_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
+        layout = self._layouts[piece] = PieceLayout(runs, [run.slot for run in runs], shares, sent_bytes)
+        return layout
 
     def _prepare(self, piece: Piece, parts: list[Part]) -> None:
         """Scale this rank's gradients and add owed residuals, before any rank sums them."""
@@ -260,7 +279,8 @@ class HostReducer(Reducer):
 
         def gather() -> Steps[None]:
             node.run(Direction.GATHER, bucket.slots, bucket.offsets, share, op, node_scale, absent, flat)
-            yield from _until_right(node, number)
+            if waits := node.withdrawn(number):
+                yield waits
             yield from self._in_chunks(node, 0, Mode.REDUCE_SCATTER, work, in_chunks, node_scale, carried)
             self.residuals.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
 
@@ -322,13 +342,6 @@ class HostReducer(Reducer):
     def close(self) -> None:
         self.block.leave()
         self._node = None
-
-
-def _until_right(node: NodePass, number: int) -> Steps[None]:
-    """For ever, where a rank whose gradients were summed just now had taken them away: the failure is on its way."""
-    waits = node.withdrawn(number)
-    if waits:
-        yield waits
 
 
 def _reason_for(layout: Layout | None, node: NodePass | None) -> str:

@@ -69,7 +69,12 @@ class Lane:
         self._used = -1  # the newest step whose results this rank used
         self._lock = threading.Lock()
         self.steps = 0  # steps that are over, the same on all ranks; also abandoned ones and those of zeros
-        self.arrangement, self._loads, self._titles = self._arranged()
+        self._titles: list[str] = []  # of pieces, as all that is laid out
+        self._loads: list[int] = []
+        self._is_lossy: list[bool] = []
+        self._slots_of: list[int] = []  # how many slots each bucket has
+        self.arrangement = self._arrange()
+        self._verifies_at = self.verification.next_due(1)  # the step, from 1, at whose end parameters are compared next
         self.verifies, self.step = self._new_step()
 
     # -- the training thread ------------------------------------------------------------------------------------------
@@ -89,7 +94,7 @@ class Lane:
         ``small``; None for zeros. ``since`` (perf_counter): when each was complete, None for now, UNSEEN if unknown.
         """
         self.reducer.offer(slots, offers)
-        mark = self.reducer.mark()
+        mark = self.reducer.mark() if self.on_device else None
         with self._lock:
             step = self.step
             if not step.ready.isdisjoint(slots):
@@ -112,8 +117,8 @@ class Lane:
     def unready_slots(self) -> list[int]:
         """Return the slots not handed over in this step."""
         with self._lock:
-            ready = self.step.ready
-            return [slot for slot in range(len(self.slots)) if slot not in ready]
+            ready, slots = self.step.ready, range(len(self.slots))
+            return [slot for slot in slots if slot not in ready] if ready else list(slots)
 
     @property
     def in_flight(self) -> bool:
@@ -152,7 +157,9 @@ class Lane:
 
     def _is_over(self) -> bool:
         """True if the step is over, or cannot come to its end because another rank abandoned it."""
-        return self.idle() or (self.steps in self._abandoned_by and not self.on_device)
+        step = self.step
+        is_through = self.error is not None or step.completed == step.operations
+        return is_through or (self.steps in self._abandoned_by and not self.on_device)
 
     def abandon(self) -> None:
         """Tell all ranks that this rank does not use the results of this step. ``settle`` or ``fail`` must follow.
@@ -234,9 +241,10 @@ class Lane:
 
     def startable(self) -> bool:
         """True if the next operation in the agreed order may start now."""
+        step = self.step
+        if step.started == step.operations or (self.takes_turns and not step.finishing) or self.error is not None:
+            return False
         with self._lock:  # the training thread may be handing gradients over
-            if self.error is not None or (self.takes_turns and not self.step.finishing):
-                return False
             return self.step.may_start(self.sequence)
 
     @property
@@ -261,7 +269,7 @@ class Lane:
         tag, started, record = lane_tag(self._number, sequence), perf_counter(), None
         if index < len(step.pieces):
             piece = step.pieces[index]
-            marks = [self.reducer.mark()] if joined else step.marks[piece.bucket]
+            marks = [self.reducer.mark()] if joined else step.marks.get(piece.bucket, ())
             record = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
             steps = self.reducer.reduce(piece, joined, marks, tag, None if record is None else record.begin)
             what = self._titles[index]
@@ -275,7 +283,9 @@ class Lane:
             del step.in_flight[sequence], self._running[sequence]
             self.moved_at = monotonic()
             if index < len(step.pieces):
-                self.records.reduced(index, perf_counter() - started, record)
+                if record is not None or self._is_lossy[index]:
+                    self.records.reduced(index, record)
+                self.lanes.telemetry.statistics.reduced(self.arrangement.nbytes[index], perf_counter() - started)
             step.completed += 1  # from here on the training thread may begin the next step
             if self.closed and not step.in_flight:
                 self.reducer.end_step()  # until now others have read and written what was offered
@@ -326,26 +336,31 @@ class Lane:
         self._mailbox.tell_later(sorted(ranks), LaneFailed(self.lane_id, text))
         return self.error or error
 
-    def _arranged(self) -> tuple[Arrangement, list[int], list[str]]:
-        """Return the buckets, pieces and their order, by the time at which each slot is ready; loads; titles."""
+    def _arrange(self) -> Arrangement:
+        """Return the buckets, pieces and their order, by the time at which each slot is ready, and lay them out."""
         plan, share = self.plan, sent_share(self.group.size, self.reducer.layout)
         codecs, network, ready_at = plan.reduction.codecs, self.lanes.network, self._observation.ready_at
         arrangement = arrange(
             plan.slots, ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
         buckets = [arrangement.buckets[piece.bucket] for piece in arrangement.pieces]
-        loads = [
+        self._loads = [
             load(nbytes, bucket.dtype, codecs[bucket.codec], self._sizes)
             for nbytes, bucket in zip(arrangement.nbytes, buckets, strict=True)
         ]
+        self._is_lossy = [codecs[bucket.codec].lossy for bucket in buckets]
+        self._slots_of = [len(bucket.slots) for bucket in arrangement.buckets]
         self.reducer.lay_out(arrangement)
-        return arrangement, loads, [self.records.summary(index) for index in range(len(buckets))]
+        self._titles = [self.records.summary(index) for index in range(len(buckets))]
+        return arrangement
 
     def _new_step(self) -> tuple[bool, LaneStep]:
         """Return True if the next step verifies parameters, and the step."""
-        verifies = self.verification.due(self.steps + 1)
+        verifies = self.steps + 1 == self._verifies_at
+        if verifies:
+            self._verifies_at = self.verification.next_due(self.steps + 2)
         exchanges = int(self.steps == 0) + int(verifies)
-        return verifies, LaneStep(self.arrangement, self._loads, self._sizes.in_flight, exchanges)
+        return verifies, LaneStep(self.arrangement, self._slots_of, self._loads, self._sizes.in_flight, exchanges)
 
     def _end_step(self) -> None:
         """Begin the next step; after the first one in the order that rank 0 observed."""
@@ -353,5 +368,5 @@ class Lane:
         self.steps += 1
         self.records.step_ended(self.steps)
         if self.steps == 1:
-            self.arrangement, self._loads, self._titles = self._arranged()
+            self.arrangement = self._arrange()
         self.verifies, self.step = self._new_step()

@@ -60,8 +60,8 @@ class LaneRecords:
         }
         return PieceRecord(self._telemetry, self._reducer, piece, self._piece_row(index), fields)
 
-    def reduced(self, index: int, seconds: float, record: PieceRecord | None) -> None:
-        """Count a piece that was reduced in so many seconds, and record its end in the timeline."""
+    def reduced(self, index: int, record: PieceRecord | None) -> None:
+        """Count the effect of a codec on a reduced piece, and record its end in the timeline."""
         piece, residuals = self._now.pieces[index], self._reducer.residuals
         if residuals.codec(piece.bucket).lossy:
             tally = residuals.finished(piece)
@@ -69,7 +69,6 @@ class LaneRecords:
                 record.encoded(tally)
         if record is not None:
             self._telemetry.end(self._piece_row(index))
-        self._telemetry.statistics.reduced(self._now.nbytes[index], seconds)
 
     def awaited(self, started: float) -> None:
         """Record that the training thread waited for gradients since ``started`` (perf_counter)."""

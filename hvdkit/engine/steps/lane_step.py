@@ -12,8 +12,8 @@ from hvdkit.engine.steps.arrangement import Arrangement
 class LaneStep:
     """The state of one step. Its operations are the pieces of ``arrangement`` in order, then ``exchanges`` of facts.
 
-    ``loads``: the bytes in flight that each piece counts as; ``budget``: the most bytes in flight. The lane's lock
-    protects what the training thread and the engine's driver both use.
+    ``slots_of``: how many slots each bucket has; ``loads``: the bytes in flight that each piece counts as; ``budget``:
+    the most bytes in flight. The lane's lock protects what the training thread and the engine's driver both use.
     """
 
     __slots__ = (
@@ -21,15 +21,17 @@ class LaneStep:
         "operations", "pieces", "ready", "started",
     )  # fmt: skip
 
-    def __init__(self, arrangement: Arrangement, loads: Sequence[int], budget: float, exchanges: int) -> None:
+    def __init__(
+        self, arrangement: Arrangement, slots_of: list[int], loads: Sequence[int], budget: float, exchanges: int
+    ) -> None:
         self._bucket_of, self._loads, self._budget = arrangement.bucket_of, loads, budget
         self.pieces = arrangement.pieces
         self.operations = len(self.pieces) + exchanges
         self.begun = False  # a gradient is complete that will be handed over
         self.finishing = False  # all gradients were handed over, and the training thread waits
         self.ready: set[int] = set()  # slots handed over
-        self.left = [len(bucket.slots) for bucket in arrangement.buckets]  # by bucket: slots not handed over
-        self.marks: list[list[Any]] = [[] for _ in self.left]  # by bucket: of the threads that wrote its gradients
+        self.left = slots_of.copy()  # by bucket: slots not handed over
+        self.marks: dict[int, list[Any]] = {}  # by bucket: of the threads that wrote its gradients, on a device
         self.in_flight: dict[int, int] = {}  # loads of operations that were started, by sequence number
         self.started = self.completed = 0  # operations
 
@@ -40,7 +42,7 @@ class LaneStep:
             self.ready.add(slot)
             bucket = self._bucket_of[slot]
             if mark is not None:
-                self.marks[bucket].append(mark)
+                self.marks.setdefault(bucket, []).append(mark)
             self.left[bucket] -= 1
             if self.left[bucket] == 0:
                 complete.append(bucket)
@@ -48,7 +50,7 @@ class LaneStep:
 
     def may_start(self, sequence: int) -> bool:
         """True if the next operation, which has this sequence number, may start."""
-        if self.started == self.operations or not self.has_room(sequence):
+        if self.started == self.operations or (self.in_flight and not self.has_room(sequence)):
             return False
         if self.started < len(self.pieces):
             return self.left[self.pieces[self.started].bucket] == 0

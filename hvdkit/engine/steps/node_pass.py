@@ -70,6 +70,9 @@ class Order:
 
     def leave(self, number: int) -> None:
         """Note that this operation has passed, or need not pass."""
+        if number == self.passed and not self._left:
+            self.passed += 1
+            return
         self._left.add(number)
         while self.passed in self._left:
             self._left.remove(self.passed)
@@ -94,7 +97,7 @@ class NodePass:
         from hvdkit.kernels._native import Cells, InPlace
 
         self.members = list(members)
-        self._under_way: set[int] = set()  # operations that this rank is ready for and not through with
+        self.under_way: set[int] = set()  # operations that this rank is ready for and not through with
         self._withdrawn = False
         self.me = self.members.index(transport.rank)
         self._transport, self._segment = transport, segment
@@ -144,21 +147,17 @@ class NodePass:
 
     def ready(self, number: int, absent: bool) -> list[Transfer]:
         """Announce that this rank's gradients of an operation are where the table has them, or that it has none."""
-        self._under_way.add(number)
+        self.under_way.add(number)
         self._ready_at[self.me, number % CELLS] = perf_counter()  # one clock for the processes of a host
-        return self._tell_and_wait(0, number, 2 * (number + 1) + int(absent), 2 * (number + 1))
+        return self._tell_and_wait(number % CELLS, 2 * (number + 1) + int(absent), 2 * (number + 1))
 
     def ready_at(self, number: int) -> dict[int, float]:
         """Return the time (perf_counter) at which each rank of the node was ready for an operation, once all are."""
         return dict(zip(self.members, self._ready_at[:, number % CELLS].tolist(), strict=True))
 
     def done(self, number: int) -> list[Transfer]:
-        """Announce that this rank is through with all ranks' gradients of an operation."""
-        return self._tell_and_wait(1, number, number + 1, number + 1)
-
-    def over(self, number: int) -> None:
-        """Note that all ranks are through with an operation."""
-        self._under_way.discard(number)
+        """Announce that this rank is through with all ranks' gradients of an operation, ``under_way`` until all are."""
+        return self._tell_and_wait(len(self.members) * CELLS + number % CELLS, number + 1, number + 1)
 
     def withdraw(self) -> None:
         """Take back that this rank is ready, before its gradients move away from the places in the table.
@@ -167,11 +166,11 @@ class NodePass:
         nothing about any operation from now on.
         """
         self._withdrawn = True
-        for number in list(self._under_way):
-            self._cells.set(self._index(0, self.me, number), 0)
+        for number in list(self.under_way):
+            self._cells.set(self.me * CELLS + number % CELLS, 0)
 
     def withdrawn(self, number: int) -> list[Transfer]:
-        """Return endless waits if a rank has withdrawn, because sums may be wrong then; else no waits."""
+        """Return endless waits if a rank has withdrawn, since sums may be wrong then: the failure is on its way."""
         cells, index, wanted = self._cells, number % CELLS, 2 * (number + 1)
         for rank in range(len(self.members)):
             if cells.get(rank * CELLS + index) < wanted:
@@ -180,14 +179,15 @@ class NodePass:
                 ]
         return []
 
-    def absent(self, number: int) -> list[bool]:
-        """Return for each rank if it contributes zeros to an operation, once all are ready."""
-        cells, index = self._cells, number % CELLS
-        return [bool(cells.get(rank * CELLS + index) & 1) for rank in range(len(self.members))]
+    def resolve(self, number: int, slots: Sequence[int]) -> tuple[list[bool], list[int]]:
+        """Return for each rank if it contributes zeros to an operation, and the slots to be staged, once all are ready.
 
-    def staged(self, slots: Sequence[int], absent: list[bool]) -> list[int]:
-        """Return the slots whose gradient some rank has out of the others' reach; the same on all ranks of the node."""
-        return self._in_place.staged(slots, absent)
+        Some rank has the gradients of these slots out of the others' reach; they are the same on all ranks of the node.
+        """
+        absent = [False] * len(self.members)
+        for rank in range(len(absent)):
+            absent[rank] = bool(self._cells.get(rank * CELLS + number % CELLS) & 1)
+        return absent, self._in_place.staged(slots, absent)
 
     def run(
         self,
@@ -206,22 +206,19 @@ class NodePass:
         """
         self._in_place.run(int(direction), slots, offsets, *share, op, scale, absent, flat)
 
-    def _tell_and_wait(self, kind: int, number: int, own: int, wanted: int) -> list[Transfer]:
+    def _tell_and_wait(self, first: int, own: int, wanted: int) -> list[Transfer]:
+        """Set this rank's counter to ``own``; return waits until the others' are ``wanted``. ``first``: rank 0's."""
+        cells, me = self._cells, self.me
         if self._withdrawn:  # this rank's own number, which it will never tell
-            return [CellWait(self._cells, self._index(kind, self.me, number), own, self._transport.rank)]
-        cells, first = self._cells, self._index(kind, 0, number)
-        cells.set(first + self.me * CELLS, own)
+            return [CellWait(cells, first + me * CELLS, own, self._transport.rank)]
+        cells.set(first + me * CELLS, own)
         for wakeup in self._wakeups:
             wakeup.ring()
-        # A wait for a counter that has come far enough is none.
-        return [
-            CellWait(cells, first + rank * CELLS, wanted, member)
-            for rank, member in enumerate(self.members)
-            if rank != self.me and cells.get(first + rank * CELLS) < wanted
-        ]
-
-    def _index(self, kind: int, rank: int, number: int) -> int:
-        return (kind * len(self.members) + rank) * CELLS + number % CELLS
+        waits: list[Transfer] = []
+        for rank, member in enumerate(self.members):
+            if rank != me and cells.get(first + rank * CELLS) < wanted:  # else there is nothing to wait for
+                waits.append(CellWait(cells, first + rank * CELLS, wanted, member))
+        return waits
 
     def give_back(self) -> None:
         """Give this rank's small gradients and chunks back to the system until they are used; nothing is under way."""

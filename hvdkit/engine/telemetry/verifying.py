@@ -172,13 +172,17 @@ class LaneVerification:
         self._statement: Statement | None = None
         self._comparison: Comparison | None = None
 
-    def due(self, step: int) -> bool:
-        """True, on all ranks alike, if rows are exchanged at the end of ``step`` (from 1).
+    def next_due(self, step: int) -> int:
+        """Return the first step from ``step`` on (from 1) at whose end rows are exchanged, on all ranks alike; or 0.
 
         After a step of which the parameters are compared, and before its own update: then all ranks learn whether they
         can compare at once.
         """
-        return self._group.size > 1 and (is_due(step - 1, self.every) or is_due(step, self.every))
+        if self._group.size == 1 or self.every <= 0:
+            return 0
+        while not (is_due(step - 1, self.every) or is_due(step, self.every)):
+            step += 1
+        return step
 
     def prepare(self) -> None:
         """Take the statement of this rank, which uses the step that ends now."""

@@ -16,7 +16,7 @@ from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.engine.steps.registration import HOST
-from hvdkit.torch.gradients.layout import Kinds, can_be_planned, gradient_dtypes, slot_of
+from hvdkit.torch.gradients.layout import Kinds, can_be_planned, declared_dtypes, gradient_dtypes, slot_of
 from hvdkit.torch.gradients.named import NamedGradients
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.watch import Watched
@@ -95,7 +95,7 @@ class Agreement:
         self.ids = list(parameters)
         self.engine = engine
         self._settings = settings
-        self._dtypes = gradient_dtypes(members)
+        self._dtypes, self._declared = gradient_dtypes(members), list(map(declared_dtypes, members))
         self._epoch = engine.groups.plan_epoch
         process_set_id = check_registered(settings.title, settings.process_set)
         assert settings.pairing is not None, "an optimizer is kept"
@@ -120,7 +120,7 @@ class Agreement:
 
     def fits(self, parameters: dict[int, torch.Tensor]) -> bool:
         """True if these are the parameters that ranks agreed on, with gradients of the same dtypes."""
-        return self.ids == list(parameters) and self._dtypes == gradient_dtypes(parameters.values())
+        return self.ids == list(parameters) and self._declared == list(map(declared_dtypes, parameters.values()))
 
     def changed(self, parameters: dict[int, torch.Tensor]) -> list[int]:
         """Return the ids of parameters whose gradients have another dtype than ranks agreed on."""

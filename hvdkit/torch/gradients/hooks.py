@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -92,14 +92,15 @@ class ParameterHooks(ABC):
     superseded = False
 
     def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
-        self._complete = weakref.WeakMethod(complete)
+        method: Any = complete  # of an object that may go: its hooks do not keep it
+        self._owner, self._complete = weakref.ref(method.__self__), method.__func__
         self._name_of = weakref.WeakMethod(name_of)
         # By the parameter's id: the handle of its hook, and where PyTorch kept the parameter when it was hooked.
         self._handles: dict[int, tuple[RemovableHandle, int]] = {}
 
     @property
     @abstractmethod
-    def seen(self) -> Container[int]:
+    def seen(self) -> Set[int]:
         """The ids of parameters whose gradients were computed in this step."""
 
     @abstractmethod
@@ -149,6 +150,9 @@ class GradientHooks(ParameterHooks):
         # often these add to a gradient is unknown before the outer pass ends.
         self.reentered: set[int] = set()
         self._graph_task, self._is_inside = -1, False
+        self._counts = (
+            False  # in this backward pass: the gradients of a forked child, or after shutdown(), are no rank's
+        )
 
     @property
     def touched(self) -> bool:
@@ -177,27 +181,29 @@ class GradientHooks(ParameterHooks):
         return True
 
     @property
-    def seen(self) -> Container[int]:
+    def seen(self) -> Set[int]:
         """See ParameterHooks."""
-        return self._left
+        return self._left.keys()
 
     def _computed(self, parameter: torch.Tensor) -> None:
-        if runtime.current() is None:
-            return  # the gradients of a forked child are no rank's, nor are any after shutdown()
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
+        task, key = torch._C._current_graph_task_id(), id(parameter)
+        if task != self._graph_task or task == -1:
             self._graph_task, self._is_inside = task, is_inside_backward()
+            self._counts = runtime.current() is not None
+        if not self._counts:
+            return
         if self._is_inside:
-            self.reentered.add(id(parameter))
-        left = self._left.get(id(parameter), self.passes) - 1
-        if id(parameter) in self.reentered:
+            self.reentered.add(key)
+        left = self._left.get(key, self.passes) - 1
+        if key in self.reentered:
             left = 0
         elif left < 0:
             raise AssertionError(TOO_MANY_PASSES.format(passes=self.passes, name=self._name(parameter)))
-        if parameter.grad is not None and parameter.grad.requires_grad:
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
             raise AssertionError(GRAPH_IN_GRADIENT.format(name=self._name(parameter)))
-        self._left[id(parameter)] = left
+        self._left[key] = left
         if left == 0:
-            complete = self._complete()
-            if complete is not None:
-                complete(parameter)
+            owner = self._owner()
+            if owner is not None:
+                self._complete(owner, parameter)

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.torch.ops.framework import as_array, as_tensor
 
@@ -41,13 +40,13 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-_fixed_dtype = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
+# Returns all that decides gradient_dtype; faster than to call that for each parameter in each step.
+declared_dtypes = attrgetter("dtype", "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
 
 
 def gradient_dtypes(parameters: Collection[torch.Tensor]) -> list[torch.dtype]:
-    """Return ``gradient_dtype`` of each parameter; faster than to call that for each, as each step does."""
-    fixed: list[torch.dtype | None] = list(map(_fixed_dtype, parameters))
-    return [dtype or parameter.dtype for dtype, parameter in zip(fixed, parameters, strict=True)]
+    """Return ``gradient_dtype`` of each parameter."""
+    return list(map(gradient_dtype, parameters))
 
 
 def can_be_planned(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -99,27 +98,36 @@ def layout_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(parameter.shape, dtype=dtype, device="meta")
 
 
-def fits(gradient: torch.Tensor, like: torch.Tensor) -> bool:
-    """True if a gradient's elements are one block of memory in the order of its slot, which ``like`` has."""
-    return (
-        gradient.layout is torch.strided
-        and gradient.dtype is like.dtype
-        and gradient.shape == like.shape
-        and (gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()))
-        and not gradient.is_neg()
-        and not gradient.is_conj()
-    )
-
-
 _use_count = torch._C._storage_Use_Count
 _single = torch.empty(1)
 # The count of a storage that one tensor holds, with the reference that asking for it adds.
 _ONE_HOLDER = _use_count(_single.untyped_storage()._cdata)
 
+# The dtype, shape and strides of a slot, if it is contiguous, if its lane is in the host's memory, and its device.
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool, torch.device]
 
-def has_storage_alone(tensor: torch.Tensor) -> bool:
-    """True if no other tensor or object holds a tensor's storage."""
-    return bool(_use_count(tensor.untyped_storage()._cdata) == _ONE_HOLDER)
+
+def form_of(like: torch.Tensor, device: torch.device) -> Form:
+    """Return the form of a slot with the dtype, shape and strides of ``like``, in a lane on ``device``."""
+    return like.dtype, like.shape, like.stride(), like.is_contiguous(), device.type == "cpu", device
+
+
+def can_be_reduced_in_place(gradient: torch.Tensor, form: Form) -> bool:
+    """True if a gradient's elements are one block of memory in the order of its slot, which no other tensor has.
+
+    The backward pass may still read a storage that other tensors share.
+    """
+    dtype, shape, strides, is_contiguous, on_host, device = form
+    return bool(
+        gradient.dtype is dtype
+        and gradient.layout is torch.strided
+        and gradient.shape == shape
+        and ((is_contiguous and gradient.is_contiguous()) or gradient.stride() == strides)
+        and (gradient.is_cpu if on_host else gradient.device == device)
+        and not gradient.is_neg()
+        and not gradient.is_conj()
+        and _use_count(gradient.untyped_storage()._cdata) == _ONE_HOLDER
+    )
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,12 +137,9 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-def offer_from(tensor: torch.Tensor, as_tensor: bool) -> Offer:
-    """Return the offer of a tensor that fills one block of memory, ``as_tensor`` or as an array."""
-    own = tensor.data  # now: set_() may make the tensor itself another size while it is in flight
-    if as_tensor:
-        return Offer(0, lambda: flat_view(own))
-    return Offer(tensor.data_ptr(), lambda: as_array(flat_view(own)))
+def flat_array(tensor: torch.Tensor) -> Any:
+    """Return ``flat_view`` as an array."""
+    return as_array(flat_view(tensor))
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -145,11 +150,10 @@ def extent(tensor: torch.Tensor) -> int:
     return (sum(steps) + 1) * tensor.element_size()
 
 
-def overlapping(tensors: Sequence[torch.Tensor], keep: Sequence[bool]) -> list[int]:
-    """Return the indices of dense tensors that may share memory with an earlier one; tensors to ``keep`` come first."""
-    spans = [(tensor.data_ptr(), not kept, i) for i, (tensor, kept) in enumerate(zip(tensors, keep, strict=True))]
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the indices of dense tensors that may share memory with an earlier one."""
     shared, reached = [], 0
-    for begin, _, index in sorted(spans):
+    for begin, index in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors)):
         if begin < reached:
             shared.append(index)
         tensor = tensors[index]

@@ -180,7 +180,7 @@ def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
         for parameter in parameters
         if parameter.grad is not None and parameter.grad.layout is torch.strided
     ]
-    shared = set(overlapping([gradient for _, gradient in dense], [False] * len(dense)))
+    shared = set(overlapping([gradient for _, gradient in dense]))
     return {
         id(parameter)
         for index, (parameter, gradient) in enumerate(dense)

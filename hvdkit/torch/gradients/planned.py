@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,16 +18,17 @@ from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import (
     TOO_WIDE,
     Kinds,
-    fits,
+    can_be_reduced_in_place,
+    flat_array,
+    flat_view,
+    form_of,
     gradient_dtype,
-    has_storage_alone,
     layout_of,
-    offer_from,
     overlapping,
     storage_of,
     tensor_on,
 )
-from hvdkit.torch.gradients.watch import Watched, changed_since, raise_if_changed, watch
+from hvdkit.torch.gradients.watch import Watched, changed_since, is_moved, raise_if_changed, watch
 
 
 class PlannedGradients:
@@ -45,6 +48,8 @@ class PlannedGradients:
         self._device = device
         # .to() may change a parameter
         self._like = [layout_of(parameter, kinds.dtypes[id(parameter)]) for parameter in self.parameters]
+        self._forms = [form_of(like, device) for like in self._like]
+        self._flatten = flat_view if lane.on_device else flat_array
         self._small = {
             i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
         }
@@ -54,7 +59,7 @@ class PlannedGradients:
         self._watched: dict[int, Watched] = {}
         self._waiting: dict[int, float] = {}  # by slot handed over at the end of the step: when it was complete
         self._in_place: dict[int, int] = {}  # by address: the slots that are reduced where they lie
-        self._repeated: set[int | None] = set()  # addresses of storages that several parameters' gradients have
+        self._repeated: set[int] = set()  # ids of gradients that several parameters have
         self._copies: dict[int, torch.Tensor] = {}  # reduced in the place of a gradient
         self._left_out: set[int] = set()
 
@@ -62,10 +67,9 @@ class PlannedGradients:
         self._watched, self._waiting, self._in_place, self._copies = {}, {}, {}, {}
         self._repeated, self._left_out = set(), set()
 
-    def _taking_part(self, slots: Iterable[int]) -> list[int]:
-        """Return the slots whose gradients count: also of parameters that were frozen after backward()."""
-        left_out, watched, parameters = self._left_out, self._watched, self.parameters
-        return [i for i in slots if i not in left_out and (i in watched or parameters[i].requires_grad)]
+    def _takes_part(self, i: int) -> bool:
+        """True if a slot's gradient counts, which it does also if its parameter was frozen after backward()."""
+        return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
 
     def leave_out(self, ids: Collection[int]) -> None:
         """Reduce zeros for parameters whose gradients have another dtype now: this step is the last one of this lane.
@@ -87,7 +91,7 @@ class PlannedGradients:
             return
         if watched is not None:
             self._watched[i] = watched
-            if watched.is_moved(gradient):
+            if is_moved(watched, gradient):
                 return  # check_unchanged() raises
         elif gradient is not None:
             self._watched[i] = watch(gradient)
@@ -98,11 +102,16 @@ class PlannedGradients:
             self._waiting[i] = perf_counter() if since is None else since
             return
         is_large = i not in self._small and not self.lane.on_device
-        if gradient is not None and is_large and not ARENA.contains(gradient.data_ptr()) and self._is_free(i, gradient):
+        if (
+            gradient is not None
+            and is_large
+            and not ARENA.contains(gradient.data_ptr())
+            and can_be_reduced_in_place(gradient, self._forms[i])
+        ):
             # Now it would be reduced in memory that share_memory_() may free.
             self._waiting[i] = perf_counter() if since is None else since
         else:
-            self.lane.ready(i, self._offer(i, gradient), since)
+            self.lane.ready(i, self._offers((i,), (gradient,))[0], since)
 
     def _fits_dtype(self, i: int, gradient: torch.Tensor) -> bool:
         """True if the slot holds a gradient of this dtype; False if its parameter's dtype was changed on all ranks.
@@ -117,39 +126,44 @@ class PlannedGradients:
             raise ValueError(TOO_WIDE.format(name=self.lane.slots[i].name, dtype=dtype, agreed=agreed))
         return True
 
-    def _offer(self, i: int, gradient: torch.Tensor | None) -> Offer | None:
-        """Return this rank's contribution to a slot: the gradient itself or a copy; None for zeros."""
-        started = perf_counter()
-        if i in self._left_out or not (i in self._watched or self.parameters[i].requires_grad):
-            return None
-        small = self._small.get(i)
-        if small is not None:
+    def _offers(
+        self, slots: Sequence[int], gradients: Sequence[torch.Tensor | None], filled: Collection[int] = ()
+    ) -> list[Offer | None]:
+        """Return this rank's contribution to each slot: the gradient itself or a copy; None for zeros."""
+        small, forms, in_place, offers = self._small, self._forms, self._in_place, list[Offer | None]()
+        repeated, are_all = self._repeated, not self._left_out and len(self._watched) == len(self.parameters)
+        for i, gradient in zip(slots, gradients, strict=True):
+            if i in filled:
+                offer: Offer | None = FILLED
+            elif not (are_all or self._takes_part(i)):
+                offer = None
+            elif (
+                gradient is not None
+                and i not in small
+                and can_be_reduced_in_place(gradient, forms[i])
+                and id(gradient) not in repeated
+                and in_place.setdefault(gradient.data_ptr(), i) == i
+            ):
+                # .data: set_() may make the tensor itself another size while it is in flight.
+                offer = Offer(gradient.data_ptr(), partial(self._flatten, gradient.data))
+            else:
+                offer = self._copy(i, gradient)
+            offers.append(offer)
+        return offers
+
+    def _copy(self, i: int, gradient: torch.Tensor | None) -> Offer:
+        started, small = perf_counter(), self._small.get(i)
+        if small is None:
+            copy = self._copies[i] = self._copied(i, gradient)
+            offer = Offer(copy.data_ptr(), partial(self._flatten, copy.data))
+        else:
+            offer = FILLED
             if gradient is None:
                 small.zero_()
             else:
                 small.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            offer = FILLED
-        elif gradient is not None and self._is_free(i, gradient):
-            self._in_place[gradient.data_ptr()] = i
-            return offer_from(gradient, self.lane.on_device)
-        else:
-            copy = self._copies[i] = self._copied(i, gradient)
-            offer = offer_from(copy, self.lane.on_device)
         self.lane.records.copied([i], started)
         return offer
-
-    def _is_free(self, i: int, gradient: torch.Tensor) -> bool:
-        """True if a gradient can be reduced where it lies.
-
-        The backward pass may still read a storage that other tensors share, and two gradients may have one storage.
-        """
-        return (
-            gradient.device == self._device
-            and fits(gradient, self._like[i])
-            and has_storage_alone(gradient)
-            and (not self._repeated or storage_of(gradient) not in self._repeated)
-            and self._in_place.get(gradient.data_ptr(), i) == i
-        )
 
     def _copied(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return a copy of a gradient, zeros if it is None, in the layout of its slot."""
@@ -179,82 +193,81 @@ class PlannedGradients:
         self._start_step()
 
     def _hand_over_rest(self) -> None:
-        unready, seen = self.lane.unready_slots(), set()
-        for i in unready:
-            gradient = self.parameters[i].grad
-            if gradient is None:
-                continue
-            if gradient.dtype is not self._like[i].dtype and i not in self._watched and i not in self._left_out:
+        unready = self.lane.unready_slots()
+        gradients = [self.parameters[i].grad for i in unready]
+        for i, gradient in zip(unready, gradients, strict=True):
+            if i not in self._watched and i not in self._left_out and gradient is not None:
                 self._fits_dtype(i, gradient)
-            if gradient.layout is torch.strided:
-                # A storage that is copied for one parameter must not be reduced where it lies for another.
-                storage = gradient.untyped_storage().data_ptr()
-                if storage in seen:
-                    self._repeated.add(storage)
-                seen.add(storage)
-        filled = self._fill_small(unready) if self._small else set()
-        offers, since = [], []
-        for i in unready:
-            offers.append(FILLED if i in filled else self._offer(i, self.parameters[i].grad))
-            since.append(self._waiting.get(i, UNSEEN))
-        self.lane.ready_all(unready, offers, since)
+        ids = list(map(id, gradients))
+        if len(set(ids)) < len(ids):  # a gradient that is copied for one parameter must not be reduced for another
+            self._repeated = {key for key, count in Counter(ids).items() if count > 1}
+        filled = self._fill_small(unready, gradients) if self._small else set()
+        waiting = self._waiting
+        since = [waiting.get(i, UNSEEN) for i in unready]
+        self.lane.ready_all(unready, self._offers(unready, gradients, filled), since)
 
-    def _fill_small(self, slots: Sequence[int]) -> set[int]:
+    def _fill_small(self, slots: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> set[int]:
         """Copy the dense gradients of small slots together. Return the slots that were filled."""
         started = perf_counter()
-        gradients = {
+        dense = {
             i: gradient
-            for i in self._taking_part(slots)
-            if i in self._small and (gradient := self.parameters[i].grad) is not None and not gradient.is_sparse
+            for i, gradient in zip(slots, gradients, strict=True)
+            if i in self._small and gradient is not None and not gradient.is_sparse and self._takes_part(i)
         }
-        if gradients:
-            torch._foreach_copy_([self._small[i] for i in gradients], list(gradients.values()))
-        self.lane.records.copied(list(gradients), started)
-        return set(gradients)
+        if dense:
+            torch._foreach_copy_([self._small[i] for i in dense], list(dense.values()))
+        self.lane.records.copied(list(dense), started)
+        return set(dense)
 
     def _give_back(self) -> None:
         """Write the results that lie elsewhere into the parameters' gradients."""
-        owners: list[int] = []
-        gradients: list[torch.Tensor] = []  # dense, each beside its result, which is None if it is there already
-        results: list[torch.Tensor | None] = []
-        for i in self._taking_part(range(len(self.parameters))):
-            parameter = self.parameters[i]
-            gradient, result = parameter.grad, self._copies.get(i, self._small.get(i))
+        copies, small, in_place = self._copies, self._small, list[torch.Tensor]()
+        into: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slot: a dense gradient and its result
+        are_all = not self._left_out and len(self._watched) == len(self.parameters)
+        for i, parameter in enumerate(self.parameters):
+            if not (are_all or self._takes_part(i)):
+                continue
+            gradient, result = parameter.grad, copies.get(i, small.get(i))
+            if result is None:
+                if gradient is not None:
+                    in_place.append(gradient)
+                continue
             sparse_dim = self._sparse_dims.get(id(parameter))
             if sparse_dim is None and gradient is not None and gradient.is_sparse:
                 sparse_dim = gradient.sparse_dim()  # sparse for the first time, and only this rank knows it
-            if sparse_dim is not None and result is not None:
+            if sparse_dim is not None:
                 sparse = result.to_sparse(sparse_dim)
                 # SparseAdam would count a step for a gradient without rows.
                 parameter.grad = sparse.to(parameter.device) if sparse._nnz() else None
-            elif gradient is None or (result is not None and torch._debug_has_internal_overlap(gradient) == 1):
+            elif gradient is None or torch._debug_has_internal_overlap(gradient) == 1:
                 self._replace(i, parameter, result)
             else:
-                gradients.append(gradient)
-                results.append(result)
-                owners.append(i)
-        shared = set(overlapping(gradients, [result is None for result in results]))
-        into: list[torch.Tensor] = []
-        out_of: list[torch.Tensor] = []
-        for index, (i, gradient, result) in enumerate(zip(owners, gradients, results, strict=True)):
-            if index in shared:
+                into[i] = gradient, result
+        # A graph that saved a gradient must not take the result for it.
+        torch.autograd.graph.increment_version(in_place)
+        if into:
+            self._write(into)
+
+    def _write(self, into: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Write results into dense gradients; replace gradients that share memory with another gradient."""
+        slots = list(into)
+        shared = {slots[index] for index in overlapping([gradient for gradient, _ in into.values()])}
+        gradients, results = [], []
+        for i, (gradient, result) in into.items():
+            if i in shared or (gradient.data_ptr() in self._in_place and gradient.numel()):
                 self._replace(i, self.parameters[i], result)
-            elif result is None:
-                # A graph that saved the gradient must not take the result for it.
-                torch.autograd.graph.increment_version(gradient)
             elif gradient.is_conj() or gradient.is_neg():
                 gradient.copy_(result)  # _foreach_copy_ cannot do this
             else:
-                into.append(gradient)
-                out_of.append(result)
-        if into:
-            torch._foreach_copy_(into, out_of)
+                gradients.append(gradient)
+                results.append(result)
+        if gradients:
+            torch._foreach_copy_(gradients, results)
 
-    def _replace(self, i: int, parameter: torch.Tensor, result: torch.Tensor | None) -> None:
+    def _replace(self, i: int, parameter: torch.Tensor, result: torch.Tensor) -> None:
         """Give a parameter a new gradient, because it had none or its own cannot hold the result."""
-        if result is not None:
-            own = result if i in self._copies else result.clone()
-            parameter.grad = own.to(parameter.device)
+        own = result if i in self._copies else result.clone()
+        parameter.grad = own.to(parameter.device)
 
     def move_out(self) -> bool:
         """Mark gradients that may be half summed; after a failure, move them out of reach of late messages.

@@ -66,7 +66,7 @@ class GradientSynchronizer:
         self.codecs = compression_state.OptimizerCodecs()
         self._lane_error: HorovodInternalError | None = None  # of a lane that failed while a step was abandoned
         with suppress(NotInitializedError, ForkedChildError):  # unpickled before hvd.init(); the first step binds again
-            self._bind()
+            self.bind()
 
     def _new_hooks(self) -> Any:
         return GradientHooks(self.settings.backward_passes_per_step, self._complete, self.name_of)
@@ -104,15 +104,14 @@ class GradientSynchronizer:
         """
         if self.hooks.superseded:
             raise ValueError(SUPERSEDED)
-        self._bind()
-        return self._distributed
-
-    def _bind(self) -> None:
-        """Use this process's engine: a new one after shutdown() and init(), perhaps with another number of ranks."""
         engine = runtime.engine()
         follow(engine.telemetry)
-        if engine is self._engine:
-            return
+        if engine is not self._engine:
+            self._bind_to(engine)
+        return self._distributed
+
+    def _bind_to(self, engine: Any) -> None:
+        """Use this engine: a new one after shutdown() and init(), perhaps with another number of ranks."""
         self._engine = engine
         self._lane_error = None
         planned = None if self._agreement is None else self._agreement.planned
@@ -140,10 +139,8 @@ class GradientSynchronizer:
 
     def _attach_again(self, trainable: dict[int, torch.Tensor]) -> None:
         """Hook parameters whose hook was not called in this step: torch.utils.swap_tensors takes it off."""
-        seen = self.hooks.seen
-        for key, parameter in trainable.items():
-            if key not in seen:
-                self.hooks.attach(parameter)
+        for key in trainable.keys() - self.hooks.seen:
+            self.hooks.attach(trainable[key])
 
     def _serve(self) -> None:
         """Have gradients of these parameters allocated where the node's other ranks can reach them."""

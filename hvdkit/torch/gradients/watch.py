@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -23,22 +22,19 @@ class ChangedInFlightError(AssertionError):
     names = ""
 
 
-class Watched(NamedTuple):
-    """A gradient as it was when its backward pass had completed it."""
-
-    gradient: torch.Tensor
-    version: int
-    address: int
-
-    def is_moved(self, gradient: torch.Tensor | None) -> bool:
-        """True if the parameter's ``gradient`` is another tensor now, or lies elsewhere."""
-        return gradient is not self.gradient or _address(gradient) != self.address
+# A gradient as its backward pass left it: the tensor, its version and its address. Made for each gradient of a step.
+Watched = tuple[torch.Tensor, int, int]
 
 
 def watch(gradient: torch.Tensor) -> Watched:
     """Remember a gradient as it is."""
-    is_dense = gradient.layout is torch.strided
-    return Watched(gradient, gradient._version, gradient.data_ptr() if is_dense else 0)
+    return gradient, gradient._version, gradient.data_ptr() if gradient.layout is torch.strided else 0
+
+
+def is_moved(watched: Watched, gradient: torch.Tensor | None) -> bool:
+    """True if the parameter's ``gradient`` is another tensor than the watched one, or lies elsewhere now."""
+    address = 0 if gradient is None or gradient.layout is not torch.strided else gradient.data_ptr()
+    return gradient is not watched[0] or address != watched[2]
 
 
 def changed_since(
@@ -69,16 +65,14 @@ def changed_since(
     return [
         key
         for key in changed
-        if watched[key].is_moved(parameters[key].grad) or not is_of_another_view(watched[key].gradient)
+        if is_moved(watched[key], parameters[key].grad) or not is_of_another_view(watched[key][0])
     ]
 
 
 def changed_of(pairs: Sequence[tuple[torch.Tensor, Watched | None]]) -> list[torch.Tensor]:
     """Return the parameters whose dense gradients were changed since they were watched."""
     watched = {
-        id(parameter): before
-        for parameter, before in pairs
-        if before is not None and before.gradient.layout is torch.strided
+        id(parameter): before for parameter, before in pairs if before is not None and before[0].layout is torch.strided
     }
     parameters = {id(parameter): parameter for parameter, _ in pairs}
     return [parameters[key] for key in changed_since(watched, parameters)]
@@ -91,8 +85,3 @@ def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torc
         error = ChangedInFlightError(CHANGED_IN_FLIGHT.format(names=names))
         error.names = names
         raise error
-
-
-def _address(gradient: torch.Tensor | None) -> int:
-    """Return the address of a dense gradient; 0 for others."""
-    return 0 if gradient is None or gradient.layout is not torch.strided else gradient.data_ptr()

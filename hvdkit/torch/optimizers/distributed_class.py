@@ -39,13 +39,13 @@ def is_distributed(optimizer: Any) -> bool:
     return hasattr(type(optimizer), _SETTINGS)
 
 
-def _only_makes_state(optimizer: Any, kwargs: dict[str, Any]) -> bool:
-    """True for the step by which torch.distributed.checkpoint.state_dict has an optimizer make its state.
+def _only_makes_state(optimizer: Any) -> bool:
+    """True if step(closure=None) is how torch.distributed.checkpoint.state_dict has an optimizer make its state.
 
-    It calls ``step(closure=None)`` where there is no state, with gradients of zeros that no backward pass computed and
+    It does so where there is no state, with gradients of zeros that no backward pass computed and
     learning rates of 0. This moves no parameter, so it is made without the other ranks: one rank may save alone.
     """
-    if kwargs != {"closure": None} or optimizer._synchronizer.in_flight or optimizer.state:
+    if optimizer._synchronizer.in_flight or optimizer.state:
         return False
     if any(group.get("lr", 0.0) != 0 for group in optimizer.param_groups):
         return False
@@ -186,7 +186,7 @@ def distributed_class(base: Any) -> Any:
         @functools.wraps(base.step)
         def step(self, *args: Any, **kwargs: Any) -> Any:
             runtime.check_not_forked()
-            if not args and _only_makes_state(self, kwargs):
+            if kwargs == {"closure": None} and not args and _only_makes_state(self):
                 return super().step(**kwargs)
             if isinstance(self._synchronizer, AdasumSynchronizer):
                 result = self._synchronizer.step(super().step, args, kwargs)

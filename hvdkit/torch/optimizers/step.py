@@ -45,6 +45,7 @@ def reduce_and_step(
     gradients: GradientSynchronizer, plain_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Reduce the gradients and call the wrapped optimizer's ``plain_step``. A closure reduces them after each call."""
+    takes_closure = True
     if args and callable(args[0]):
         _synchronize_before_closure(gradients)
         args = (_synchronized_closure(gradients, args[0]), *args[1:])
@@ -52,6 +53,7 @@ def reduce_and_step(
         _synchronize_before_closure(gradients)
         kwargs = {**kwargs, "closure": _synchronized_closure(gradients, kwargs["closure"])}
     elif gradients.should_synchronize and not (gradients.for_scaler and gradients.is_synchronized):
+        takes_closure = False
         if gradients.is_synchronized:
             warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
         gradients.synchronize(updates=True)
@@ -66,7 +68,8 @@ def reduce_and_step(
     if gradients.in_flight:
         raise AssertionError(COMPUTED_IN_STEP)
     gradients.verification.updated(gradients.groups(), gradients.name_of)
-    gradients.forget_synchronized()
+    if takes_closure:
+        gradients.forget_synchronized()
     return result
 
 
