@@ -163,7 +163,7 @@ class VariablePlan:
         step; the next step makes a new lane.
         """
         engine = runtime.engine()
-        is_spent = self._lane is not None and self._lane.is_spent
+        is_spent = self._lane is not None and self._lane.abandonment.is_spent
         if engine is not self._engine or self._lane is None or is_spent or self._epoch != engine.groups.plan_epoch:
             self.close()
             self._epoch = engine.groups.plan_epoch
@@ -186,9 +186,9 @@ class VariablePlan:
             with self._closing_failed_lane():
                 if self._lane.error is not None:
                     raise self._lane.error
-                self._lane.abandon()
-                self._lane.settle()
-            if self._lane.is_spent:
+                self._lane.abandonment.begin()
+                self._lane.abandonment.settle()
+            if self._lane.abandonment.is_spent:
                 return self.begin()
         self._missing, self._results = set(range(len(self.slots))), {}
         return self.verification.begin()

@@ -54,9 +54,7 @@ class TrainStepHooks(ParameterHooks):
         self._completes_once = self._completes_once and not is_new
         return is_new
 
-    @property
-    def seen(self) -> Set[int]:
-        """See ParameterHooks."""
+    def _seen(self) -> Set[int]:
         return self._completions.keys()
 
     def reset(self) -> None:

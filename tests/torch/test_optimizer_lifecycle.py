@@ -315,7 +315,7 @@ def test_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> Non
         if hvd.size() == 1:
             return
         lane = optimizer._synchronizer._agreement.planned.lane
-        end = lane._end
+        end = lane.end
 
         def late_end() -> None:
             lane.step.finishing = True  # as the end does first; the engine's thread drives what it then waits for
@@ -323,7 +323,7 @@ def test_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> Non
             wait_for_failure(lane)
             end()
 
-        lane._end = late_end
+        lane.end = late_end
         optimizer.load_state_dict(saved)
 
     forget_a_step_on_the_last_rank(hvd, forget)

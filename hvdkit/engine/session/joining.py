@@ -53,7 +53,7 @@ class Joining:
             raise DuplicateNameError("hvd.join() was called again while this rank is still joined.")
         self._handle = handle
         for lane in list(self._open_lanes.values()):
-            lane.decline()
+            lane.abandonment.decline()
         self._negotiation.send_later(Join())
 
     def tell_started(self, lane: Lane) -> None:

@@ -113,7 +113,7 @@ class Watch:
         peers = {peer for operation in self._operations for peer in operation.awaited_peers()}
         for waiting in list(self._waiting.by_thread.values()):
             if isinstance(waiting.subject, Lane):
-                peers |= waiting.subject.unanswered()
+                peers |= waiting.subject.abandonment.unanswered()
         return peers
 
     def _look_for_stalls(self, now: float) -> None:
@@ -169,7 +169,7 @@ class Watch:
                 )
         for waiting in list(self._waiting.by_thread.values()):
             lane = waiting.subject
-            if isinstance(lane, Lane) and (gone := lane.unanswered().intersection(departed)):
+            if isinstance(lane, Lane) and (gone := lane.abandonment.unanswered().intersection(departed)):
                 rank = min(gone, key=departed_at.__getitem__)
                 raise PeerLostError(
                     f"{self._mailbox.me()} gave up a step of optimizer '{lane.name}', and waits for the answer of "

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
 from hvdkit.collectives.group import Group
 from hvdkit.collectives.hierarchical import sent_share
-from hvdkit.engine.loop.driver import ROUND_SECONDS
-from hvdkit.engine.loop.messages import Abandoned, LaneFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ranks.assignments import lane_tag
+from hvdkit.engine.steps.abandonment import Abandonment
 from hvdkit.engine.steps.arrangement import Arrangement, Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lane_step import LaneStep
@@ -20,15 +19,7 @@ from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.telemetry.verifying import LaneVerification
-from hvdkit.errors import HorovodInternalError, MismatchError
-
-ABANDONED = (
-    "%s gave up a step of optimizer '%s' after some of its gradients were handed over, and %s did not. Ranks that made "
-    "that step have other weights now.\n"
-    "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
-    "job, or have all ranks go back to the same state."
-)
-GAVE_UP = "all ranks gave up a step of optimizer '%s'"
+from hvdkit.errors import HorovodInternalError
 
 
 class Lane:
@@ -62,12 +53,8 @@ class Lane:
         self.records = LaneRecords(lanes.telemetry, plan, reducer, self._sizes.reason)
         self.verification = LaneVerification(group, verify)
         self._observation = Observation(group, len(plan.slots))
-        self._abandoned: set[int] = set()  # the steps that this rank abandoned
-        self._abandoned_by: dict[int, set[int]] = {}  # the ranks that abandoned a step, by step
-        self._declined: dict[int, set[int]] = {}  # the ranks that were told so, by step that this rank declined
-        self.is_spent = False  # all ranks abandoned a step, so that they agree anew without an error
-        self._used = -1  # the newest step whose results this rank used
-        self._lock = threading.Lock()
+        self.abandonment = Abandonment(self)
+        self.lock = threading.Lock()
         self.steps = 0  # steps that are over, the same on all ranks; also abandoned ones and those of zeros
         self._titles: list[str] = []  # of pieces, as all that is laid out
         self._loads: list[int] = []
@@ -95,7 +82,7 @@ class Lane:
         """
         self.reducer.offer(slots, offers)
         mark = self.reducer.mark() if self.on_device else None
-        with self._lock:
+        with self.lock:
             step = self.step
             if not step.ready.isdisjoint(slots):
                 names = [self.slots[slot].name for slot in slots if slot in step.ready]
@@ -116,7 +103,7 @@ class Lane:
 
     def unready_slots(self) -> list[int]:
         """Return the slots not handed over in this step."""
-        with self._lock:
+        with self.lock:
             ready, slots = self.step.ready, range(len(self.slots))
             return [slot for slot in slots if slot not in ready] if ready else list(slots)
 
@@ -135,93 +122,38 @@ class Lane:
         if self.verifies:
             self.verification.prepare()
         self.step.finishing = True
-        self._end()
-        with self._lock:
-            self._used = step
-            abandoned_by = self._abandoned_by.pop(step, set())
-        if abandoned_by:
-            with self._driver.halted(ROUND_SECONDS):  # no piece is in the middle of a sum
-                raise self._fail_abandoned(abandoned_by)
+        self.end()
+        self.abandonment.use(step)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Wait for the end of the step, and begin the next one."""
         started = perf_counter()
         self.lanes.waiting.wait(self, self._is_over)
         self.records.awaited(started)
         if self.error is not None:
             raise self.error
         if self.step.completed < self.step.operations:
-            with self._driver.halted(ROUND_SECONDS):
-                raise self._fail_abandoned(self._abandoned_by[self.steps])
-        with self._lock:
+            self.abandonment.refuse()
+        with self.lock:
             self._end_step()
 
     def _is_over(self) -> bool:
-        """True if the step is over, or cannot come to its end because another rank abandoned it."""
+        """True if the step is over, or cannot come to its end."""
         step = self.step
-        is_through = self.error is not None or step.completed == step.operations
-        return is_through or (self.steps in self._abandoned_by and not self.on_device)
+        return self.error is not None or step.completed == step.operations or self.abandonment.is_hopeless()
 
-    def abandon(self) -> None:
-        """Tell all ranks that this rank does not use the results of this step. ``settle`` or ``fail`` must follow.
-
-        On all ranks that use the results the lane fails.
-        """
-        if self.in_flight and self.error is None and self.steps not in self._abandoned:
-            self._abandoned.add(self.steps)
-            self._mailbox.tell_later(self.group.members, Abandoned(self.lane_id, self.steps))
-            if self.on_device:  # collectives that other ranks have launched end only with this rank
-                unready = self.unready_slots()
-                self.ready_all(unready, [None] * len(unready), [None] * len(unready))
-                self.step.finishing = True
-                self._driver.wake()
-
-    def settle(self) -> None:
-        """Wait until the other ranks have abandoned this step too. Then the lane is spent, unless it is on a device.
-
-        Raises HorovodInternalError if another rank used the results, or is lost.
-        """
-        step = self.steps
-        if self.error is not None or step not in self._abandoned:
-            return
-        if self.on_device:
-            self._end()
-            return
-        self.lanes.waiting.wait(self, lambda: self.error is not None or not self.unanswered())
-        if self.error is not None:
-            raise self.error
-        with self._driver.halted(ROUND_SECONDS):
-            self._spend()
-
-    def unanswered(self) -> set[int]:
-        """Return the ranks that have not abandoned a step that this rank abandoned."""
-        if self.steps not in self._abandoned:
-            return set()
-        own = self.group.members[self.group.rank]
-        return set(self.group.members) - {own} - self._abandoned_by.get(self.steps, set())
-
-    def _spend(self) -> None:
-        """Fail the lane after all ranks abandoned its step, so that they agree anew without an error."""
-        if self.error is None:
-            self.is_spent = True
-            self.fail(MismatchError(GAVE_UP % self.name))
-
-    def decline(self) -> None:
-        """Tell ranks that abandoned a step that this rank, which has joined or closed the lane, does not use it."""
-        for step, ranks in list(self._abandoned_by.items()):
-            if step <= self._used or (step in self._abandoned and step not in self._declined):
-                continue
-            receivers = ranks - self._declined.get(step, set())
-            self._abandoned.add(step)
-            self._declined[step] = set(ranks)
-            self._mailbox.tell_later(sorted(receivers), Abandoned(self.lane_id, step))
-            if not self.on_device:  # zeros that this rank has started would never end
-                self._driver.defer(self._spend)
+    def give_zeros(self) -> None:
+        """Hand over zeros for all gradients that are not there yet, and have all that is left run."""
+        unready = self.unready_slots()
+        self.ready_all(unready, [None] * len(unready), [None] * len(unready))
+        self.step.finishing = True
+        self._driver.wake()
 
     def close(self) -> None:
         """Forget the plan and its memory; the layout stays, for zeros if this rank joins while others go on."""
         self.closed = True
         if self.error is None:
-            self.decline()
+            self.abandonment.decline()
         self.lanes.keep_closed(self)
         if self.error is not None or not self.step.in_flight:
             self.reducer.end_step()
@@ -244,7 +176,7 @@ class Lane:
         step = self.step
         if step.started == step.operations or (self.takes_turns and not step.finishing) or self.error is not None:
             return False
-        with self._lock:  # the training thread may be handing gradients over
+        with self.lock:  # the training thread may be handing gradients over
             return self.step.may_start(self.sequence)
 
     @property
@@ -309,32 +241,11 @@ class Lane:
             self.lanes.drop_later(self._running.values())
             self.records.failed()
 
-    def abandoned_by(self, rank: int, step: int) -> None:
-        """Note that ``rank`` does not use the results of ``step``; fail the lane if this rank has used them."""
-        with self._lock:
-            self._abandoned_by.setdefault(step, set()).add(rank)
-            has_used = step <= self._used and step not in self._abandoned
-        if has_used:
-            self._fail_abandoned({rank})
-        elif self.error is not None and not self.is_spent and step not in self._abandoned:
-            self._mailbox.tell_later([rank], LaneFailed(self.lane_id, str(self.error)))  # ``rank`` awaits an answer
-
     def waiting_for(self) -> str:
         """Return the operation that this lane waits for, for messages."""
         return self.records.waiting_for(self.step.completed)
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _fail_abandoned(self, ranks: Collection[int]) -> HorovodInternalError:
-        """Fail the lane here and on ``ranks``, which abandoned a step that is used here. Return the lane's error.
-
-        Any other rank does the same when it comes to that step: it may still be in the step before.
-        """
-        text = ABANDONED % (self._mailbox.topology.describe(min(ranks)), self.name, self._mailbox.me())
-        error = MismatchError(text)
-        self.fail(error)
-        self._mailbox.tell_later(sorted(ranks), LaneFailed(self.lane_id, text))
-        return self.error or error
 
     def _arrange(self) -> Arrangement:
         """Return the buckets, pieces and their order, by the time at which each slot is ready, and lay them out."""

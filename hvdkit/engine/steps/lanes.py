@@ -55,7 +55,7 @@ class Lanes(dict[int, "Lane"]):
             self._opened.add(lane.lane_id)
             abandoned = self._abandoned_before.pop(lane.lane_id, ())
         for rank, step in abandoned:
-            lane.abandoned_by(rank, step)
+            lane.abandonment.hear(rank, step)
 
     def find(self, lane_id: int) -> Lane | None:
         """Return the lane, also if it is closed."""
@@ -115,6 +115,6 @@ class Lanes(dict[int, "Lane"]):
             if lane is None and message.lane not in self._opened:  # this rank has still to hear of the registration
                 self._abandoned_before.setdefault(message.lane, []).append((sender, message.step))
         if lane is not None:
-            lane.abandoned_by(sender, message.step)
-            if has_joined or (lane.closed and (lane.error is None or lane.is_spent)):
-                lane.decline()
+            lane.abandonment.hear(sender, message.step)
+            if has_joined or (lane.closed and (lane.error is None or lane.abandonment.is_spent)):
+                lane.abandonment.decline()

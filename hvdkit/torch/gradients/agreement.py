@@ -115,7 +115,7 @@ class Agreement:
 
     def is_outdated(self) -> bool:
         """True if all ranks agree anew in the next step: a rank had joined, or all ranks abandoned a step."""
-        is_spent = self.planned is not None and self.planned.lane.is_spent
+        is_spent = self.planned is not None and self.planned.lane.abandonment.is_spent
         return bool(self._is_put_off or is_spent or self._epoch != self.engine.groups.plan_epoch)
 
     def fits(self, parameters: dict[int, torch.Tensor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -98,10 +98,9 @@ class ParameterHooks(ABC):
         # By the parameter's id: the handle of its hook, and where PyTorch kept the parameter when it was hooked.
         self._handles: dict[int, tuple[RemovableHandle, int]] = {}
 
-    @property
     @abstractmethod
-    def seen(self) -> Set[int]:
-        """The ids of parameters whose gradients were computed in this step."""
+    def _seen(self) -> Set[int]:
+        """Return the ids of parameters whose gradients were computed in this step."""
 
     @abstractmethod
     def _computed(self, parameter: torch.Tensor) -> None:
@@ -119,6 +118,16 @@ class ParameterHooks(ABC):
         handle = parameter.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]
         self._handles[id(parameter)] = handle, parameter._cdata
         return True
+
+    def attach_all(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Hook parameters, given by id."""
+        for parameter in parameters.values():
+            self.attach(parameter)
+
+    def attach_again(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Hook parameters whose hook was not called in this step: torch.utils.swap_tensors takes it off."""
+        for key in parameters.keys() - self._seen():
+            self.attach(parameters[key])
 
     def detach(self) -> None:
         """Take all hooks off again."""
@@ -180,9 +189,7 @@ class GradientHooks(ParameterHooks):
             earlier.detach()
         return True
 
-    @property
-    def seen(self) -> Set[int]:
-        """See ParameterHooks."""
+    def _seen(self) -> Set[int]:
         return self._left.keys()
 
     def _computed(self, parameter: torch.Tensor) -> None:

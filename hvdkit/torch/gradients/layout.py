@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
+from hvdkit.arena import SMALLEST_BYTES
 from hvdkit.engine.steps.plan import Slot
+from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.ops.framework import as_array, as_tensor
 
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -47,6 +50,28 @@ declared_dtypes = attrgetter("dtype", "grad_dtype" if hasattr(torch.Tensor, "gra
 def gradient_dtypes(parameters: Collection[torch.Tensor]) -> list[torch.dtype]:
     """Return ``gradient_dtype`` of each parameter."""
     return list(map(gradient_dtype, parameters))
+
+
+def arena_sizes(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Return the sizes, in bytes, of the gradients of these parameters that the arena is to serve."""
+    return [
+        nbytes
+        for parameter in parameters
+        if parameter.is_cpu
+        and not is_lazy(parameter)
+        and (nbytes := parameter.numel() * gradient_dtype(parameter).itemsize) >= SMALLEST_BYTES
+    ]
+
+
+def encodable_shapes(
+    groups: Iterable[dict[str, Any]], name_of: Callable[[torch.Tensor], str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the gradients that codecs may encode, as they lie in memory, by the parameters' names."""
+    return {
+        name_of(parameter): slot_of("", parameter, gradient_dtype(parameter)).shape
+        for parameter in parameters_of(groups)
+        if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
+    }
 
 
 def can_be_planned(parameter: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.nn.parameter import is_lazy
 
-from hvdkit.arena import ARENA, SMALLEST_BYTES
+from hvdkit.arena import ARENA
 from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
@@ -21,8 +20,8 @@ from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
 from hvdkit.torch.gradients.half_summed import HALF_SUMMED, HALF_SUMMED_MARKS, STEP_FAILED, is_half_summed
 from hvdkit.torch.gradients.hooks import GradientHooks
-from hvdkit.torch.gradients.layout import can_be_planned, gradient_dtype, slot_of
-from hvdkit.torch.gradients.names import default_names, parameters_of
+from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned, gradient_dtype
+from hvdkit.torch.gradients.names import default_names
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import Watched, changed_of, raise_if_changed, watch
 from hvdkit.torch.phases import follow
@@ -120,7 +119,7 @@ class GradientSynchronizer:
         process_set = self.settings.process_set
         self._distributed = process_set.included() and process_set.size() > 1
         if self._distributed:
-            self._attach(self.trainable())
+            self.hooks.attach_all(self.trainable())
             self._serve()
         else:
             self.hooks.detach()
@@ -128,29 +127,14 @@ class GradientSynchronizer:
             ARENA.remove_sizes(self._served)
             self._served = []
             if process_set.included():  # errors of several ranks are raised on one rank too
-                self._attach(self.trainable())
+                self.hooks.attach_all(self.trainable())
         if interrupted:
             self._start_step()
             raise HorovodInternalError(INTERRUPTED)
 
-    def _attach(self, trainable: dict[int, torch.Tensor]) -> None:
-        for parameter in trainable.values():
-            self.hooks.attach(parameter)
-
-    def _attach_again(self, trainable: dict[int, torch.Tensor]) -> None:
-        """Hook parameters whose hook was not called in this step: torch.utils.swap_tensors takes it off."""
-        for key in trainable.keys() - self.hooks.seen:
-            self.hooks.attach(trainable[key])
-
     def _serve(self) -> None:
         """Have gradients of these parameters allocated where the node's other ranks can reach them."""
-        sizes = [
-            nbytes
-            for parameter in self.trainable().values()
-            if parameter.is_cpu
-            and not is_lazy(parameter)
-            and (nbytes := parameter.numel() * gradient_dtype(parameter).itemsize) >= SMALLEST_BYTES
-        ]
+        sizes = arena_sizes(self.trainable().values())
         if sizes and ARENA.open(self._engine.settings.arena) >= 0:
             ARENA.serve_torch()
         if sizes and self._engine.settings.arena:
@@ -252,7 +236,7 @@ class GradientSynchronizer:
                 error.args = (f"{error}\n{STEP_FAILED}", *error.args[1:])
             self._start_step()
             raise
-        self._attach_again(trainable)
+        self.hooks.attach_again(trainable)
         self._start_step()
 
     def _finish_alone(self) -> None:
@@ -264,7 +248,7 @@ class GradientSynchronizer:
                 if can_be_planned(parameter, gradient_dtype(parameter))
             ]
             raise_if_changed(changed_of(watched), self.name_of)
-        self._attach_again(self.trainable())
+        self.hooks.attach_again(self.trainable())
         self._start_step()
 
     def _start_step(self) -> None:
@@ -287,14 +271,14 @@ class GradientSynchronizer:
         planned, is_current = agreement.planned, runtime.current() is self._engine
         if planned is not None and is_current:
             was_in_flight = planned.lane.in_flight
-            planned.lane.abandon()
+            planned.lane.abandonment.begin()
             if has_raised and was_in_flight and not planned.lane.on_device:
                 with self._engine.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
                     planned.lane.fail(HorovodInternalError("an exception ended a step on this rank"))
             else:
                 self._lane_error = None if has_raised else planned.lane.error
                 try:
-                    planned.lane.settle()
+                    planned.lane.abandonment.settle()
                 except HorovodInternalError as error:
                     self._lane_error = None if has_raised else error
         if has_raised or not is_current:
@@ -309,7 +293,7 @@ class GradientSynchronizer:
     # -- agreements ---------------------------------------------------------------------------------------------------
 
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Agreement:
-        self._attach(trainable)
+        self.hooks.attach_all(trainable)
         self._serve()
         sparse_only = isinstance(self._optimizer(), torch.optim.SparseAdam)
         agreement = Agreement(self._engine, trainable, self.name_of, self.settings, sparse_only)
@@ -341,14 +325,6 @@ class GradientSynchronizer:
         is_marked = agreement.planned.move_out()
         agreement.planned.close()
         return is_marked
-
-    def shapes(self) -> compression_state.Shapes:
-        """Return the shapes of the gradients that codecs may encode, by the parameters' names."""
-        return {
-            self.name_of(parameter): slot_of("", parameter, gradient_dtype(parameter)).shape
-            for parameter in parameters_of(self.groups())
-            if not is_lazy(parameter) and can_be_planned(parameter, gradient_dtype(parameter))
-        }
 
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end

@@ -14,6 +14,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.compression_state import KEY, check
+from hvdkit.torch.gradients.layout import encodable_shapes
 from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.gradients.scaler_guard import guard_scalers
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
@@ -220,7 +221,7 @@ def distributed_class(base: Any) -> Any:
             """
             state = args[0] if args else kwargs["state_dict"]
             if state.get(KEY) is not None:
-                check(state[KEY], self._synchronizer.shapes())
+                check(state[KEY], encodable_shapes(self._synchronizer.groups(), self._synchronizer.name_of))
             self._synchronizer.abandon()
             super().load_state_dict(*args, **kwargs)
             self._synchronizer.codecs.load(state.get(KEY))

@@ -1,0 +1,140 @@
+"""Steps that ranks abandon: a rank tells all others that it does not use the results of a step that it has begun.
+
+If all ranks abandon the step, the lane is spent and they agree anew. If a rank uses the results, the lane fails on the
+ranks that use them and on the ranks that abandoned the step, so that each rank raises once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from hvdkit.engine.loop.driver import ROUND_SECONDS
+from hvdkit.engine.loop.messages import Abandoned, LaneFailed
+from hvdkit.errors import HorovodInternalError, MismatchError
+
+if TYPE_CHECKING:
+    from hvdkit.engine.steps.lane import Lane
+
+ABANDONED = (
+    "%s gave up a step of optimizer '%s' after some of its gradients were handed over, and %s did not. Ranks that made "
+    "that step have other weights now.\n"
+    "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
+    "job, or have all ranks go back to the same state."
+)
+GAVE_UP = "all ranks gave up a step of optimizer '%s'"
+
+
+class Abandonment:
+    """The abandoned steps of ``lane``, by this rank and by others. The lane's lock protects what both threads use."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.is_spent = False  # all ranks abandoned a step, so that they agree anew without an error
+        self._lane = lane
+        self._steps: set[int] = set()  # that this rank abandoned
+        self._ranks: dict[int, set[int]] = {}  # that abandoned a step, by step
+        self._declined: dict[int, set[int]] = {}  # the ranks that were told so, by step that this rank declined
+        self._used = -1  # the newest step whose results this rank used
+
+    # -- the training thread ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Tell all ranks that this rank does not use the results of this step. ``settle`` or ``Lane.fail`` must follow.
+
+        On all ranks that use the results the lane fails.
+        """
+        lane = self._lane
+        if lane.in_flight and lane.error is None and lane.steps not in self._steps:
+            self._steps.add(lane.steps)
+            lane.lanes.mailbox.tell_later(lane.group.members, Abandoned(lane.lane_id, lane.steps))
+            if lane.on_device:  # collectives that other ranks have launched end only with this rank
+                lane.give_zeros()
+
+    def settle(self) -> None:
+        """Wait until the other ranks have abandoned this step too. Then the lane is spent, unless it is on a device.
+
+        Raises HorovodInternalError if another rank used the results, or is lost.
+        """
+        lane = self._lane
+        if lane.error is not None or lane.steps not in self._steps:
+            return
+        if lane.on_device:
+            lane.end()
+            return
+        lane.lanes.waiting.wait(lane, lambda: lane.error is not None or not self.unanswered())
+        if lane.error is not None:
+            raise lane.error
+        with lane.lanes.driver.halted(ROUND_SECONDS):
+            self._spend()
+
+    def is_hopeless(self) -> bool:
+        """True if this step cannot come to its end because another rank abandoned it."""
+        return self._lane.steps in self._ranks and not self._lane.on_device
+
+    def use(self, step: int) -> None:
+        """Note that this rank uses the results of a step. Raises HorovodInternalError if a rank abandoned it."""
+        with self._lane.lock:
+            self._used = step
+            ranks = self._ranks.pop(step, set())
+        if ranks:
+            self.fail(ranks)
+
+    def refuse(self) -> None:
+        """Raise the error of this step, which other ranks abandoned and this rank wants to use."""
+        self.fail(self._ranks[self._lane.steps])
+
+    def fail(self, ranks: Collection[int]) -> None:
+        """Raise the lane's error, after no piece is in the middle of a sum, and fail the lane on ``ranks``."""
+        with self._lane.lanes.driver.halted(ROUND_SECONDS):
+            raise self._fail(ranks)
+
+    # -- the engine's driver ------------------------------------------------------------------------------------------
+
+    def unanswered(self) -> set[int]:
+        """Return the ranks that have not abandoned a step that this rank abandoned."""
+        group, step = self._lane.group, self._lane.steps
+        if step not in self._steps:
+            return set()
+        return set(group.members) - {group.members[group.rank]} - self._ranks.get(step, set())
+
+    def decline(self) -> None:
+        """Tell ranks that abandoned a step that this rank, which has joined or closed the lane, does not use it."""
+        lane = self._lane
+        for step, ranks in list(self._ranks.items()):
+            if step <= self._used or (step in self._steps and step not in self._declined):
+                continue
+            receivers = ranks - self._declined.get(step, set())
+            self._steps.add(step)
+            self._declined[step] = set(ranks)
+            lane.lanes.mailbox.tell_later(sorted(receivers), Abandoned(lane.lane_id, step))
+            if not lane.on_device:  # zeros that this rank has started would never end
+                lane.lanes.driver.defer(self._spend)
+
+    def hear(self, rank: int, step: int) -> None:
+        """Note that ``rank`` does not use the results of ``step``; fail the lane if this rank has used them."""
+        lane = self._lane
+        with lane.lock:
+            self._ranks.setdefault(step, set()).add(rank)
+            has_used = step <= self._used and step not in self._steps
+        if has_used:
+            self._fail({rank})
+        elif lane.error is not None and not self.is_spent and step not in self._steps:  # ``rank`` awaits an answer
+            lane.lanes.mailbox.tell_later([rank], LaneFailed(lane.lane_id, str(lane.error)))
+
+    def _spend(self) -> None:
+        """Fail the lane after all ranks abandoned its step, so that they agree anew without an error."""
+        if self._lane.error is None:
+            self.is_spent = True
+            self._lane.fail(MismatchError(GAVE_UP % self._lane.name))
+
+    def _fail(self, ranks: Collection[int]) -> HorovodInternalError:
+        """Fail the lane here and on ``ranks``, which abandoned a step that is used here. Return the lane's error.
+
+        Any other rank does the same when it comes to that step: it may still be in the step before.
+        """
+        lane, mailbox = self._lane, self._lane.lanes.mailbox
+        text = ABANDONED % (mailbox.topology.describe(min(ranks)), lane.name, mailbox.me())
+        error = MismatchError(text)
+        lane.fail(error)
+        mailbox.tell_later(sorted(ranks), LaneFailed(lane.lane_id, text))
+        return lane.error or error
