@@ -16,7 +16,7 @@ import torch
 
 from hvdkit.arena import ARENA, Arena
 from hvdkit.compression import CASTS
-from hvdkit.engine.steps.block import Block
+from hvdkit.engine.steps.offers import Block
 from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.offers import offer_of
 from hvdkit.engine.steps.plan import Reduction, Slot

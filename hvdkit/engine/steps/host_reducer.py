@@ -8,21 +8,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hvdkit import kernels
 from hvdkit.arena import ARENA
 from hvdkit.collectives.compressed import allreduce_encoded
-from hvdkit.collectives.group import Array, Group, Steps, partition, two_phase_bytes
+from hvdkit.collectives.group import Array, Group, Steps, two_phase_bytes
 from hvdkit.collectives.hierarchical import Layout, allreduce_share, layout_allreduce, split_scale
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.collectives.staging import Mode, Turn
+from hvdkit.collectives.staging import Mode
 from hvdkit.compression import Codec, CodecState
 from hvdkit.engine.ops import effective
 from hvdkit.engine.steps.arrangement import Arrangement
-from hvdkit.engine.steps.block import private_block
-from hvdkit.engine.steps.node_pass import Direction, NodePass, Order, Where
-from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, runs_in, with_offers
+from hvdkit.engine.steps.chunks import Chunks, Share
+from hvdkit.engine.steps.node_pass import Direction, NodePass, Where
+from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, private_block, runs_in, with_offers
 from hvdkit.engine.steps.plan import Bucket, Reduction, Slot
 from hvdkit.engine.steps.reducer import OnBegin, Reducer
 from hvdkit.engine.steps.residuals import Residuals
@@ -92,7 +90,7 @@ class HostReducer(Reducer):
         self.copies_buckets = layout is None
         self._effective = effective(reduction.op, reduction.postscale, group.size)
         self._number = 0  # of the next operation, the same on all ranks
-        self._orders = Order(0), Order(0)  # before the areas in which chunks are staged
+        self._chunks = None if node is None else Chunks(node, group.members[group.rank], self._slots)
         self.reason = _reason_for(layout, node)
 
     def lay_out(self, arrangement: Arrangement) -> None:
@@ -168,7 +166,7 @@ class HostReducer(Reducer):
     def _steps(
         self, work: PieceWork, offers: Sequence[Offer | None] | None, joined: bool, on_begin: OnBegin
     ) -> Steps[None]:
-        piece, bucket, number, node = work.piece, work.bucket, work.number, self._node
+        piece, bucket, number, node, chunks = work.piece, work.bucket, work.number, self._node, self._chunks
         layout = self._layouts.get(piece) or self._layout_of(piece, bucket)
         runs = layout.runs
         is_flat = node is None or work.codec.everywhere
@@ -177,9 +175,9 @@ class HostReducer(Reducer):
         parts = with_offers(runs, offers) if is_flat or prepares else []
         if prepares:
             self._prepare(piece, parts)
-        if node is None or is_flat:
-            for order in self._orders:
-                order.leave(number)
+        if node is None or chunks is None or is_flat:
+            if chunks is not None:
+                chunks.leave(number, 0, 1)
             if on_begin is not None:
                 on_begin(None)
             yield from self._reduce_flat(work, parts)
@@ -195,18 +193,18 @@ class HostReducer(Reducer):
             in_chunks = [part for part in parts if part.slot in staged]
         assert self.layout is not None
         if len(self.layout.nodes) == 1:
-            self._orders[1].leave(number)
             begin, end = layout.shares[node.me]
             share = piece.begin + begin, piece.begin + end
             node.run(Direction.ALL, bucket.slots, bucket.offsets, share, work.op, work.scale, absent)
             if waits := node.withdrawn(number):
                 yield waits
             if in_chunks:
-                yield from self._in_chunks(node, 0, Mode.ALLREDUCE, work, in_chunks, work.scale)
+                yield from chunks.run(0, Mode.ALLREDUCE, number, in_chunks, work.op, work.scale)
+                chunks.leave(number, 1)
             else:
-                self._orders[0].leave(number)
+                chunks.leave(number, 0, 1)
         else:
-            yield from self._reduce_across(node, work, in_chunks, layout.shares, absent)
+            yield from self._reduce_across(node, chunks, work, in_chunks, layout.shares, absent)
         yield node.done(number)
         node.under_way.discard(number)
         self._group.bytes_sent += layout.sent_bytes
@@ -261,6 +259,7 @@ class HostReducer(Reducer):
     def _reduce_across(
         self,
         node: NodePass,
+        chunks: Chunks,
         work: PieceWork,
         in_chunks: Sequence[Part],
         shares: Sequence[tuple[int, int]],
@@ -275,62 +274,22 @@ class HostReducer(Reducer):
         flat = scratch[:nbytes].view(bucket.dtype)
         node_scale, wire_scale = split_scale(flat, op, scale, codec)
         share = piece.begin + begin, piece.begin + end
-        carried = shares, flat, begin
+        carried = Share(shares, flat, begin)
 
         def gather() -> Steps[None]:
             node.run(Direction.GATHER, bucket.slots, bucket.offsets, share, op, node_scale, absent, flat)
             if waits := node.withdrawn(number):
                 yield waits
-            yield from self._in_chunks(node, 0, Mode.REDUCE_SCATTER, work, in_chunks, node_scale, carried)
+            yield from chunks.run(0, Mode.REDUCE_SCATTER, number, in_chunks, op, node_scale, carried)
             self.residuals.clear_gaps(Piece(piece.bucket, *share, 0, 1), flat)
 
         def spread() -> Steps[None]:
             node.run(Direction.SPREAD, bucket.slots, bucket.offsets, share, ReduceOp.SUM, ONE, absent, flat)
-            yield from self._in_chunks(node, 1, Mode.ALLGATHER, work, in_chunks, ONE, carried)
+            yield from chunks.run(1, Mode.ALLGATHER, number, in_chunks, op, ONE, carried)
 
         part = state.part(begin, end)
         yield from allreduce_share(self._group, self.layout, flat, gather(), spread(), op, wire_scale, codec, tag, part)
         SCRATCH.give_back(scratch)
-
-    def _in_chunks(
-        self,
-        node: NodePass,
-        half: int,
-        mode: Mode,
-        work: PieceWork,
-        parts: Sequence[Part],
-        scale: Scale,
-        carried: tuple[Sequence[tuple[int, int]], Array, int] | None = None,
-    ) -> Steps[None]:
-        """Reduce what some rank has where others cannot reach it, through chunks in memory that they share.
-
-        ``carried``: between nodes, each rank's share of the piece, this one's as a flat array, and where that begins.
-        """
-        order = self._orders[half]
-        if parts and order.passed != work.number:
-            yield [Turn(order, work.number, self._group.members[self._group.rank])]
-        for part in parts:
-            array, source = part.array(), part.source()
-            if array is None:
-                array, source = np.zeros(part.elements, self._slots[part.slot].dtype), None
-            if carried is None:
-                runs = partition(part.elements, len(node.members), array.itemsize)
-            else:
-                runs = [part.within(share) for share in carried[0]]
-            own = slice(*runs[node.me])
-            if carried is not None:
-                _, flat, begin = carried
-                of_flat = (
-                    flat[part.begin + own.start - begin : part.begin + own.stop - begin] if array[own].size else None
-                )
-            if mode is Mode.ALLGATHER and of_flat is not None:
-                array[own] = of_flat
-            ticket = node.staging.queues[half].draw()
-            source = None if mode is Mode.ALLGATHER else source
-            yield from node.staging.run(half, ticket, mode, array, runs, work.op, scale, source)
-            if mode is Mode.REDUCE_SCATTER and of_flat is not None:
-                of_flat[...] = array[own]
-        order.leave(work.number)
 
     def forget(self, quiet: bool) -> None:
         self.block.leave()

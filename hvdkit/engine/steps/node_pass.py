@@ -18,7 +18,7 @@ from hvdkit.collectives.group import Array, Group
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.ranks.assignments import SPAN
 from hvdkit.engine.ranks.groups import lane_segment
-from hvdkit.engine.steps.block import Block, block_offsets, pages
+from hvdkit.engine.steps.offers import Block, block_offsets, pages
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE, Transfer
@@ -59,24 +59,6 @@ class CellWait:
 
     def done(self) -> bool:
         return bool(self._cells.get(self._index) >= self._number)
-
-
-class Order:
-    """An order in which operations pass by their numbers; most operations leave at once."""
-
-    def __init__(self, first: int) -> None:
-        self.passed = first  # all operations with lower numbers are through
-        self._left: set[int] = set()
-
-    def leave(self, number: int) -> None:
-        """Note that this operation has passed, or need not pass."""
-        if number == self.passed and not self._left:
-            self.passed += 1
-            return
-        self._left.add(number)
-        while self.passed in self._left:
-            self._left.remove(self.passed)
-            self.passed += 1
 
 
 class NodePass:
