@@ -8,7 +8,21 @@ from hvdkit.api.checks import handle_average_backwards_compatibility
 from hvdkit.api.checks import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdkit.api.common import *  # noqa: F403
 from hvdkit.api.job import Adasum, Max, Min, Product
-from hvdkit.tensorflow.basics import cuda_built, gloo_built, gpu_available, init, nccl_built, rocm_built
+from hvdkit.tensorflow.basics import (
+    barrier,
+    cuda_built,
+    gloo_built,
+    gpu_available,
+    init,
+    join,
+    local_rank_op,
+    local_size_op,
+    nccl_built,
+    process_set_included_op,
+    rank_op,
+    rocm_built,
+    size_op,
+)
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.for_keras import DistributedOptimizer
 from hvdkit.tensorflow.functions import (
@@ -20,19 +34,9 @@ from hvdkit.tensorflow.functions import (
 )
 from hvdkit.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvdkit.tensorflow.ops import exceptions
-from hvdkit.tensorflow.ops.allreduce import allreduce, grouped_allreduce
 from hvdkit.tensorflow.ops.broadcast import broadcast, broadcast_
 from hvdkit.tensorflow.ops.gather import allgather, alltoall, grouped_allgather
-from hvdkit.tensorflow.ops.ranks import (
-    barrier,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    size_op,
-)
-from hvdkit.tensorflow.ops.reducescatter import grouped_reducescatter, reducescatter
+from hvdkit.tensorflow.ops.reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
 
 _without_keras: ImportError | None = None
 try:

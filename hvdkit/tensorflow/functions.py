@@ -25,8 +25,7 @@ def broadcast_variables(
         inplace: changes nothing; variables are always assigned to.
 
     Raises:
-        TypeError: for what cannot be assigned to.
-        ValueError: for variables that a layer has not made yet.
+        TypeError, ValueError: for what cannot be assigned to, and for variables that a layer has not made yet.
         HorovodInternalError: on every rank where ranks disagree.
 
     Examples:
@@ -39,13 +38,9 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise an error: only TensorFlow 1 has a list of global variables.
+    """Raise RuntimeError, as Horovod does in eager execution: only TensorFlow 1 has a list of global variables.
 
-    Args:
-        root_rank: not used.
-
-    Raises:
-        RuntimeError: always, as Horovod does in eager execution; ``broadcast_variables`` takes variables.
+    ``root_rank`` is not used; ``broadcast_variables`` takes variables.
 
     Examples:
         >>> hvd.broadcast_global_variables(0)
@@ -65,15 +60,10 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give all ranks of ``process_set`` the object of ``root_rank``.
+    """Give all ranks of ``process_set`` the object of ``root_rank``. ``session``: of TensorFlow 1, and not used.
 
-    The other arguments and the errors are those of hvdkit.torch.broadcast_object().
-
-    Args:
-        session: of TensorFlow 1, and not used.
-
-    Returns:
-        ``obj`` itself on the root, a copy elsewhere.
+    The other arguments and the errors are those of hvdkit.torch.broadcast_object(). Returns ``obj`` itself on the root,
+    a copy elsewhere.
 
     Examples:
         >>> hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
@@ -88,8 +78,7 @@ def broadcast_object_fn(
 ) -> Callable[[Any], Any]:
     """Return a function that does what broadcast_object() does. Arguments and errors are those of broadcast_object().
 
-    Returns:
-        A function of one argument, the object, which returns the root's.
+    Returns a function of one argument, the object, which returns the root's.
 
     Examples:
         >>> agreed = hvd.broadcast_object_fn(root_rank=1)
@@ -102,15 +91,10 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Collect the objects of all ranks of ``process_set``.
+    """Collect the objects of all ranks of ``process_set``. ``session``: of TensorFlow 1, and not used.
 
-    The other arguments and the errors are those of hvdkit.torch.allgather_object().
-
-    Args:
-        session: of TensorFlow 1, and not used.
-
-    Returns:
-        A list with the objects, in rank order.
+    The other arguments and the errors are those of hvdkit.torch.allgather_object(). Returns a list with the objects, in
+    rank order.
 
     Examples:
         >>> hvd.allgather_object({"rank": hvd.rank()})

@@ -13,10 +13,8 @@ from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.ops import tensor_checks
-from hvdkit.tensorflow.ops.bridge import as_written, differentiable, run
-from hvdkit.tensorflow.ops.framework import OPERATIONS
-from hvdkit.tensorflow.ops.reduction import allreduce_dense
+from hvdkit.tensorflow.ops import framework
+from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, run
 
 # The most bytes of variables that are broadcast together. A model with its optimizer's state can be far larger, and
 # all that travels together is in memory twice.
@@ -25,14 +23,13 @@ CHUNK_BYTES = 256 << 20
 
 def _broadcast(invocation: Invocation, tensors: Sequence[Any], root_rank: int) -> list[Any]:
     """Return the root's tensors, which travel together and have no gradients."""
-    tensor_checks.check_arguments(invocation)
+    framework.check_arguments(invocation)
     root = checks.check_root(invocation.function, root_rank, invocation.process_set, runtime.topology().size)
-    return run(
-        invocation,
-        tensors,
-        lambda invocation, arrays: OPERATIONS.broadcast(invocation, arrays, root),
-        [(tensor.dtype, tensor.shape) for tensor in tensors],
-    )
+
+    def start(invocation: Invocation, arrays: Sequence[Any]) -> int:
+        return framework.OPERATIONS.broadcast(invocation, arrays, root)
+
+    return run(invocation, tensors, start, [(tensor.dtype, tensor.shape) for tensor in tensors])
 
 
 @as_written
@@ -46,21 +43,18 @@ def broadcast(
     """Give all ranks of ``process_set`` the tensor of ``root_rank``.
 
     The other arguments and the errors are those of allreduce(). Differentiable: the root's gradient is the average of
-    all ranks' gradients, the gradient of another rank is zero.
+    all ranks' gradients, the gradient of another rank is zero. Returns a tensor of the same shape and dtype.
 
     Args:
         tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks.
         root_rank: counts among all ranks, not in the set.
-
-    Returns:
-        A tensor of the same shape and dtype.
 
     Examples:
         >>> hvd.broadcast(tf.fill([2], hvd.rank()), root_rank=1).numpy().tolist()
         [1, 1]
     """
     invocation = Invocation("broadcast", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    dense = framework.check_tensor(invocation.function, tensor, framework.MOVABLE_DTYPES)
 
     def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
         average_all = invocation.of_gradient()._replace(function="allreduce")
@@ -72,15 +66,15 @@ def broadcast(
 
 def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
     """Return the tensors in lists of at most CHUNK_BYTES."""
-    chunks: list[list[Any]] = [[]]
-    nbytes = 0
+    chunks: list[list[Any]] = []
+    room = -1
     for tensor in tensors:
-        size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
-        if chunks[-1] and nbytes + size > CHUNK_BYTES:
+        nbytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+        room -= nbytes
+        if room < 0:
             chunks.append([])
-            nbytes = 0
+            room = CHUNK_BYTES - nbytes
         chunks[-1].append(tensor)
-        nbytes += size
     return chunks
 
 
@@ -88,15 +82,12 @@ def _chunks(tensors: Sequence[Any]) -> list[list[Any]]:
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Write the root's values into variables on all ranks.
+    """Write the root's values into variables on all ranks. Returns a list of the new values, as tensors.
 
     The other arguments and errors are those of broadcast(), and TypeError for what cannot be assigned to.
 
     Args:
         variables: a list of tf.Variable, each of the same shape and dtype on all ranks.
-
-    Returns:
-        A list of the new values, as tensors.
 
     Examples:
         >>> weight = tf.Variable([hvd.rank(), hvd.rank()])
@@ -109,10 +100,8 @@ def broadcast_(
     for index, variable in enumerate(variables):
         if not callable(getattr(variable, "assign", None)):
             raise TypeError(f"{function}: variables[{index}] must be a tf.Variable, got {type(variable).__name__}")
-    if not variables:
-        return []
     outputs: list[Any] = []
-    values = tensor_checks.check_tensors(function, variables, tensor_checks.MOVABLE_DTYPES)
+    values = framework.check_tensors(function, variables, framework.MOVABLE_DTYPES)
     for number, chunk in enumerate(_chunks(values)):
         chunk_name = name if number == 0 or name is None else f"{name}.{number}"
         outputs += _broadcast(Invocation(function, chunk_name, process_set, waits=True), chunk, root_rank)

@@ -115,8 +115,7 @@ def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _original(message: str) -> BaseException | None:
     """Return the exception that a message of TensorFlow stands for, or None if the exception is not of hvdkit."""
-    mark = _MARK.search(message)
-    if mark is not None:
+    if mark := _MARK.search(message):
         return _kept.pop(int(mark.group(1)), None)
     if _UNSUPPORTED in message and "hvdkit" in message:
         return NotImplementedError(_NO_XLA)
@@ -128,11 +127,8 @@ def install() -> None:
     from tensorflow.python.eager import execute
     from tensorflow.python.framework import ops
 
-    for module, name in (
-        (execute, "execute"),
-        (execute, "execute_with_cancellation"),
-        (ops, "raise_from_not_ok_status"),
-    ):
+    runners = (execute, "execute"), (execute, "execute_with_cancellation"), (ops, "raise_from_not_ok_status")
+    for module, name in runners:
         run = getattr(module, name, None)  # without the function, users get TensorFlow's exception with our text
         if run is not None and not getattr(run, "asks_hvdkit", False):
             setattr(module, name, _raising_originals(run))
@@ -141,8 +137,7 @@ def install() -> None:
 def _raising_originals(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_raising_originals(*arguments: Any, **options: Any) -> Any:
-        thread = threading.get_ident()
-        is_outermost = thread not in RUNNING
+        is_outermost = (thread := threading.get_ident()) not in RUNNING
         RUNNING.add(thread)
         try:
             return run(*arguments, **options)

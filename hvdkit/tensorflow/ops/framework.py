@@ -1,4 +1,4 @@
-"""TensorFlow's tensors as the engine takes them: contiguous numpy arrays in host memory.
+"""TensorFlow's tensors, checked, and as the engine takes them: contiguous numpy arrays in host memory.
 
 In eager execution an array shares the memory of its tensor on the CPU; a tensor of a GPU is copied. In a graph
 TensorFlow itself passes arrays to the operations and makes tensors of their results.
@@ -6,23 +6,82 @@ TensorFlow itself passes arrays to the operations and makes tensors of their res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from hvdkit.api import checks
 from hvdkit.api.framework import Framework
-from hvdkit.api.operations import Operations
+from hvdkit.api.operations import Invocation, Operations
+from hvdkit.engine.session import runtime
 from hvdkit.kernels.dtypes import BFLOAT16
-from hvdkit.tensorflow.ops.tensor_checks import SCALAR_TO_ROW
 from hvdkit.transports.base import aligned_empty
 
 Array = npt.NDArray[Any]
 
 # In bytes. TensorFlow takes memory of a lower alignment by DLPack, and then its kernels abort the process.
 ALIGNMENT = 64
+
+# Dictionaries, since the comparison of dtypes is slow and these are looked up by hash.
+REDUCIBLE_DTYPES = dict.fromkeys(
+    (
+        *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
+        *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128),
+    )
+)
+MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
+
+
+def check_arguments(invocation: Invocation) -> None:
+    """Raise NotInitializedError before init, TypeError or ValueError for a wrong name or process set."""
+    runtime.engine()
+    checks.check_name(invocation.function, invocation.name)
+    check_process_set(invocation.function, invocation.process_set)
+
+
+def check_process_set(function: str, process_set: Any) -> None:
+    """Raise TypeError or ValueError unless the process set is registered and, in eager execution, has this rank.
+
+    A graph may hold operations of sets that it runs only if this rank is a member, as ``tf.cond`` does.
+    """
+    check = checks.check_process_set if tf.executing_eagerly() else checks.check_registered
+    check(function, process_set)
+
+
+def check_tensor(function: str, tensor: Any, dtypes: Collection[Any], argument: str = "tensor") -> Any:
+    """Return a tensor, a variable, or a value of which TensorFlow makes a tensor, as a tensor.
+
+    Raise TypeError for anything else, ValueError unless the tensor is dense and of one of ``dtypes``.
+    """
+    if not isinstance(tensor, tf.Tensor):
+        if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
+            raise ValueError(
+                f"{function}: {argument} must be dense, got a tf.{type(tensor).__name__}\n"
+                "HINT: use tf.convert_to_tensor(), tf.sparse.to_dense(), or gather values and indices by themselves."
+            )
+        try:
+            tensor = tf.convert_to_tensor(tensor)
+        except (TypeError, ValueError) as error:
+            text = f"{function}: {argument} must be a tf.Tensor or tf.Variable, got {tensor!r}: {error}"
+            raise TypeError(text) from None
+    if tensor.dtype not in dtypes:
+        raise checks.wrong_dtype(function, argument, [dtype.name for dtype in dtypes], tensor.dtype.name)
+    return tensor
+
+
+def check_tensors(function: str, tensors: Any, dtypes: Collection[Any]) -> list[Any]:
+    """Return the tensors of a grouped operation as a list. Raise TypeError or ValueError."""
+    checks.check_listed(function, tensors, (tf.Tensor, tf.Variable))
+    return [check_tensor(function, tensor, dtypes, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
+
+
+def check_has_rows(function: str, tensors: Sequence[Any]) -> None:
+    """Raise ValueError for a scalar, since the operation works along the first dimension."""
+    shapes = [() for tensor in tensors if tensor.shape.rank == 0]
+    checks.check_has_rows(function, shapes, TensorFlow.scalar_to_row)
 
 
 def as_array(tensor: Any) -> Array:
@@ -64,7 +123,7 @@ class TensorFlow(Framework[Any]):
     """Tensors of TensorFlow, and arrays of a graph. Buffers are arrays."""
 
     immutable = True  # in a graph the operation that reads an array keeps it
-    scalar_to_row = SCALAR_TO_ROW
+    scalar_to_row = "tf.reshape(tensor, [1])"
 
     def device(self, tensor: Any) -> str:
         return "cpu"
@@ -90,19 +149,18 @@ class TensorFlow(Framework[Any]):
 
     def results(self, devices: Sequence[str | None], made: Sequence[Any]) -> list[Any]:
         """Return arrays for a graph as they are, and eager tensors on the first of ``devices``."""
-        device = devices[0]
-        return list(made) if device is None else [_at(device, as_tensor(array)) for array in made]
+        if (device := devices[0]) is None:
+            return list(made)
+        tensors = list(map(as_tensor, made))
+        for index, tensor in enumerate(tensors):
+            if tensor.device != device:
+                with tf.device(device):
+                    tensors[index] = tf.identity(tensor)
+        return tensors
 
     def integers(self, numbers: Sequence[int], splits: Any, device: str | None) -> Any:
         """Return integers of the dtype of ``splits``, or of 32 bits."""
         return self.results([device], [np.array(numbers, dtype=np.int32 if splits is None else splits.dtype)])[0]
-
-
-def _at(device: str, tensor: Any) -> Any:
-    if tensor.device == device:
-        return tensor
-    with tf.device(device):
-        return tf.identity(tensor)
 
 
 OPERATIONS = Operations(TensorFlow())

@@ -7,15 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.api import checks
 from hvdkit.api.operations import Invocation
 from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.ops import tensor_checks
-from hvdkit.tensorflow.ops.bridge import as_written, differentiable, has_gradient, run
-from hvdkit.tensorflow.ops.framework import OPERATIONS, as_array
-from hvdkit.tensorflow.ops.ranks import process_set_rank
-from hvdkit.tensorflow.ops.reduction import allreduce_dense
+from hvdkit.tensorflow.ops import framework
+from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, has_gradient, run, scalar
 
 
 def any_rows(tensor: Any) -> Any:
@@ -25,11 +23,12 @@ def any_rows(tensor: Any) -> Any:
 
 def _gather(invocation: Invocation, tensors: Sequence[Any]) -> list[Any]:
     """Return all ranks' rows. The gradient is this rank's rows of the gradients' average, as in Horovod."""
-    tensor_checks.check_has_rows(invocation.function, tensors)
-    tensor_checks.check_arguments(invocation)
+    framework.check_has_rows(invocation.function, tensors)
+    framework.check_arguments(invocation)
 
     def gather(inputs: Sequence[Any]) -> list[Any]:
-        return run(invocation, inputs, OPERATIONS.allgather, [(tensor.dtype, any_rows(tensor)) for tensor in inputs])
+        outputs = [(tensor.dtype, any_rows(tensor)) for tensor in inputs]
+        return run(invocation, inputs, framework.OPERATIONS.allgather, outputs)
 
     def own_rows(inputs: Sequence[Any], gradients: list[Any]) -> list[Any]:
         average_all = invocation.of_gradient()._replace(function="grouped_allreduce")
@@ -37,7 +36,8 @@ def _gather(invocation: Invocation, tensors: Sequence[Any]) -> list[Any]:
         rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs if has_gradient(tensor)])
         rows_name = None if invocation.name is None else f"{invocation.name}.rows"
         (all_rows,) = _gather(invocation._replace(function="allgather", name=rows_name), [rows[tf.newaxis]])
-        begins = tf.reduce_sum(all_rows[: process_set_rank(invocation.process_set)], axis=0)
+        place = scalar(lambda: int(invocation.process_set.rank() or 0))
+        begins = tf.reduce_sum(all_rows[:place], axis=0)
         return [average[begins[i] : begins[i] + rows[i]] for i, average in enumerate(averages)]
 
     return differentiable(tensors, gather, own_rows)
@@ -45,29 +45,23 @@ def _gather(invocation: Invocation, tensors: Sequence[Any]) -> list[Any]:
 
 @as_written
 def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
 
     The other arguments and the errors are those of allreduce(). Differentiable: the gradient is this rank's rows of the
-    average of all ranks' gradients.
+    average of all ranks' gradients. Returns a tensor with the sum of all ranks' rows.
 
     Args:
         tensor: has at least one dimension. Its dtype (one of allreduce()'s, or bool) and all of its shape but the first
             dimension are the same on all ranks.
-
-    Returns:
-        A tensor with the sum of all ranks' rows.
 
     Examples:
         >>> hvd.allgather(tf.fill([1 + hvd.rank(), 2], hvd.rank())).numpy().tolist()
         [[0, 0], [1, 1], [1, 1]]
     """
     invocation = Invocation("allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.MOVABLE_DTYPES)
+    dense = framework.check_tensor(invocation.function, tensor, framework.MOVABLE_DTYPES)
     return _gather(invocation, [dense])[0]
 
 
@@ -80,18 +74,14 @@ def grouped_allgather(
 ) -> list[Any]:
     """Allgather several tensors as one operation. Arguments, gradients and errors are those of allgather().
 
-    Args:
-        tensors: a list of tensors, each as in allgather().
-
-    Returns:
-        A list of tensors; an empty list for an empty list.
+    Returns a list of tensors for the list ``tensors``.
 
     Examples:
         >>> [rows.numpy().tolist() for rows in hvd.grouped_allgather([tf.constant([hvd.rank()]), tf.ones(1)])]
         [[0, 1], [1.0, 1.0]]
     """
     invocation = Invocation("grouped_allgather", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensors(invocation.function, tensors, tensor_checks.MOVABLE_DTYPES)
+    dense = framework.check_tensors(invocation.function, tensors, framework.MOVABLE_DTYPES)
     return _gather(invocation, dense) if dense else []
 
 
@@ -106,9 +96,9 @@ def _exchange(invocation: Invocation, tensor: Any, splits: Any, problem: Excepti
         def own_splits() -> Any:
             if problem is not None:
                 raise problem
-            return as_array(inputs[1]) if len(inputs) > 1 else None
+            return framework.as_array(inputs[1]) if len(inputs) > 1 else None
 
-        return OPERATIONS.alltoall(invocation, inputs[0], own_splits)
+        return framework.OPERATIONS.alltoall(invocation, inputs[0], own_splits)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def exchange(rows: Any) -> tuple[Any, Callable[..., Any]]:
@@ -142,18 +132,13 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
 
-    The other arguments and the errors are those of allreduce(). Differentiable: gradients go back to the ranks that
-    sent the rows.
+    The other arguments and the errors are those of allgather(). Differentiable: gradients go back to the ranks that
+    sent the rows. Returns a tensor with the received rows, in rank order, and if ``splits`` was given also a tensor
+    with their number by rank.
 
     Args:
-        tensor: has at least one dimension. Its dtype (one of allreduce()'s, or bool) and all of its shape but the first
-            dimension are the same on all ranks.
         splits: one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal
             share.
-
-    Returns:
-        A tensor with the received rows, in rank order, and if ``splits`` was given also a tensor with their number by
-        rank.
 
     Examples:
         >>> hvd.alltoall(tf.constant([10, 11]) + 10 * hvd.rank()).numpy().tolist()  # on rank 1: [11, 21]
@@ -163,13 +148,26 @@ def alltoall(
         [1, 1]
     """
     invocation = Invocation("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
-    dense = tensor_checks.check_tensor(invocation.function, tensor, tensor_checks.MOVABLE_DTYPES)
-    tensor_checks.check_has_rows(invocation.function, [dense])
-    tensor_checks.check_arguments(invocation)
+    dense = framework.check_tensor(invocation.function, tensor, framework.MOVABLE_DTYPES)
+    framework.check_has_rows(invocation.function, [dense])
+    framework.check_arguments(invocation)
     integers, problem = None, None
     try:
-        integers = None if splits is None else tensor_checks.check_integers(invocation.function, "splits", splits)
+        integers = None if splits is None else _integers(splits)
     except (TypeError, ValueError) as error:
         problem = error
     output, received = _exchange(invocation, dense, integers, problem)
     return output if splits is None else (output, received)
+
+
+def _integers(splits: Any) -> Any:
+    """Return splits as a tensor. Raise TypeError for no numbers, ValueError for other dtypes and dimensions."""
+    try:
+        vector = tf.convert_to_tensor(splits)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"alltoall: splits must be a list or 1-d tensor of integers: {error}") from None
+    if not vector.dtype.is_integer:
+        raise checks.no_integers("alltoall", "splits", vector.dtype.name)
+    if vector.shape.rank not in (1, None):
+        raise ValueError(f"alltoall: splits must have one dimension, got the shape {vector.shape}")
+    return vector
