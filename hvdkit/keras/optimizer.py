@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hvdkit.api import checks
 from hvdkit.api.gradients import planning
@@ -13,7 +13,7 @@ from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forwar
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.keras.functions import backend_name
-from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
+from hvdkit.keras.keras_2 import optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
 from hvdkit.keras.step import KerasSettings, distributed_step, is_distributed
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -44,7 +44,8 @@ def DistributedOptimizer(
     saved models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may
     be inside or around. In a graph, and on PyTorch in Keras's own ``train_step``, gradients travel while the backward
     pass computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied.
-    ``register_local_var(variable)`` of the result leaves the gradient of a variable to each rank.
+    ``register_local_var(variable)`` of the result leaves the gradient of a variable to each rank. Returns the optimizer
+    to use in the place of ``optimizer``.
 
     Args:
         optimizer: a keras.optimizers.Optimizer, also of a class of your own, or an optimizer of tf_keras.
@@ -68,9 +69,6 @@ def DistributedOptimizer(
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
         overlap_forward: deprecated, without effect.
 
-    Returns:
-        The optimizer to use in the place of ``optimizer``.
-
     Raises:
         TypeError, ValueError: for arguments that make no sense.
         NotImplementedError: on other backends than TensorFlow and PyTorch.
@@ -92,17 +90,15 @@ def DistributedOptimizer(
         )
     if is_distributed(optimizer) or distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    if backend_name() != "tensorflow" and is_keras_2(optimizer):
+    if backend_name() != "tensorflow" and isinstance(optimizer, optimizer_classes()):
         raise ValueError(
             "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
             f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
         )
     reduce_op = checks.check_op("DistributedOptimizer", op)
     if reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(
-            "op currently only supports Average and Sum\n"
-            f"DistributedOptimizer: got op=hvd.{reduce_op.name.capitalize()}"
-        )
+        got = f"DistributedOptimizer: got op=hvd.{reduce_op.name.capitalize()}"
+        raise ValueError(f"op currently only supports Average and Sum\n{got}")
     if overlap_forward:
         warn_of_overlap_forward()
     settings = check_settings(
@@ -123,8 +119,7 @@ def DistributedOptimizer(
     own = settings.as_kind(KerasSettings, average_aggregated_gradients=bool(average_aggregated_gradients))
     if runtime.is_initialized() and not runtime.is_forked():
         own.label(runtime.engine())  # now: ranks may make their first steps in different orders
-    wrapped: Optimizer = wrap(optimizer, own)
-    return wrapped
+    return cast("Optimizer", wrap(optimizer, own))
 
 
 def PartialDistributedOptimizer(
@@ -145,16 +140,11 @@ def PartialDistributedOptimizer(
 ) -> Optimizer:
     """Make a DistributedOptimizer that leaves the gradients of some layers to each rank.
 
-    The other arguments and errors are those of DistributedOptimizer().
+    The other arguments and errors are those of DistributedOptimizer(). Returns the optimizer to use in the place of
+    ``optimizer``.
 
     Args:
-        local_layers: a Keras layer, or several, which are built already.
-
-    Returns:
-        The optimizer to use in the place of ``optimizer``.
-
-    Raises:
-        ValueError: if ``local_layers`` has an object that is no layer, or a layer without variables yet.
+        local_layers: a Keras layer, or several, which are built already; others raise ValueError.
 
     Examples:
         >>> optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
@@ -163,26 +153,12 @@ def PartialDistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())  # on rank 1: [0.9 0.9]
         [0.95 0.95]
     """
-    wrapped: Any = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        0,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    arguments = dict(locals())
+    del arguments["local_layers"]
+    wrapped: Any = DistributedOptimizer(**arguments)
     for variable in planning.local_variables(local_layers):
         wrapped.register_local_var(variable)
-    distributed: Optimizer = wrapped
-    return distributed
+    return cast("Optimizer", wrapped)
 
 
 def load_model(
@@ -196,7 +172,8 @@ def load_model(
 ) -> Any:
     """Load a saved model, whose optimizer continues as a DistributedOptimizer.
 
-    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all.
+    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all. Returns
+    the model, of Keras.
 
     Args:
         filepath: the file that ``model.save`` wrote.
@@ -206,9 +183,6 @@ def load_model(
         legacy_opts: accepted for compatibility, without effect.
         safe_mode: refuse functions that are part of the file, which could run any code.
         options: other arguments of the DistributedOptimizer, by name.
-
-    Returns:
-        The model, of Keras.
 
     Raises:
         Exception: as ``keras.models.load_model``, such as ValueError for a missing file.
@@ -239,6 +213,6 @@ def load_by(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and distributed_step(optimizer) is None:
         model.optimizer = DistributedOptimizer(optimizer, **options)
-        if not is_keras_2(optimizer):
+        if not isinstance(optimizer, optimizer_classes()):
             model.jit_compile = bool(model.jit_compile) and keras.backend.backend() != "tensorflow"
     return model
