@@ -294,9 +294,5 @@ class LearningRateWarmupCallback(LearningRateWarmup, keras.callbacks.Callback): 
     """
 
 
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+__all__ = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback"]
+__all__ += ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from hvdkit.api import backends, checks
@@ -19,8 +20,6 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 def backend_name() -> str:
     """Return the name of Keras's backend, "tensorflow" or "torch". Raises NotImplementedError for other backends."""
-    import keras
-
     name = str(keras.backend.backend())
     if name not in backends.ADAPTERS:
         raise NotImplementedError(
@@ -157,8 +156,6 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
 
 def numbers_of(value: Any) -> Any:
     """Return a number, an array or a tensor as an array; None for values that are not real numbers."""
-    import keras
-
     if not (isinstance(value, int | float) or hasattr(value, "shape")):
         return None
     array = np.asarray(keras.ops.convert_to_numpy(value))
@@ -171,8 +168,6 @@ def average_values(values: Sequence[Any], arrays: Sequence[Any], name: str) -> l
     ``arrays`` has ``numbers_of`` each value; values without numbers stay. Averages are computed in float64; arrays of
     integers and booleans stay in it.
     """
-    import keras
-
     numbers = np.concatenate([np.zeros(0), *(each.astype(np.float64).ravel() for each in arrays if each is not None)])
     if numbers.size:
         runtime.engine().named.allreduce([numbers], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()

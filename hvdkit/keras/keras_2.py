@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import keras
+
 
 def optimizer_classes() -> tuple[Any, ...]:
     """Return the base classes of Keras 2's optimizers, before and since 2.11; none if nothing has imported Keras 2."""
@@ -37,8 +39,6 @@ def variables_of(optimizer: Any) -> list[Any]:
 
 def rate_of(optimizer: Any) -> float:
     """Return the learning rate of an optimizer of Keras 2 or 3 now."""
-    import keras
-
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 

@@ -6,16 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import keras
+
 from hvdkit.api import checks
 from hvdkit.api.gradients import planning
 from hvdkit.api.gradients.compression import Compressions
 from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forward
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
-from hvdkit.keras.functions import backend_name
 from hvdkit.keras.keras_2 import optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
-from hvdkit.keras.step import KerasSettings, distributed_step, is_distributed
+from hvdkit.keras.step import KerasSettings, distributed_step
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Optimizer = TypeVar("Optimizer")
@@ -43,15 +44,15 @@ def DistributedOptimizer(
     The result shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that
     saved models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may
     be inside or around. In a graph, and on PyTorch in Keras's own ``train_step``, gradients travel while the backward
-    pass computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied.
-    ``register_local_var(variable)`` of the result leaves the gradient of a variable to each rank. Returns the optimizer
-    to use in the place of ``optimizer``.
+    pass computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied. The method
+    ``register_local_var(variable)`` leaves the gradient of a variable to each rank. Returns the optimizer to use in the
+    place of ``optimizer``.
 
     Args:
         optimizer: a keras.optimizers.Optimizer, also of a class of your own, or an optimizer of tf_keras.
-        name: the name of the gradients in the timeline and in errors; by default "Distributed" and the class.
-            Optimizers of the ranks are matched by their names and, where several have the same name, by the order in
-            which they were made. So optimizers that several threads make need names of their own.
+        name: of the gradients in the timeline and in errors; by default "Distributed" and the class. Ranks match
+            optimizers by name and, where several have one name, by the order in which they were made, so optimizers
+            that several threads make need names of their own.
         device_dense: where reduced gradients are put, as in ``tf.device`` (TensorFlow only).
         device_sparse: where reduced gradients that are tf.IndexedSlices are put.
         compression: one of hvd.Compression, or for each variable a mapping ``{pattern of names: codec}`` or a function
@@ -60,7 +61,7 @@ def DistributedOptimizer(
         sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else values and indices are gathered.
         gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
         op: hvd.Average or hvd.Sum.
-        backward_passes_per_step: how many calls of ``apply`` add up their gradients before these are reduced and used.
+        backward_passes_per_step: the number of calls of ``apply`` that add up gradients for one update.
             ``iterations`` counts the updates; Horovod counted the calls.
         average_aggregated_gradients: divide the gradients that were added up by that number.
         num_groups: deprecated, use ``groups``.
@@ -81,20 +82,13 @@ def DistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())
         [0.85 0.85]
     """
-    import keras
-
     if not isinstance(optimizer, (keras.optimizers.Optimizer, *optimizer_classes())):
         raise TypeError(
             f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}\n"
             'HINT: keras.optimizers.get("adam") makes one of a name.'
         )
-    if is_distributed(optimizer) or distributed_step(optimizer) is not None:
+    if distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    if backend_name() != "tensorflow" and isinstance(optimizer, optimizer_classes()):
-        raise ValueError(
-            "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
-            f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
-        )
     reduce_op = checks.check_op("DistributedOptimizer", op)
     if reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         got = f"DistributedOptimizer: got op=hvd.{reduce_op.name.capitalize()}"
@@ -198,10 +192,7 @@ def load_model(
         >>> int(model.optimizer.iterations)
         1
     """
-    import keras
-
-    options.update(custom_optimizers=custom_optimizers, custom_objects=custom_objects, safe_mode=safe_mode)
-    return load_by(keras, filepath, compression=compression, **options)
+    return load_by(keras, filepath, custom_optimizers, custom_objects, safe_mode, compression=compression, **options)
 
 
 def load_by(

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
+
 from hvdkit.api.backends import OptimizerGradients
 from hvdkit.api.gradients.guard import WATCH
 from hvdkit.api.gradients.settings import GradientSettings
@@ -64,8 +66,6 @@ class DistributedStep:
         """Make the accumulators of variables, if several passes make a step: inside of a graph it would be too late."""
         if self.settings.backward_passes_per_step == 1:
             return
-        import keras
-
         if self._passes is None:
             self._passes = keras.Variable(0, dtype="int32", trainable=False, name="hvdkit_passes")
         for variable in variables:
@@ -88,8 +88,6 @@ class DistributedStep:
 
     def _accumulate(self, gradients: list[Any], variables: list[Any], apply: Apply) -> None:
         """Add the gradients of one pass to the accumulators; the last pass of a step makes the update."""
-        import keras
-
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is None:
                 continue
@@ -100,19 +98,17 @@ class DistributedStep:
         self._passes.assign(keras.ops.mod(self._passes + 1, passes))
 
         def update() -> None:
-            averages = self.settings.average_aggregated_gradients
-            divisors = [passes if averages and not is_overwritten(variable) else 1 for variable in variables]
+            divisor = passes if self.settings.average_aggregated_gradients else 1
+            scaled: list[Any] = [None] * len(variables)
             # Also of variables that had a gradient only in an earlier pass.
-            totals = [self._accumulators[key] if key in self._touched else None for key in map(id, variables)]
-            scaled = [
-                None if total is None else keras.ops.convert_to_tensor(total) / divisor
-                for total, divisor in zip(totals, divisors, strict=True)
-            ]
+            totals = {i: self._accumulators[id(each)] for i, each in enumerate(variables) if id(each) in self._touched}
+            for index, total in totals.items():
+                by = 1 if is_overwritten(variables[index]) else divisor
+                scaled[index] = keras.ops.convert_to_tensor(total) / by
             self._touched.clear()
             self._apply(scaled, variables, apply)
-            for total in totals:
-                if total is not None:
-                    total.assign(keras.ops.zeros_like(total))
+            for total in totals.values():
+                total.assign(keras.ops.zeros_like(total))
 
         # The optimizer counts updates, not passes: its averages and bias corrections depend on that number.
         keras.ops.cond(keras.ops.equal(self._passes, 0), update, lambda: None)
@@ -154,9 +150,8 @@ class DistributedStep:
         process_set = self.settings.process_set
         if values and process_set.included():
             name = f"{self.settings.label(runtime.engine())}.overwritten"
-            largest = adapter().grouped_allreduce(
-                list(values.values()), name=name, op=ReduceOp.MAX, process_set=process_set
-            )
+            own = list(values.values())
+            largest = adapter().grouped_allreduce(own, name=name, op=ReduceOp.MAX, process_set=process_set)
             values = dict(zip(values, largest, strict=True))
         return [values.get(index, gradient) for index, gradient in enumerate(reduced)]
 

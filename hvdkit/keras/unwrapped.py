@@ -6,6 +6,8 @@ import functools
 import warnings
 from typing import Any
 
+import keras
+
 from hvdkit.api.gradients.guard import WATCH, is_marked, is_settled, settle
 from hvdkit.engine.session import runtime
 from hvdkit.keras import keras_2
@@ -32,7 +34,6 @@ def install() -> None:
         _replace(kind, "apply_gradients", _warning_of_pairs)
         _replace(of_keras_2.LossScaleOptimizer, "apply_gradients", reducing_pairs_first)
         _replace(of_keras_2.LossScaleOptimizerV3, "apply_gradients", reducing_pairs_first)
-    import keras
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
 
@@ -92,8 +93,6 @@ def _without_jit(resolve: Any) -> Any:
     """Have jit_compile="auto" mean no where hvd's operations are in the step, which XLA cannot compile."""
 
     def resolve_without_jit(model: Any) -> bool:
-        import keras
-
         optimizer = getattr(model, "optimizer", None)
         if keras.backend.backend() == "tensorflow" and distributed_step(optimizer) is not None:
             return False

@@ -14,9 +14,6 @@ from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import as_written, ordered_node, scalar
 from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows
 
-# Results of process_set_included_op in place of 0 and 1.
-NOT_INITIALIZED, UNKNOWN_SET = -1, -2
-
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job that a launcher started; without a launcher, a job of one rank. A second call does nothing.
@@ -97,11 +94,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
 def local_size_op(name: str | None = None) -> Any:
     """Return the number of ranks on this node when the graph runs. Arguments and errors are those of rank_op().
 
-    Returns an int32 scalar, of shape ().
-
-    Examples:
-        >>> hvd.local_size_op().numpy().item()
-        2
+    Returns an int32 scalar, of shape (). The example is that of size_op().
     """
     return scalar(job.local_size, name)
 
@@ -123,11 +116,7 @@ def rank_op(name: str | None = None) -> Any:
 def local_rank_op(name: str | None = None) -> Any:
     """Return this process's number among the ranks of its node. Arguments and errors are those of rank_op().
 
-    Returns an int32 scalar, of shape ().
-
-    Examples:
-        >>> hvd.local_rank_op().numpy().item() == hvd.local_rank()
-        True
+    Returns an int32 scalar, of shape (). The example is that of rank_op().
     """
     return scalar(job.local_rank, name)
 
@@ -136,8 +125,8 @@ def local_rank_op(name: str | None = None) -> Any:
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return 1 if this rank is in a process set when the graph runs. Arguments are those of size_op().
 
-    Returns an int32 scalar, of shape (): 1 if this rank is in the set, 0 if not, -1 before init(), and -2 where there
-    is no such set. It raises nothing.
+    Returns an int32 scalar, of shape (): 0 if this rank is not in the set, -1 before init(), and -2 where there is no
+    such set. It raises nothing.
 
     Examples:
         >>> hvd.process_set_included_op().numpy().item()
@@ -146,9 +135,9 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
     def included() -> int:
         if not runtime.is_initialized():
-            return NOT_INITIALIZED
+            return -1
         ranks = runtime.process_sets().get(process_set_id)
-        return UNKNOWN_SET if ranks is None else int(runtime.topology().rank in ranks)
+        return -2 if ranks is None else int(runtime.topology().rank in ranks)
 
     return scalar(included, name)
 

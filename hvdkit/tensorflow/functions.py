@@ -8,25 +8,18 @@ from typing import Any
 from hvdkit.api import checks, objects
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import as_written
-from hvdkit.tensorflow.ops.broadcast import broadcast_
 from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows
+from hvdkit.tensorflow.ops.transfers import broadcast_
 
 
 @as_written
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
-    """Write the values of ``root_rank`` into variables on all ranks. All ranks list them in the same order.
+    """Write the values of ``root_rank`` into variables on all ranks, which list them in the same order.
 
-    Args:
-        variables: tf.Variable or Keras variables, each of the same shape and dtype on all ranks.
-        root_rank: the rank whose values all ranks get.
-        process_set: the ranks that take part.
-        inplace: changes nothing; variables are always assigned to.
-
-    Raises:
-        TypeError, ValueError: for what cannot be assigned to, and for variables that a layer has not made yet.
-        HorovodInternalError: on every rank where ranks disagree.
+    The other arguments and the errors are those of hvdkit.keras.broadcast_variables(). ``inplace`` changes nothing:
+    variables, of TensorFlow or Keras, are always assigned to. ``process_set``: the ranks that take part.
 
     Examples:
         >>> _ = model.layers[0].bias.assign([float(hvd.rank())])

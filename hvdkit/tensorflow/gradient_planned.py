@@ -2,9 +2,8 @@
 
 The first step that runs registers the lane, since ranks need not be at the same line of the program while a graph is
 traced. In a graph the gradients are handed over in parts of 4 MiB, the last variables first, each part as soon as it is
-computed. One node then waits for all results. This node has its place in the order of nodes (``ops/bridge``), so that
-steps that share a lane cannot overtake each other. While it waits the engine knows that the rank is blocked
-(``Watch.standing_for``), and ranks with different numbers of batches get an error.
+computed. One node, in the order of nodes (``ops/bridge``), then waits for all results. While it waits the engine knows
+that the rank is blocked (``Watch.standing_for``), and ranks with different numbers of batches get an error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, ordered_node
 from hvdkit.tensorflow.ops.exceptions import RUNNING, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph, hash_now
+from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph
 
 # The least bytes of gradients that a graph hands over together. The cost of a part is then small beside its copy, and
 # the first parts travel while the backward pass computes the last.
@@ -83,7 +82,11 @@ def reduce_planned(
 
 
 def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
-    hash_now(plan.verification, verified, plan.begin())
+    level = plan.begin()
+    for index, variable in enumerate(verified):
+        if level >= variable.level:
+            plan.verification.hash(index, variable.read())
+    plan.verification.hashed(verified)
     for part in plan.parts():
         plan.hand_over(part, [gradients[index] for index in part])
     return [as_tensor(array) for array in plan.finish()]
@@ -158,10 +161,16 @@ class VariablePlan:
         makes a new lane.
         """
         engine = runtime.engine()
-        is_spent = self._lane is not None and self._lane.is_spent
-        if engine is not self._engine or self._lane is None or is_spent or self._epoch != engine.groups.plan_epoch:
+        is_current = self._lane is not None and engine is self._engine and self._epoch == engine.groups.plan_epoch
+        if is_current and not self._lane.is_spent:
+            with self._closing_failed_lane():
+                if self._lane.error is not None:
+                    raise self._lane.error
+                self._lane.abandon()
+                self._lane.settle()
+        if not is_current or self._lane.is_spent:
             self.close()
-            self._epoch = engine.groups.plan_epoch
+            self._engine, self._epoch = engine, engine.groups.plan_epoch
             self._title = self.pairing.next_title(engine, self.process_set_id)
             op, prescale, postscale, _ = self.reduction
             self._lane = engine.register_plan(
@@ -174,17 +183,8 @@ class VariablePlan:
                 process_set_id=self.process_set_id,
                 groups=self.groups,
             )
-            self._engine = engine
             if self._lane is not None:
                 self.verification.attach(self._lane, engine)
-        else:
-            with self._closing_failed_lane():
-                if self._lane.error is not None:
-                    raise self._lane.error
-                self._lane.abandon()
-                self._lane.settle()
-            if self._lane.is_spent:
-                return self.begin()
         self._missing, self._results = set(range(len(self.slots))), {}
         return self.verification.begin()
 

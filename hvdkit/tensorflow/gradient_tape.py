@@ -71,11 +71,9 @@ def DistributedGradientTape(
         raise ValueError(f"{_FUNCTION}: gradtape is a DistributedGradientTape already\nHINT: wrap it once.")
     check_name(_FUNCTION, name)
     settings = check_settings(_FUNCTION, title=name, is_kept=False, **arguments)
-    base: Any = type(gradtape)
-    distributed = object.__new__(_tape_class(base))
+    distributed = object.__new__(_tape_class(type(gradtape)))
     distributed.__dict__ = gradtape.__dict__  # both record as one tape
-    distributed._hvdkit_settings = settings
-    distributed._hvdkit_local = {}
+    distributed._hvdkit_settings, distributed._hvdkit_local = settings, {}
     return distributed
 
 
@@ -147,7 +145,8 @@ def _tape_class(base: Any) -> Any:
         ) -> Any:
             """Return the gradients of tf.GradientTape.gradient(), reduced over all ranks.
 
-            Errors are those of DistributedGradientTape(). Returns gradients in the structure of ``sources``.
+            Errors are those of DistributedGradientTape(), and the example is that of DistributedGradientTape(), too.
+            Returns gradients in the structure of ``sources``.
 
             Args:
                 target: the tensors to differentiate, of any shape.
@@ -155,13 +154,6 @@ def _tape_class(base: Any) -> Any:
                 output_gradients: of the targets, in their shapes; ones, if None.
                 use_generic_names: whether operations are named by place, not after the variables.
                 others: TensorFlow's, as ``unconnected_gradients``.
-
-            Examples:
-                >>> weight = tf.Variable(1.0)
-                >>> with tf.GradientTape() as tape:
-                ...     loss = weight * (1.0 + hvd.rank())
-                >>> hvd.DistributedGradientTape(tape).gradient(loss, weight).numpy().item()
-                1.5
             """
             if isinstance(use_generic_names, tf.UnconnectedGradients):  # this position in tf.GradientTape
                 others["unconnected_gradients"], use_generic_names = use_generic_names, False
@@ -191,11 +183,10 @@ def _tape_class(base: Any) -> Any:
 
         @as_written
         def batch_jacobian(self, *args: Any, **options: Any) -> Any:
-            """Return the Jacobians of tf.GradientTape.batch_jacobian(), of this rank alone: nothing is reduced.
+            """Return the Jacobians of tf.GradientTape.batch_jacobian(), of this rank alone. Returns a tensor.
 
             Arguments and errors are those of DistributedGradientTape.jacobian(), with ``source`` for ``sources``, and
-            the example is that of DistributedGradientTape.jacobian(), too. Returns a tensor with a Jacobian for each
-            row.
+            the example is that of DistributedGradientTape.jacobian(), too.
             """
             return self._hvdkit_undistributed().batch_jacobian(*args, **options)
 
@@ -228,7 +219,6 @@ def _tape_class(base: Any) -> Any:
             local = [pair for pair in pairs if id(pair[0]) in self._hvdkit_local]
             return local, [pair for pair in pairs if id(pair[0]) not in self._hvdkit_local]
 
-    DistributedTape.__name__ = base.__name__
-    DistributedTape.__qualname__ = base.__qualname__
-    DistributedTape.__doc__ = base.__doc__
+    for attribute in ("__name__", "__qualname__", "__doc__"):
+        setattr(DistributedTape, attribute, getattr(base, attribute))
     return DistributedTape

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -51,7 +52,7 @@ def reduce_gradients(
         return list(gradients)
     if settings.pairing is None:
         settings = replace(settings, pairing=_pairing_of(settings, sources))
-    settings.label(runtime.engine())  # on the user's thread, in the order of the program
+    label = settings.label(runtime.engine())  # on the user's thread, in the order of the program
     results = list(gradients)
     names = names_of(sources, use_generic_names)
     planned: list[int] = []
@@ -71,23 +72,33 @@ def reduce_gradients(
     def items(indices: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
         return [[each[index] for index in indices] for each in lists]
 
-    reduced: dict[int, Any] = {}
+    reduce_by_name = partial(
+        grouped_allreduce,
+        device_dense=settings.device_dense,
+        device_sparse=settings.device_sparse,
+        compression=settings.compressor,
+        op=settings.op,
+        process_set=settings.process_set,
+        ignore_name_scope=True,
+    )
+    reduced: list[Any] = []
     if planned:
         indices = sorted([*planned, *named, *sparse])
         variables = verified(*items(indices, names, sources), [index in sparse for index in indices])
-        in_lane = reduce_planned(settings, variables, *items(planned, results, sources, names))
-        reduced.update(zip(planned, in_lane, strict=True))
+        reduced += reduce_planned(settings, variables, *items(planned, results, sources, names))
     if named:
-        by_name = _reduce_by_name(settings, settings.scales, "", *items(named, results, names))
-        reduced.update(zip(named, by_name, strict=True))
+        before, after = settings.scales
+        name = f"{label}.{names[named[0]]}"
+        reduced += reduce_by_name(*items(named, results), prescale_factor=before, postscale_factor=after, name=name)
     if sparse:
         is_lossy = settings.policy.is_lossy_for  # the user asked for compression
         encoded = [plain_name(names[index]) for index in sparse if is_lossy(names[index], sources[index])]
         warn(settings, SPARSE.format(names=", ".join(encoded)) if encoded else None)
-        scales = (1.0, 1.0)  # slices are not summed, so nothing is divided before the sum
-        gathered = _reduce_by_name(settings, scales, hints.SPARSE, *items(sparse, results, names))
-        reduced.update(zip(sparse, gathered, strict=True))
-    return [reduced.get(index, gradient) for index, gradient in enumerate(results)]
+        # Slices are not summed, so nothing is divided before the sum.
+        reduced += reduce_by_name(*items(sparse, results), name=f"{label}.{names[sparse[0]]}{hints.SPARSE}")
+    for index, gradient in zip([*planned, *named, *sparse], reduced, strict=True):
+        results[index] = gradient
+    return results
 
 
 def _takes_part(settings: GradientSettings) -> bool:
@@ -145,21 +156,3 @@ def _scaled(gradient: Any, settings: GradientSettings) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(quotient(gradient.values, size), gradient.indices, gradient.dense_shape)
     return quotient(gradient, size)
-
-
-def _reduce_by_name(
-    settings: GradientSettings, scales: tuple[float, float], suffix: str, gradients: list[Any], names: list[str]
-) -> list[Any]:
-    """Reduce dense gradients, or gather sparse ones, by one operation that has the name of the first gradient."""
-    return grouped_allreduce(
-        gradients,
-        device_dense=settings.device_dense,
-        device_sparse=settings.device_sparse,
-        compression=settings.compressor,
-        op=settings.op,
-        prescale_factor=scales[0],
-        postscale_factor=scales[1],
-        process_set=settings.process_set,
-        ignore_name_scope=True,
-        name=f"{settings.label(runtime.engine())}.{names[0]}{suffix}",
-    )

@@ -97,14 +97,6 @@ class VariableVerification(Verification):
         self.state(statement)
 
 
-def hash_now(verification: VariableVerification, variables: Sequence[Verified], wanted: int) -> None:
-    """Hash the variables that are ``wanted``, in eager execution."""
-    for index, variable in enumerate(variables):
-        if wanted >= variable.level:
-            verification.hash(index, variable.read())
-    verification.hashed(variables)
-
-
 @as_written
 def hash_in_graph(verification: VariableVerification, variables: Sequence[Verified], wanted: Any) -> list[Any]:
     """Hash the variables that are ``wanted``, a tensor, in a graph. Returns the operations after which that is done.

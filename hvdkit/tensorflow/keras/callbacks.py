@@ -23,9 +23,4 @@ class LearningRateWarmupCallback(parts.LearningRateWarmup, tf.keras.callbacks.Ca
     """See hvdkit.keras.callbacks.LearningRateWarmupCallback."""
 
 
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+__all__ = parts.__all__

@@ -21,8 +21,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.api import checks
 from hvdkit.api.operations import HANDLES, Invocation
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import OPERATIONS
@@ -43,6 +45,17 @@ def as_written(function: Function) -> Function:
     return cast("Function", tf.autograph.experimental.do_not_convert(function))
 
 
+def check_arguments(invocation: Invocation) -> None:
+    """Raise NotInitializedError before init, TypeError or ValueError for a wrong name or process set.
+
+    A graph may hold operations of sets that it runs only if this rank is a member, as ``tf.cond`` does.
+    """
+    runtime.engine()
+    checks.check_name(invocation.function, invocation.name)
+    check = checks.check_process_set if tf.executing_eagerly() else checks.check_registered
+    check(invocation.function, invocation.process_set)
+
+
 def run(
     invocation: Invocation, tensors: Sequence[Any], start: Start, outputs: Sequence[Output], named_after: Any = None
 ) -> list[Any]:
@@ -52,6 +65,7 @@ def run(
     a name of the tensors ``named_after``, where some ranks lack some of ``tensors``.
     """
     if not tf.executing_eagerly():
+        check_arguments(invocation)  # now, not when the graph runs
         name = _name_in_graph(invocation, tensors if named_after is None else named_after)
         return _run_in_graph(invocation._replace(name=name, waits=False), tensors, start, outputs)
     with raised_as_tensorflows():

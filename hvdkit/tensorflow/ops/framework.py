@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
-from hvdkit.api.operations import Invocation, Operations
-from hvdkit.engine.session import runtime
+from hvdkit.api.operations import Operations
 from hvdkit.kernels.dtypes import BFLOAT16
 from hvdkit.transports.base import aligned_empty
 
@@ -33,22 +32,6 @@ REDUCIBLE_DTYPES = dict.fromkeys(
     )
 )
 MOVABLE_DTYPES = dict.fromkeys((*REDUCIBLE_DTYPES, tf.bool))
-
-
-def check_arguments(invocation: Invocation) -> None:
-    """Raise NotInitializedError before init, TypeError or ValueError for a wrong name or process set."""
-    runtime.engine()
-    checks.check_name(invocation.function, invocation.name)
-    check_process_set(invocation.function, invocation.process_set)
-
-
-def check_process_set(function: str, process_set: Any) -> None:
-    """Raise TypeError or ValueError unless the process set is registered and, in eager execution, has this rank.
-
-    A graph may hold operations of sets that it runs only if this rank is a member, as ``tf.cond`` does.
-    """
-    check = checks.check_process_set if tf.executing_eagerly() else checks.check_registered
-    check(function, process_set)
 
 
 def check_tensor(function: str, tensor: Any, dtypes: Collection[Any], argument: str = "tensor") -> Any:
@@ -76,12 +59,6 @@ def check_tensors(function: str, tensors: Any, dtypes: Collection[Any]) -> list[
     """Return the tensors of a grouped operation as a list. Raise TypeError or ValueError."""
     checks.check_listed(function, tensors, (tf.Tensor, tf.Variable))
     return [check_tensor(function, tensor, dtypes, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
-
-
-def check_has_rows(function: str, tensors: Sequence[Any]) -> None:
-    """Raise ValueError for a scalar, since the operation works along the first dimension."""
-    shapes = [() for tensor in tensors if tensor.shape.rank == 0]
-    checks.check_has_rows(function, shapes, TensorFlow.scalar_to_row)
 
 
 def as_array(tensor: Any) -> Array:

@@ -13,13 +13,12 @@ from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import around, split
 from hvdkit.api.operations import Invocation, gradient_name
 from hvdkit.engine.ops.requests import ReduceRequest
-from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.ops import framework
 from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, has_gradient, run
-from hvdkit.tensorflow.ops.gather import any_rows, grouped_allgather
+from hvdkit.tensorflow.ops.transfers import any_rows, grouped_allgather
 
 Factors = tuple[Any, Any]  # before and after the reduction
 
@@ -27,7 +26,7 @@ Factors = tuple[Any, Any]  # before and after the reduction
 _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
-def _compressed(
+def _reduced(
     invocation: Invocation,
     tensors: Sequence[Any],
     compression: Any,
@@ -37,24 +36,12 @@ def _compressed(
     reduce: Callable[[Invocation, Sequence[Any], ReduceRequest], list[Any]],
 ) -> list[Any]:
     """Return what ``reduce`` makes of compressed tensors, decompressed. Raise TypeError or ValueError for arguments."""
-    framework.check_arguments(invocation)
+    checks.check_op_for(invocation.function, op, [tensor.dtype.name for tensor in tensors])
     floating = {tensor.dtype.name: has_gradient(tensor) for tensor in tensors}
     codec, compressor = split(invocation.function, compression, op, floating)
     request = ReduceRequest(op, *checks.check_factors(invocation.function, *factors), codec)
     with tf.device(device) if device else nullcontext():
-        return around(compressor, tensors, lambda sent: reduce(invocation, sent, request))
-
-
-def _allreduce_dense(
-    invocation: Invocation, tensors: Sequence[Any], compression: Any, op: ReduceOp, factors: Factors, device: str
-) -> list[Any]:
-    """Reduce dense tensors of dtypes that can be reduced. Raise TypeError or ValueError for the other arguments."""
-    if op not in _LINEAR:
-        dtypes = [tensor.dtype.name for tensor in tensors]
-        checks.check_op_for(invocation.function, op, dtypes)
-        if op == ReduceOp.ADASUM:
-            checks.check_adasum(invocation.function, dtypes, invocation.process_set, runtime.topology().size)
-    results = _compressed(invocation, tensors, compression, op, factors, device, allreduce_dense)
+        results = around(compressor, tensors, lambda sent: reduce(invocation, sent, request))
     guard.mark(results)
     return results
 
@@ -75,7 +62,6 @@ def _allreduce_slices(
     if factors != (1.0, 1.0):
         text = f"{function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices"
         raise NotImplementedError(text)
-    framework.check_process_set(function, process_set)
     with tf.device(device):
         parts = [part for tensor in slices for part in (tensor.values, tensor.indices)]
         gathered = grouped_allgather(parts, name, invocation.ignore_name_scope, process_set)
@@ -152,7 +138,7 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         return _allreduce_slices(invocation, [tensor], reduce_op, factors, device_sparse)[0]
     dense = framework.check_tensor(invocation.function, tensor, framework.REDUCIBLE_DTYPES)
-    return _allreduce_dense(invocation, [dense], compression, reduce_op, factors, device_dense)[0]
+    return _reduced(invocation, [dense], compression, reduce_op, factors, device_dense, allreduce_dense)[0]
 
 
 @as_written
@@ -190,14 +176,13 @@ def grouped_allreduce(
         slices = _allreduce_slices(invocation, slices, reduce_op, factors, device_sparse)
     if dense:
         dense = framework.check_tensors(invocation.function, dense, framework.REDUCIBLE_DTYPES)
-        dense = _allreduce_dense(invocation, dense, compression, reduce_op, factors, device_dense)
+        dense = _reduced(invocation, dense, compression, reduce_op, factors, device_dense, allreduce_dense)
     results = {True: iter(slices), False: iter(dense)}
     return [next(results[isinstance(tensor, tf.IndexedSlices)]) for tensor in tensors]
 
 
 def _scatter(invocation: Invocation, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
     """Return this rank's rows. Gradients are gathered and scaled as the tensors are."""
-    framework.check_has_rows(invocation.function, tensors)
 
     def start(invocation: Invocation, arrays: Sequence[Any]) -> int:
         return framework.OPERATIONS.reducescatter(invocation, arrays, request)
@@ -245,7 +230,7 @@ def reducescatter(
     reduce_op = checks.check_op(invocation.function, op, _LINEAR)
     dense = [framework.check_tensor(invocation.function, tensor, framework.REDUCIBLE_DTYPES)]
     factors = (prescale_factor, postscale_factor)
-    return _compressed(invocation, dense, compression, reduce_op, factors, device_dense, _scatter)[0]
+    return _reduced(invocation, dense, compression, reduce_op, factors, device_dense, _scatter)[0]
 
 
 @as_written
@@ -260,7 +245,7 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """Reduce-scatter several tensors as one operation. Arguments, gradients and errors are those of reducescatter().
 
-    Returns a list of tensors with this rank's rows.
+    Returns a list of tensors with this rank's rows, for the list ``tensors``.
 
     Examples:
         >>> [rows.numpy().tolist() for rows in hvd.grouped_reducescatter([tf.ones(4), tf.ones(2)], op=hvd.Sum)]
@@ -270,4 +255,4 @@ def grouped_reducescatter(
     reduce_op = checks.check_op(invocation.function, op, _LINEAR)
     dense = framework.check_tensors(invocation.function, tensors, framework.REDUCIBLE_DTYPES)
     factors = (prescale_factor, postscale_factor)
-    return _compressed(invocation, dense, compression, reduce_op, factors, device_dense, _scatter) if dense else []
+    return _reduced(invocation, dense, compression, reduce_op, factors, device_dense, _scatter) if dense else []
