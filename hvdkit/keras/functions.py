@@ -117,11 +117,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Write the values of ``root_rank`` into the variables (of a model, an optimizer) on all ranks.
 
     ``variables`` are Keras's, on TensorFlow also tf.Variable, in the same order on all ranks, each of the same shape
-    and dtype.
-
-    Raises:
-        TypeError, ValueError: for an object that is no variable, and for variables without values yet.
-        HorovodInternalError: on every rank where ranks disagree.
+    and dtype. Raises TypeError for an object that is no variable, ValueError for variables without values yet, and
+    HorovodInternalError on every rank where ranks disagree.
 
     Examples:
         >>> _ = model.layers[0].bias.assign([float(hvd.rank())])
@@ -147,9 +144,8 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
     if model is None:
         raise RuntimeError(
             "hvd.broadcast_global_variables() does not support eager execution. "
-            "Please use `hvd.broadcast_global_variables(root_rank, model)`, "
-            "`hvd.broadcast_variables(model.variables, root_rank)` or the callback BroadcastGlobalVariablesCallback "
-            "instead."
+            "Please use `hvd.broadcast_global_variables(root_rank, model)`, `hvd.broadcast_variables(model.variables, "
+            "root_rank)` or the callback BroadcastGlobalVariablesCallback instead."
         )
     broadcast_variables([*model.variables, *variables_of(getattr(model, "optimizer", None))], root_rank)
 
@@ -171,15 +167,11 @@ def average_values(values: Sequence[Any], arrays: Sequence[Any], name: str) -> l
     numbers = np.concatenate([np.zeros(0), *(each.astype(np.float64).ravel() for each in arrays if each is not None)])
     if numbers.size:
         runtime.engine().named.allreduce([numbers], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
-    averages = []
-    for value, array in zip(values, arrays, strict=True):
-        average = value
+    averages = list(values)
+    for index, array in enumerate(arrays):
         if array is not None:
             part, numbers = np.split(numbers, [array.size])
             average = part.reshape(array.shape).astype(np.float64 if array.dtype.kind in "biu" else array.dtype)
-            if array.ndim == 0:
-                average = float(average)
-            elif not isinstance(value, np.ndarray):
-                average = keras.ops.convert_to_tensor(average)
-        averages.append(average)
+            to_form = np.asarray if isinstance(values[index], np.ndarray) else keras.ops.convert_to_tensor
+            averages[index] = to_form(average) if array.ndim else float(average)
     return averages

@@ -11,9 +11,7 @@ import keras
 def optimizer_classes() -> tuple[Any, ...]:
     """Return the base classes of Keras 2's optimizers, before and since 2.11; none if nothing has imported Keras 2."""
     keras2 = sys.modules.get("tf_keras")
-    if keras2 is None:
-        return ()
-    return keras2.optimizers.Optimizer, keras2.optimizers.legacy.Optimizer
+    return () if keras2 is None else (keras2.optimizers.Optimizer, keras2.optimizers.legacy.Optimizer)
 
 
 def name_of(optimizer: Any) -> str:

@@ -65,7 +65,7 @@ def DistributedOptimizer(
             ``iterations`` counts the updates; Horovod counted the calls.
         average_aggregated_gradients: divide the gradients that were added up by that number.
         num_groups: deprecated, use ``groups``.
-        groups: how many groups of gradients are reduced together, or the groups as lists of variables.
+        groups: the number of groups of gradients that are reduced together, or the groups as lists of variables.
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
         overlap_forward: deprecated, without effect.
@@ -83,10 +83,8 @@ def DistributedOptimizer(
         [0.85 0.85]
     """
     if not isinstance(optimizer, (keras.optimizers.Optimizer, *optimizer_classes())):
-        raise TypeError(
-            f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}\n"
-            'HINT: keras.optimizers.get("adam") makes one of a name.'
-        )
+        got = f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}"
+        raise TypeError(f'{got}\nHINT: keras.optimizers.get("adam") makes one of a name.')
     if distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
     reduce_op = checks.check_op("DistributedOptimizer", op)

@@ -2,8 +2,7 @@
 
 A distributed optimizer shares the variables of the optimizer that it wraps, and is saved under that optimizer's name.
 A loss scale must decide alike on all ranks, so gradients are reduced before the loss scale looks at them, whether it is
-inside or around. Values that replace a variable (``overwrite_with_gradient``) are reduced to the largest. On PyTorch,
-gradients of Keras's own ``train_step`` travel during the backward pass (``keras/step``).
+inside or around.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ SKIPPED = (
     "summed them: ranks may train different models.\n"
     "HINT: leave the argument out, or call optimizer.aggregate_gradients() before."
 )
-
-
 # Keras 2's arguments of apply_gradients(), with the value that says that gradients are summed already.
 _SUMMED = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}
 
@@ -48,9 +45,8 @@ class DistributedMixin:
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to each rank.
 
-        ``var`` is a variable of the model, of any shape; it may differ between ranks. Raises nothing for a variable of
-        another model. An optimizer with local variables has no deep copy and no pickle, and what ``from_config`` makes
-        of it knows none of them.
+        ``var`` is a variable of the model, of any shape; it may differ between ranks. Raises nothing for other models'.
+        An optimizer with local variables has no deep copy and no pickle, and ``from_config`` makes one without them.
 
         Examples:
             >>> optimizer = hvd.DistributedOptimizer(optimizer)

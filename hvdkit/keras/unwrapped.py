@@ -93,9 +93,7 @@ def _without_jit(resolve: Any) -> Any:
     """Have jit_compile="auto" mean no where hvd's operations are in the step, which XLA cannot compile."""
 
     def resolve_without_jit(model: Any) -> bool:
-        optimizer = getattr(model, "optimizer", None)
-        if keras.backend.backend() == "tensorflow" and distributed_step(optimizer) is not None:
-            return False
-        return bool(resolve(model))
+        is_ours = distributed_step(getattr(model, "optimizer", None)) is not None
+        return not (is_ours and keras.backend.backend() == "tensorflow") and bool(resolve(model))
 
     return resolve_without_jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
@@ -72,5 +72,4 @@ def DistributedOptimizer(
     del arguments["use_locking"]
     from hvdkit.tensorflow import keras as hvd_keras
 
-    wrapped: Optimizer = hvd_keras.DistributedOptimizer(**arguments)
-    return wrapped
+    return cast("Optimizer", hvd_keras.DistributedOptimizer(**arguments))

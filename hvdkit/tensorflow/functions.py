@@ -69,9 +69,9 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """Return a function that does what broadcast_object() does. Arguments and errors are those of broadcast_object().
+    """Return a function of the object that does what broadcast_object() does. Returns the root's object.
 
-    Returns a function of one argument, the object, which returns the root's.
+    Arguments and errors are those of broadcast_object().
 
     Examples:
         >>> agreed = hvd.broadcast_object_fn(root_rank=1)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.api.checks import check_name
 from hvdkit.api.gradients import guard, planning
-from hvdkit.api.gradients.settings import GradientSettings, check_settings
+from hvdkit.api.gradients.settings import check_settings
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
@@ -46,9 +46,8 @@ def DistributedGradientTape(
         gradtape: the tf.GradientTape; it may be recording still.
         op: hvd.Average, Sum, Min, Max, Product or Adasum.
         process_set: the ranks that take part; on other ranks the tape is an ordinary one.
-        name: the name of its gradients in errors and in the timeline. Tapes of the ranks belong together by their
-            names and, where several have one name, by the order in which their variables are first asked for. So
-            models that are trained in several threads need tapes with names of their own, the same on all ranks.
+        name: of its gradients in errors and in the timeline. Ranks match tapes by name and, where several have one
+            name, by the order in which their variables are first asked for, so tapes in several threads need names.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -121,9 +120,6 @@ def _tape_class(base: Any) -> Any:
     class DistributedTape(base):  # type: ignore[misc]  # the base is known at run time only
         # Slots, since the dictionary is shared by all tapes around one.
         __slots__ = ("_hvdkit_local", "_hvdkit_settings")
-
-        _hvdkit_settings: GradientSettings
-        _hvdkit_local: dict[int, Any]
 
         def register_local_source(self, source: Any) -> None:
             """Leave the gradient of a variable to each rank.

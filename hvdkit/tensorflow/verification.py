@@ -72,10 +72,8 @@ class VariableVerification(Verification):
     def hash(self, index: int, value: Any) -> None:
         """Hash the value of a variable, an array or an eager tensor. Only one at a time is copied from a device."""
         flat = np.ascontiguousarray(as_array(value)).reshape(-1)
-        sketched = None
-        if self.wants_sketches:
-            real = flat.view(flat.real.dtype)
-            sketched = sketch(real.size, lambda begin, end: real[begin:end])
+        real = flat.view(flat.real.dtype)
+        sketched = sketch(real.size, lambda begin, end: real[begin:end]) if self.wants_sketches else None
         self._hashes[index] = kernels.checksum(flat.view(np.uint8)), sketched
 
     def hashed(self, variables: Sequence[Verified]) -> None:

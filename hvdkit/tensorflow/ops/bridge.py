@@ -2,8 +2,8 @@
 
 In a graph, the first ``tf.numpy_function`` hands arrays to the engine and returns, and the second waits. The first
 nodes run in the order of their creation, which is the same on all ranks, so that each rank hands over in the end all
-that another rank waits for. Each first node is a control dependency of the next one. A variable is written before and
-after it, by which TensorFlow orders calls of functions, branches and loops that hold such nodes.
+that another rank waits for. Control dependencies make this order, and between functions, branches and loops a variable
+that is written before and after each first node.
 
 A waiting node blocks a thread of the executor. Where threads run several functions with operations at once,
 ``inter_op_parallelism_threads`` must be larger than the number of these functions.
@@ -45,17 +45,6 @@ def as_written(function: Function) -> Function:
     return cast("Function", tf.autograph.experimental.do_not_convert(function))
 
 
-def check_arguments(invocation: Invocation) -> None:
-    """Raise NotInitializedError before init, TypeError or ValueError for a wrong name or process set.
-
-    A graph may hold operations of sets that it runs only if this rank is a member, as ``tf.cond`` does.
-    """
-    runtime.engine()
-    checks.check_name(invocation.function, invocation.name)
-    check = checks.check_process_set if tf.executing_eagerly() else checks.check_registered
-    check(invocation.function, invocation.process_set)
-
-
 def run(
     invocation: Invocation, tensors: Sequence[Any], start: Start, outputs: Sequence[Output], named_after: Any = None
 ) -> list[Any]:
@@ -65,7 +54,10 @@ def run(
     a name of the tensors ``named_after``, where some ranks lack some of ``tensors``.
     """
     if not tf.executing_eagerly():
-        check_arguments(invocation)  # now, not when the graph runs
+        runtime.engine()  # raises NotInitializedError before init
+        checks.check_name(invocation.function, invocation.name)
+        # A rank need not be a member before the graph runs, since tf.cond may leave the operation out.
+        checks.check_registered(invocation.function, invocation.process_set)
         name = _name_in_graph(invocation, tensors if named_after is None else named_after)
         return _run_in_graph(invocation._replace(name=name, waits=False), tensors, start, outputs)
     with raised_as_tensorflows():
@@ -87,8 +79,7 @@ def _run_in_graph(invocation: Invocation, tensors: Sequence[Any], start: Start, 
 
 def _wait(handle: int, invocation: Invocation) -> list[Any]:
     """Return the results. Raise HorovodInternalError where another thread has called shutdown() meanwhile."""
-    results = HANDLES.synchronize(handle)
-    if results is None:
+    if (results := HANDLES.synchronize(handle)) is None:
         name = invocation.function if invocation.name is None else invocation.name
         raise HorovodInternalError(f"{name!r}: hvd.shutdown() was called while it was in flight.")
     return list(results)
@@ -212,8 +203,8 @@ def ordered_node(
 def after(tensors: Sequence[Any]) -> Iterator[None]:
     """Run the nodes of this context after ``tensors`` (None is left out) and after the graph's data.
 
-    TensorFlow runs a node that does not depend on a batch even where there is no batch: Keras's ``fit`` finds the end
-    of data of unknown cardinality by one more run of its train function. Eager execution has this order anyway.
+    TensorFlow runs other nodes even where there is no batch: Keras's ``fit`` finds the end of data of unknown
+    cardinality by one more run of its train function. Eager execution has this order anyway.
     """
     if tf.executing_eagerly():
         yield
@@ -226,10 +217,7 @@ def after(tensors: Sequence[Any]) -> Iterator[None]:
 
 
 def _data_of(graph: Any, seen: int = 0) -> list[Any]:
-    """Return the arguments of a graph, and its nodes that take from an iterator.
-
-    ``seen``: the number of the graph's nodes that an earlier call has looked at.
-    """
+    """Return the arguments of a graph, and the nodes from the ``seen``-th on that take from an iterator."""
     inputs = () if seen else getattr(graph, "inputs", ())  # TensorFlow 1's graphs have none
     arguments = [tensor for tensor in inputs if tensor.dtype not in (tf.resource, tf.variant)]
     return [*arguments, *(node for node in graph.get_operations()[seen:] if node.type.startswith("IteratorGetNext"))]

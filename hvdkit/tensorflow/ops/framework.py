@@ -1,7 +1,7 @@
 """TensorFlow's tensors, checked, and as the engine takes them: contiguous numpy arrays in host memory.
 
-In eager execution an array shares the memory of its tensor on the CPU; a tensor of a GPU is copied. In a graph
-TensorFlow itself passes arrays to the operations and makes tensors of their results.
+In eager execution an array shares the memory of its tensor on the CPU and keeps it; a tensor of a GPU is copied. In a
+graph TensorFlow itself passes arrays to the operations and makes tensors of their results.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ def check_tensors(function: str, tensors: Any, dtypes: Collection[Any]) -> list[
 
 
 def as_array(tensor: Any) -> Array:
-    """Return the values of an eager tensor, or of an array, as a contiguous array that nobody may write.
-
-    The array shares the memory of a tensor on the CPU, which lives as long as the array.
-    """
+    """Return the values of an eager tensor, or of an array, as a contiguous array that nobody may write."""
     if isinstance(tensor, np.ndarray | np.generic):
         return np.ascontiguousarray(tensor).reshape(tensor.shape)
     array: Array = np.asarray(tensor) if tensor.shape.rank else np.array(tensor.numpy())

@@ -60,8 +60,7 @@ def _allreduce_slices(
             "HINT: use sparse_as_dense=True, or tf.convert_to_tensor()."
         )
     if factors != (1.0, 1.0):
-        text = f"{function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices"
-        raise NotImplementedError(text)
+        raise NotImplementedError(f"{function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices")
     with tf.device(device):
         parts = [part for tensor in slices for part in (tensor.values, tensor.indices)]
         gathered = grouped_allgather(parts, name, invocation.ignore_name_scope, process_set)

@@ -14,15 +14,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops import framework
-from hvdkit.tensorflow.ops.bridge import (
-    allreduce_dense,
-    as_written,
-    check_arguments,
-    differentiable,
-    has_gradient,
-    run,
-    scalar,
-)
+from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, has_gradient, run, scalar
 
 # The most bytes of variables that are broadcast together. A model with its optimizer's state can be far larger, and
 # all that travels together is in memory twice.
@@ -160,7 +152,7 @@ def alltoall(
     """
     invocation = Invocation("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     dense = framework.check_tensor(invocation.function, tensor, framework.MOVABLE_DTYPES)
-    check_arguments(invocation)
+    checks.check_registered(invocation.function, process_set)
     integers, problem = None, None
     try:
         integers = None if splits is None else _integers(splits)
