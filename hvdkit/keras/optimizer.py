@@ -145,7 +145,7 @@ def PartialDistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())  # on rank 1: [0.9 0.9]
         [0.95 0.95]
     """
-    arguments = dict(locals())
+    arguments = dict(locals())  # before there are other variables
     del arguments["local_layers"]
     wrapped: Any = DistributedOptimizer(**arguments)
     for variable in planning.local_variables(local_layers):

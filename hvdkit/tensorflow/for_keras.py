@@ -68,7 +68,7 @@ def DistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())
         [0.85 0.85]
     """
-    arguments = dict(locals())
+    arguments = dict(locals())  # before there are other variables
     del arguments["use_locking"]
     from hvdkit.tensorflow import keras as hvd_keras
 

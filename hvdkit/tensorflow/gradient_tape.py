@@ -62,7 +62,7 @@ def DistributedGradientTape(
         [[1.5], [1.5]]
         >>> optimizer.apply([weight, bias], model.trainable_variables)
     """
-    arguments = dict(locals())
+    arguments = dict(locals())  # before there are other variables
     del arguments["gradtape"], arguments["name"]
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"{_FUNCTION}: gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
@@ -70,7 +70,8 @@ def DistributedGradientTape(
         raise ValueError(f"{_FUNCTION}: gradtape is a DistributedGradientTape already\nHINT: wrap it once.")
     check_name(_FUNCTION, name)
     settings = check_settings(_FUNCTION, title=name, is_kept=False, **arguments)
-    distributed = object.__new__(_tape_class(type(gradtape)))
+    base: Any = type(gradtape)
+    distributed = object.__new__(_tape_class(base))
     distributed.__dict__ = gradtape.__dict__  # both record as one tape
     distributed._hvdkit_settings, distributed._hvdkit_local = settings, {}
     return distributed
@@ -105,7 +106,7 @@ def PartialDistributedGradientTape(
         >>> tape.gradient(loss, model.trainable_variables)[0].numpy().tolist()  # on rank 1: [[2.0], [2.0]]
         [[1.0], [1.0]]
     """
-    arguments = dict(locals())
+    arguments = dict(locals())  # before there are other variables
     del arguments["local_layers"]
     tape = DistributedGradientTape(**arguments)
     for variable in planning.local_variables(local_layers):

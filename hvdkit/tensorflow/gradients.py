@@ -69,8 +69,8 @@ def reduce_gradients(
             results[index] = _of_known_shape(tf.convert_to_tensor(gradient), source)
             (planned if can_be_planned(settings, results[index], source) else named).append(index)
 
-    def items(indices: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
-        return [[each[index] for index in indices] for each in lists]
+    def items(indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        return [values[index] for index in indices]
 
     reduce_by_name = partial(
         grouped_allreduce,
@@ -84,18 +84,20 @@ def reduce_gradients(
     reduced: list[Any] = []
     if planned:
         indices = sorted([*planned, *named, *sparse])
-        variables = verified(*items(indices, names, sources), [index in sparse for index in indices])
-        reduced += reduce_planned(settings, variables, *items(planned, results, sources, names))
+        variables = verified(items(indices, names), items(indices, sources), [index in sparse for index in indices])
+        reduced += reduce_planned(
+            settings, variables, items(planned, results), items(planned, sources), items(planned, names)
+        )
     if named:
         before, after = settings.scales
         name = f"{label}.{names[named[0]]}"
-        reduced += reduce_by_name(*items(named, results), prescale_factor=before, postscale_factor=after, name=name)
+        reduced += reduce_by_name(items(named, results), prescale_factor=before, postscale_factor=after, name=name)
     if sparse:
         is_lossy = settings.policy.is_lossy_for  # the user asked for compression
         encoded = [plain_name(names[index]) for index in sparse if is_lossy(names[index], sources[index])]
         warn(settings, SPARSE.format(names=", ".join(encoded)) if encoded else None)
         # Slices are not summed, so nothing is divided before the sum.
-        reduced += reduce_by_name(*items(sparse, results), name=f"{label}.{names[sparse[0]]}{hints.SPARSE}")
+        reduced += reduce_by_name(items(sparse, results), name=f"{label}.{names[sparse[0]]}{hints.SPARSE}")
     for index, gradient in zip([*planned, *named, *sparse], reduced, strict=True):
         results[index] = gradient
     return results
