@@ -34,19 +34,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = [
-    *_common.__all__,
-    *_OF_THE_BACKEND,
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_variables",
-    "callbacks",
-    "load_model",
-    "reducescatter",
-]
+__all__ = [*_common.__all__, *_OF_THE_BACKEND]
+__all__ += ["DistributedOptimizer", "PartialDistributedOptimizer", "callbacks", "load_model"]
+__all__ += ["allgather", "allgather_object", "allreduce", "broadcast", "broadcast_object", "reducescatter"]
+__all__ += ["broadcast_global_variables", "broadcast_variables"]

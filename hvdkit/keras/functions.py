@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from hvdkit.api import backends, checks
@@ -19,8 +20,6 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 def backend_name() -> str:
     """Return the name of Keras's backend, "tensorflow" or "torch". Raises NotImplementedError for other backends."""
-    import keras
-
     name = str(keras.backend.backend())
     if name not in backends.ADAPTERS:
         raise NotImplementedError(
@@ -52,23 +51,12 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor, or a value that becomes a tensor, over all ranks; by default to the average.
 
+    The other arguments and the errors are those of hvdkit.tensorflow.allreduce(). Returns a tensor of the backend, of
+    the same shape and dtype.
+
     Args:
         value: a tensor of the backend, an array, a variable or a number, of the same shape and dtype on all ranks.
-            Dtypes are integers, float16, bfloat16, float32 and float64, as far as the backend's allreduce() knows them.
-        name: tells concurrent operations apart; without a name, ranks must make their calls in the same order.
-        average: the deprecated form of ``op``; True is hvd.Average, False is hvd.Sum.
-        prescale_factor: each element is multiplied by it before the reduction.
-        postscale_factor: each element is multiplied by it after the reduction.
-        op: hvd.Average, Sum, Min, Max, Product or Adasum.
-        compression: one of hvd.Compression, or a class with ``compress`` and ``decompress``.
-
-    Returns:
-        A tensor of the backend, of the same shape and dtype.
-
-    Raises:
-        TypeError, ValueError: for invalid arguments.
-        NotImplementedError: for Adasum on a number of ranks that is no power of two.
-        HorovodInternalError: on every rank where ranks disagree.
+            Dtypes are those of the backend's allreduce().
 
     Examples:
         >>> keras.ops.convert_to_numpy(hvd.allreduce(x[0])).tolist()
@@ -89,11 +77,8 @@ def allreduce(
 def allgather(value: Any, name: str | None = None) -> Any:
     """Concatenate the tensors of all ranks along the first dimension. ``name`` and errors are those of allreduce().
 
-    Args:
-        value: of the same dtype on all ranks, with at least one dimension; only the first dimension may differ.
-
-    Returns:
-        A tensor of the backend.
+    ``value`` has the same dtype on all ranks, and a shape of at least one dimension, of which the first may differ.
+    Returns a tensor of the backend.
 
     Examples:
         >>> keras.ops.convert_to_numpy(hvd.allgather([hvd.rank()])).tolist()
@@ -105,12 +90,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return the tensor of ``root_rank`` on all ranks. ``name`` and errors are those of allreduce().
 
-    Args:
-        value: of the same shape and dtype on all ranks.
-        root_rank: the rank whose tensor all ranks get.
-
-    Returns:
-        A tensor of the backend.
+    ``value`` has the same shape and dtype on all ranks. Returns a tensor of the backend.
 
     Examples:
         >>> keras.ops.convert_to_numpy(hvd.broadcast([hvd.rank()], root_rank=1)).tolist()
@@ -122,14 +102,9 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Any:
     """Reduce a tensor over all ranks, and return this rank's share of it along the first dimension.
 
-    ``name`` and errors are those of allreduce().
-
-    Args:
-        value: of the same shape and dtype on all ranks, with at least one dimension.
-        op: hvd.Average or hvd.Sum.
-
-    Returns:
-        A tensor of the backend, with rows / ranks rows, and one more row on each of the first (rows % ranks) ranks.
+    ``name`` and errors are those of allreduce(), ``op`` is hvd.Average or hvd.Sum. ``value`` has the same shape, of at
+    least one dimension, and dtype on all ranks. Returns a tensor of the backend, with rows / ranks rows, and one more
+    row on each of the first (rows % ranks) ranks.
 
     Examples:
         >>> keras.ops.convert_to_numpy(hvd.reducescatter([1.0, 2.0, 3.0], op=hvd.Sum)).tolist()  # on rank 1: [6.0]
@@ -141,15 +116,9 @@ def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAG
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Write the values of ``root_rank`` into the variables (of a model, an optimizer) on all ranks.
 
-    Args:
-        variables: of Keras, on TensorFlow also tf.Variable, in the same order on all ranks, each of the same shape and
-            dtype.
-        root_rank: the rank whose values all ranks get.
-
-    Raises:
-        TypeError: for an object that is no variable.
-        ValueError: for variables without values yet.
-        HorovodInternalError: on every rank where ranks disagree.
+    ``variables`` are Keras's, on TensorFlow also tf.Variable, in the same order on all ranks, each of the same shape
+    and dtype. Raises TypeError for an object that is no variable, ValueError for variables without values yet, and
+    HorovodInternalError on every rank where ranks disagree.
 
     Examples:
         >>> _ = model.layers[0].bias.assign([float(hvd.rank())])
@@ -161,15 +130,10 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
-    """Give all ranks the values of ``root_rank`` of all variables of a model and of its optimizer.
+    """Give all ranks the values of ``root_rank`` of all variables of ``model``, of Keras, and of its optimizer.
 
-    Args:
-        root_rank: the rank whose values all ranks get.
-        model: a model of Keras.
-
-    Raises:
-        RuntimeError: without a model, as Horovod does in eager execution, since Keras 3 keeps no list of all variables.
-        ValueError, HorovodInternalError: as broadcast_variables().
+    Raises RuntimeError without a model, as Horovod does in eager execution, since Keras 3 keeps no list of all
+    variables. The other errors are those of broadcast_variables().
 
     Examples:
         >>> _ = model.layers[0].bias.assign([float(hvd.rank())])
@@ -180,24 +144,34 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
     if model is None:
         raise RuntimeError(
             "hvd.broadcast_global_variables() does not support eager execution. "
-            "Please use `hvd.broadcast_global_variables(root_rank, model)`, "
-            "`hvd.broadcast_variables(model.variables, root_rank)` or the callback BroadcastGlobalVariablesCallback "
-            "instead."
+            "Please use `hvd.broadcast_global_variables(root_rank, model)`, `hvd.broadcast_variables(model.variables, "
+            "root_rank)` or the callback BroadcastGlobalVariablesCallback instead."
         )
-    optimizer = getattr(model, "optimizer", None)
-    broadcast_variables([*model.variables, *(variables_of(optimizer) if optimizer is not None else ())], root_rank)
+    broadcast_variables([*model.variables, *variables_of(getattr(model, "optimizer", None))], root_rank)
 
 
-def average_arrays(arrays: Sequence[Any], name: str) -> list[Any]:
-    """Return the averages over all ranks of a few small arrays, element by element.
+def numbers_of(value: Any) -> Any:
+    """Return a number, an array or a tensor as an array; None for values that are not real numbers."""
+    if not (isinstance(value, int | float) or hasattr(value, "shape")):
+        return None
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return array if np.can_cast(array.dtype, np.float64, "same_kind") else None
 
-    Averages are computed in float64. Those of integers and booleans stay float64; others get their array's dtype.
+
+def average_values(values: Sequence[Any], arrays: Sequence[Any], name: str) -> list[Any]:
+    """Return the averages over all ranks of a few small values, in their form: numbers, arrays or tensors.
+
+    ``arrays`` has ``numbers_of`` each value; values without numbers stay. Averages are computed in float64; arrays of
+    integers and booleans stay in it.
     """
-    numbers = np.concatenate([np.zeros(0), *(array.astype(np.float64).ravel() for array in arrays)])
+    numbers = np.concatenate([np.zeros(0), *(each.astype(np.float64).ravel() for each in arrays if each is not None)])
     if numbers.size:
         runtime.engine().named.allreduce([numbers], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
-    parts = np.split(numbers, np.cumsum([array.size for array in arrays]))[: len(arrays)]
-    return [
-        part.reshape(array.shape).astype(np.float64 if array.dtype.kind in "biu" else array.dtype)
-        for part, array in zip(parts, arrays, strict=True)
-    ]
+    averages = list(values)
+    for index, array in enumerate(arrays):
+        if array is not None:
+            part, numbers = np.split(numbers, [array.size])
+            average = part.reshape(array.shape).astype(np.float64 if array.dtype.kind in "biu" else array.dtype)
+            to_form = np.asarray if isinstance(values[index], np.ndarray) else keras.ops.convert_to_tensor
+            averages[index] = to_form(average) if array.ndim else float(average)
+    return averages

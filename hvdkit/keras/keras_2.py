@@ -5,59 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import keras
+
 
 def optimizer_classes() -> tuple[Any, ...]:
     """Return the base classes of Keras 2's optimizers, before and since 2.11; none if nothing has imported Keras 2."""
     keras2 = sys.modules.get("tf_keras")
-    if keras2 is None:
-        return ()
-    return keras2.optimizers.Optimizer, keras2.optimizers.legacy.Optimizer
-
-
-def is_keras_2(optimizer: Any) -> bool:
-    """True if the optimizer is of Keras 2."""
-    return isinstance(optimizer, optimizer_classes())
-
-
-def needs_other_callbacks(model: Any, callback: Any) -> bool:
-    """True if the model is of Keras 2 and the callback is not."""
-    if (keras2 := sys.modules.get("tf_keras")) is None:
-        return False
-    return isinstance(model, keras2.Model) and not isinstance(callback, keras2.callbacks.Callback)
-
-
-def init_scope() -> Any:
-    """Return a context outside of the graph that is being traced."""
-    import tensorflow as tf
-
-    return tf.init_scope()
-
-
-def loss_scale_classes() -> tuple[Any, ...]:
-    """Return the classes of Keras 2 that wrap an optimizer in a loss scale."""
-    if not optimizer_classes():
-        return ()
-    from tf_keras.src.mixed_precision import loss_scale_optimizer
-
-    return loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3
-
-
-def saved_names() -> list[dict[Any, str]]:
-    """Return the tables in which Keras 2 looks up the names of registered classes."""
-    if not optimizer_classes():
-        return []
-    from tf_keras.src.saving import object_registration
-
-    return [object_registration._GLOBAL_CUSTOM_NAMES]
-
-
-def skips(options: dict[str, Any]) -> str | None:
-    """Return the argument of apply_gradients() that says that gradients are summed already, or None."""
-    if options.get("skip_gradients_aggregation", False):
-        return "skip_gradients_aggregation=True"
-    if not options.get("experimental_aggregate_gradients", True):
-        return "experimental_aggregate_gradients=False"
-    return None
+    return () if keras2 is None else (keras2.optimizers.Optimizer, keras2.optimizers.legacy.Optimizer)
 
 
 def name_of(optimizer: Any) -> str:
@@ -65,23 +19,25 @@ def name_of(optimizer: Any) -> str:
     return str(getattr(optimizer, "name", None) or getattr(optimizer, "_name", ""))
 
 
-def is_built(optimizer: Any) -> bool:
-    """True if an optimizer of Keras 2 or 3 has its variables."""
-    if hasattr(optimizer, "_create_all_weights"):  # before 2.11; its first variable is the number of steps
-        return len(variables_of(optimizer)) > 1
-    return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
-
-
 def build(optimizer: Any, variables: list[Any]) -> None:
-    """Make the variables of an optimizer of Keras 2 or 3 for the variables of a model."""
-    make = getattr(optimizer, "_create_all_weights", None) or optimizer.build
-    make(variables)
+    """Make the variables of an optimizer of Keras 2 or 3 for the variables of a model, unless it has them."""
+    if make := getattr(optimizer, "_create_all_weights", None):  # before 2.11
+        is_built = len(variables_of(optimizer)) > 1  # the first variable is the number of steps
+    else:
+        make, is_built = optimizer.build, getattr(optimizer, "built", getattr(optimizer, "_built", False))
+    if not is_built:
+        make(variables)
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer of Keras 2 or 3."""
-    variables = optimizer.variables
+    """Return the variables of an optimizer of Keras 2 or 3; none of None."""
+    variables = getattr(optimizer, "variables", ())
     return list(variables() if callable(variables) else variables)
+
+
+def rate_of(optimizer: Any) -> float:
+    """Return the learning rate of an optimizer of Keras 2 or 3 now."""
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def velocities_of(optimizer: Any, variables: list[Any]) -> list[Any]:
@@ -91,3 +47,16 @@ def velocities_of(optimizer: Any, variables: list[Any]) -> list[Any]:
         return [optimizer.get_slot(variable, "momentum") for variable in variables] if has_slots else []
     velocities = getattr(optimizer, "momentums", None) or []
     return [velocity for velocity in velocities if velocity is not None]
+
+
+def slots_of(optimizer: Any, local: set[int]) -> set[int]:
+    """Return the ids of an optimizer's state for variables of these ids: momenta, accumulators, averages."""
+    if optimizer is None or not local:
+        return set()
+    variables = getattr(optimizer, "_trainable_variables", None) or []
+    slots = slots_of(getattr(optimizer, "inner_optimizer", None), local)
+    for state in vars(optimizer).values():
+        # Keras 3 has a list for each kind of slot, with an entry for each variable.
+        if state is not variables and isinstance(state, list) and len(state) == len(variables):
+            slots.update(id(slot) for variable, slot in zip(variables, state, strict=True) if id(variable) in local)
+    return slots

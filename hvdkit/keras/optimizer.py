@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import keras
 
 from hvdkit.api import checks
 from hvdkit.api.gradients import planning
@@ -12,10 +14,9 @@ from hvdkit.api.gradients.compression import Compressions
 from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forward
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
-from hvdkit.keras.functions import backend_name
-from hvdkit.keras.keras_2 import is_keras_2, optimizer_classes
+from hvdkit.keras.keras_2 import optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
-from hvdkit.keras.step import KerasSettings, distributed_step, is_distributed
+from hvdkit.keras.step import KerasSettings, distributed_step
 from hvdkit.kernels.reduce_op import ReduceOp
 
 Optimizer = TypeVar("Optimizer")
@@ -43,14 +44,15 @@ def DistributedOptimizer(
     The result shares the variables and the learning rate of ``optimizer``, and is saved under the same name, so that
     saved models load without hvdkit; ``load_model`` of this module wraps the optimizer again. A LossScaleOptimizer may
     be inside or around. In a graph, and on PyTorch in Keras's own ``train_step``, gradients travel while the backward
-    pass computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied.
-    ``register_local_var(variable)`` of the result leaves the gradient of a variable to each rank.
+    pass computes others; in a loop or a ``train_step`` of your own on PyTorch, when they are applied. The method
+    ``register_local_var(variable)`` leaves the gradient of a variable to each rank. Returns the optimizer to use in the
+    place of ``optimizer``.
 
     Args:
         optimizer: a keras.optimizers.Optimizer, also of a class of your own, or an optimizer of tf_keras.
-        name: the name of the gradients in the timeline and in errors; by default "Distributed" and the class.
-            Optimizers of the ranks are matched by their names and, where several have the same name, by the order in
-            which they were made. So optimizers that several threads make need names of their own.
+        name: of the gradients in the timeline and in errors; by default "Distributed" and the class. Ranks match
+            optimizers by name and, where several have one name, by the order in which they were made, so optimizers
+            that several threads make need names of their own.
         device_dense: where reduced gradients are put, as in ``tf.device`` (TensorFlow only).
         device_sparse: where reduced gradients that are tf.IndexedSlices are put.
         compression: one of hvd.Compression, or for each variable a mapping ``{pattern of names: codec}`` or a function
@@ -59,17 +61,14 @@ def DistributedOptimizer(
         sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else values and indices are gathered.
         gradient_predivide_factor: an average is divided by this before the sum, and by size / this after it.
         op: hvd.Average or hvd.Sum.
-        backward_passes_per_step: how many calls of ``apply`` add up their gradients before these are reduced and used.
+        backward_passes_per_step: the number of calls of ``apply`` that add up gradients for one update.
             ``iterations`` counts the updates; Horovod counted the calls.
         average_aggregated_gradients: divide the gradients that were added up by that number.
         num_groups: deprecated, use ``groups``.
-        groups: how many groups of gradients are reduced together, or the groups as lists of variables.
+        groups: the number of groups of gradients that are reduced together, or the groups as lists of variables.
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
         overlap_forward: deprecated, without effect.
-
-    Returns:
-        The optimizer to use in the place of ``optimizer``.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -83,26 +82,15 @@ def DistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())
         [0.85 0.85]
     """
-    import keras
-
     if not isinstance(optimizer, (keras.optimizers.Optimizer, *optimizer_classes())):
-        raise TypeError(
-            f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}\n"
-            'HINT: keras.optimizers.get("adam") makes one of a name.'
-        )
-    if is_distributed(optimizer) or distributed_step(optimizer) is not None:
+        got = f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}"
+        raise TypeError(f'{got}\nHINT: keras.optimizers.get("adam") makes one of a name.')
+    if distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    if backend_name() != "tensorflow" and is_keras_2(optimizer):
-        raise ValueError(
-            "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
-            f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
-        )
     reduce_op = checks.check_op("DistributedOptimizer", op)
     if reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(
-            "op currently only supports Average and Sum\n"
-            f"DistributedOptimizer: got op=hvd.{reduce_op.name.capitalize()}"
-        )
+        got = f"DistributedOptimizer: got op=hvd.{reduce_op.name.capitalize()}"
+        raise ValueError(f"op currently only supports Average and Sum\n{got}")
     if overlap_forward:
         warn_of_overlap_forward()
     settings = check_settings(
@@ -123,8 +111,7 @@ def DistributedOptimizer(
     own = settings.as_kind(KerasSettings, average_aggregated_gradients=bool(average_aggregated_gradients))
     if runtime.is_initialized() and not runtime.is_forked():
         own.label(runtime.engine())  # now: ranks may make their first steps in different orders
-    wrapped: Optimizer = wrap(optimizer, own)
-    return wrapped
+    return cast("Optimizer", wrap(optimizer, own))
 
 
 def PartialDistributedOptimizer(
@@ -145,16 +132,11 @@ def PartialDistributedOptimizer(
 ) -> Optimizer:
     """Make a DistributedOptimizer that leaves the gradients of some layers to each rank.
 
-    The other arguments and errors are those of DistributedOptimizer().
+    The other arguments and errors are those of DistributedOptimizer(). Returns the optimizer to use in the place of
+    ``optimizer``.
 
     Args:
-        local_layers: a Keras layer, or several, which are built already.
-
-    Returns:
-        The optimizer to use in the place of ``optimizer``.
-
-    Raises:
-        ValueError: if ``local_layers`` has an object that is no layer, or a layer without variables yet.
+        local_layers: a Keras layer, or several, which are built already; others raise ValueError.
 
     Examples:
         >>> optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
@@ -163,26 +145,12 @@ def PartialDistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())  # on rank 1: [0.9 0.9]
         [0.95 0.95]
     """
-    wrapped: Any = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        0,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    arguments = dict(locals())  # before there are other variables
+    del arguments["local_layers"]
+    wrapped: Any = DistributedOptimizer(**arguments)
     for variable in planning.local_variables(local_layers):
         wrapped.register_local_var(variable)
-    distributed: Optimizer = wrapped
-    return distributed
+    return cast("Optimizer", wrapped)
 
 
 def load_model(
@@ -196,7 +164,8 @@ def load_model(
 ) -> Any:
     """Load a saved model, whose optimizer continues as a DistributedOptimizer.
 
-    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all.
+    Each rank reads the file, or at least rank 0, and BroadcastGlobalVariablesCallback gives its values to all. Returns
+    the model, of Keras.
 
     Args:
         filepath: the file that ``model.save`` wrote.
@@ -206,9 +175,6 @@ def load_model(
         legacy_opts: accepted for compatibility, without effect.
         safe_mode: refuse functions that are part of the file, which could run any code.
         options: other arguments of the DistributedOptimizer, by name.
-
-    Returns:
-        The model, of Keras.
 
     Raises:
         Exception: as ``keras.models.load_model``, such as ValueError for a missing file.
@@ -224,10 +190,7 @@ def load_model(
         >>> int(model.optimizer.iterations)
         1
     """
-    import keras
-
-    options.update(custom_optimizers=custom_optimizers, custom_objects=custom_objects, safe_mode=safe_mode)
-    return load_by(keras, filepath, compression=compression, **options)
+    return load_by(keras, filepath, custom_optimizers, custom_objects, safe_mode, compression=compression, **options)
 
 
 def load_by(
@@ -239,6 +202,6 @@ def load_by(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and distributed_step(optimizer) is None:
         model.optimizer = DistributedOptimizer(optimizer, **options)
-        if not is_keras_2(optimizer):
+        if not isinstance(optimizer, optimizer_classes()):
             model.jit_compile = bool(model.jit_compile) and keras.backend.backend() != "tensorflow"
     return model

@@ -2,8 +2,7 @@
 
 A distributed optimizer shares the variables of the optimizer that it wraps, and is saved under that optimizer's name.
 A loss scale must decide alike on all ranks, so gradients are reduced before the loss scale looks at them, whether it is
-inside or around. Values that replace a variable (``overwrite_with_gradient``) are reduced to the largest. On PyTorch,
-gradients of Keras's own ``train_step`` travel during the backward pass (``keras/torch_backward``).
+inside or around.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import functools
 import types
 import warnings
 import weakref
+from contextlib import suppress
 from typing import Any
 
 from hvdkit.api.gradients.guard import WATCH, is_marked, mark
 from hvdkit.keras import keras_2
 from hvdkit.keras.functions import backend
-from hvdkit.keras.step import SETTINGS, STEP, KerasSettings, distributed_step, step_of
-from hvdkit.keras.torch_backward import scale_loss_and_begin
+from hvdkit.keras.step import SETTINGS, STEP, KerasSettings, distributed_step, scale_loss_and_begin, step_of
 
 LOCAL_IN_COPY = (
     "A distributed optimizer that leaves variables to each rank ({names}) has no deep copy and no pickle: these are "
@@ -31,6 +30,8 @@ SKIPPED = (
     "summed them: ranks may train different models.\n"
     "HINT: leave the argument out, or call optimizer.aggregate_gradients() before."
 )
+# Keras 2's arguments of apply_gradients(), with the value that says that gradients are summed already.
+_SUMMED = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}
 
 
 class DistributedMixin:
@@ -44,10 +45,8 @@ class DistributedMixin:
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to each rank.
 
-        Args:
-            var: a variable of the model, of any shape; it may differ between ranks. Raises nothing for one of
-                another model. An optimizer with local variables has no deep copy and no pickle, and what
-                ``from_config`` makes of it knows none of them.
+        ``var`` is a variable of the model, of any shape; it may differ between ranks. Raises nothing for other models'.
+        An optimizer with local variables has no deep copy and no pickle, and ``from_config`` makes one without them.
 
         Examples:
             >>> optimizer = hvd.DistributedOptimizer(optimizer)
@@ -117,14 +116,18 @@ def _forget_name(cls: Any) -> None:
 
 
 def _saved_names() -> list[dict[Any, str]]:
-    """Return the tables in which Keras looks up the names of its classes and of registered classes."""
-    try:
+    """Return the tables in which Keras 3 and 2 look up the names of their classes and of registered classes."""
+    tables: list[dict[Any, str]] = []
+    with suppress(ImportError):  # another layout of Keras: saved models name the module and class of base
         from keras.src import api_export
         from keras.src.saving import object_registration
-    except ImportError:  # another layout of Keras: saved models name the module and class of base
-        return keras_2.saved_names()
-    tables = [api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES]
-    return [*tables, *keras_2.saved_names()]
+
+        tables += [api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES]
+    if keras_2.optimizer_classes():
+        from tf_keras.src.saving import object_registration as of_keras_2
+
+        tables.append(of_keras_2._GLOBAL_CUSTOM_NAMES)
+    return tables
 
 
 def reducing_first(of_class: Any) -> Any:
@@ -165,13 +168,15 @@ def reducing_pairs_first(of_class: Any) -> Any:
         if step is None or not pairs:
             return of_class(self, pairs, *args, **options)
         grads, variables = zip(*pairs, strict=True)
-        skips = keras_2.skips(options)
-        if skips is not None:
+        flags = [f"{name}={value}" for name, value in _SUMMED.items() if bool(options.get(name, not value)) is value]
+        if flags:
             if not any(map(is_marked, [*grads, *variables])):
-                warnings.warn(SKIPPED.format(name=keras_2.name_of(self), flag=skips), stacklevel=2)
+                warnings.warn(SKIPPED.format(name=keras_2.name_of(self), flag=flags[0]), stacklevel=2)
             with backend().after(grads), WATCH.reduced():
                 return of_class(self, pairs, *args, **options)
-        with keras_2.init_scope():  # in a graph no variable can be made
+        import tensorflow as tf
+
+        with tf.init_scope():  # in a graph no variable can be made
             step.prepare(variables)
 
         def update(reduced: list[Any], variables: list[Any]) -> None:

@@ -6,12 +6,13 @@ import functools
 import warnings
 from typing import Any
 
+import keras
+
 from hvdkit.api.gradients.guard import WATCH, is_marked, is_settled, settle
 from hvdkit.engine.session import runtime
 from hvdkit.keras import keras_2
 from hvdkit.keras.optimizer_class import reducing_first, reducing_pairs_first
-from hvdkit.keras.step import distributed_step, is_distributed
-from hvdkit.keras.torch_backward import scale_loss_and_begin, train_step_with_backward
+from hvdkit.keras.step import distributed_step, is_distributed, scale_loss_and_begin, train_step_with_backward
 
 NOT_WRAPPED = (
     "The optimizer '{name}' ({kind}) updates variables with gradients of rank {rank} alone: the {size} ranks train "
@@ -28,10 +29,11 @@ def install() -> None:
     And on PyTorch, have Keras's own ``train_step`` say when gradients may travel.
     """
     for kind in keras_2.optimizer_classes():
+        from tf_keras.src.mixed_precision import loss_scale_optimizer as of_keras_2
+
         _replace(kind, "apply_gradients", _warning_of_pairs)
-    for kind in keras_2.loss_scale_classes():
-        _replace(kind, "apply_gradients", reducing_pairs_first)
-    import keras
+        _replace(of_keras_2.LossScaleOptimizer, "apply_gradients", reducing_pairs_first)
+        _replace(of_keras_2.LossScaleOptimizerV3, "apply_gradients", reducing_pairs_first)
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
 
@@ -91,11 +93,7 @@ def _without_jit(resolve: Any) -> Any:
     """Have jit_compile="auto" mean no where hvd's operations are in the step, which XLA cannot compile."""
 
     def resolve_without_jit(model: Any) -> bool:
-        import keras
-
-        optimizer = getattr(model, "optimizer", None)
-        if keras.backend.backend() == "tensorflow" and distributed_step(optimizer) is not None:
-            return False
-        return bool(resolve(model))
+        is_ours = distributed_step(getattr(model, "optimizer", None)) is not None
+        return not (is_ours and keras.backend.backend() == "tensorflow") and bool(resolve(model))
 
     return resolve_without_jit

@@ -40,18 +40,7 @@ class BF16Compressor(FP16Compressor):
 
 
 class Compression(Compressions):
-    """Codecs for ``compression=``, which encode gradients for their way between ranks.
-
-    ``none``, ``fp16`` and ``bf16`` are taken as they are. ``int8``, ``int4``, ``onebit``, ``topk``, ``threshold``,
-    ``randomk``, ``dgc`` and ``powersgd`` are taken as they are or called with parameters; all of these take
-    ``feedback`` (True: what a step does not send is kept and sent later) and ``compress`` ("between_nodes": the ranks
-    of a node sum densely; or "everywhere"). They do Average and Sum of floating dtypes, of any shape. Raises ValueError
-    or TypeError for parameters that make no sense.
-
-    Examples:
-        >>> hvd.Compression.topk(ratio=0.01).summary
-        "topk(feedback=True, compress='between_nodes', ratio=0.01, seed=0, warmup_epochs=0, steps_per_epoch=1)"
-    """
+    __doc__ = Compressions.__doc__
 
     fp16 = FP16Compressor
     bf16 = BF16Compressor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
@@ -19,15 +20,15 @@ from hvdkit.tensorflow.ops.bridge import after, as_written
 Optimizer = TypeVar("Optimizer")
 
 
+@dataclass(frozen=True)
 class TensorFlowGradients(backends.OptimizerGradients):
     """Gradients that are reduced when they are applied. In a graph each part leaves as soon as it is computed."""
 
-    def __init__(self, settings: GradientSettings) -> None:
-        self._settings = settings
+    settings: GradientSettings
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
         """See OptimizerGradients."""
-        return reduce_gradients(self._settings, gradients, variables, local)
+        return reduce_gradients(self.settings, gradients, variables, local)
 
 
 BACKEND = backends.Backend(tf.convert_to_tensor, TensorFlowGradients, broadcast_variables, as_written, after)
@@ -52,14 +53,12 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Return an optimizer of Keras that trains on all ranks.
 
-    The other arguments and errors are those of hvdkit.keras.DistributedOptimizer().
+    The other arguments and errors are those of hvdkit.keras.DistributedOptimizer(). Returns the optimizer to use in the
+    place of ``optimizer``.
 
     Args:
         optimizer: an optimizer of Keras; those of TensorFlow 1 (tf.compat.v1.train) raise TypeError.
         use_locking: of TensorFlow 1, and not used.
-
-    Returns:
-        The optimizer to use in the place of ``optimizer``.
 
     Examples:
         >>> optimizer = hvd.DistributedOptimizer(optimizer)
@@ -69,22 +68,8 @@ def DistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())
         [0.85 0.85]
     """
+    arguments = dict(locals())  # before there are other variables
+    del arguments["use_locking"]
     from hvdkit.tensorflow import keras as hvd_keras
 
-    wrapped: Optimizer = hvd_keras.DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
-    return wrapped
+    return cast("Optimizer", hvd_keras.DistributedOptimizer(**arguments))

@@ -8,26 +8,18 @@ from typing import Any
 from hvdkit.api import checks, objects
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import as_written
-from hvdkit.tensorflow.ops.broadcast import broadcast_
 from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows
+from hvdkit.tensorflow.ops.transfers import broadcast_
 
 
 @as_written
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
-    """Write the values of ``root_rank`` into variables on all ranks. All ranks list them in the same order.
+    """Write the values of ``root_rank`` into variables on all ranks, which list them in the same order.
 
-    Args:
-        variables: tf.Variable or Keras variables, each of the same shape and dtype on all ranks.
-        root_rank: the rank whose values all ranks get.
-        process_set: the ranks that take part.
-        inplace: changes nothing; variables are always assigned to.
-
-    Raises:
-        TypeError: for what cannot be assigned to.
-        ValueError: for variables that a layer has not made yet.
-        HorovodInternalError: on every rank where ranks disagree.
+    The other arguments and the errors are those of hvdkit.keras.broadcast_variables(). ``inplace`` changes nothing:
+    variables, of TensorFlow or Keras, are always assigned to. ``process_set``: the ranks that take part.
 
     Examples:
         >>> _ = model.layers[0].bias.assign([float(hvd.rank())])
@@ -39,13 +31,9 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise an error: only TensorFlow 1 has a list of global variables.
+    """Raise RuntimeError, as Horovod does in eager execution: only TensorFlow 1 has a list of global variables.
 
-    Args:
-        root_rank: not used.
-
-    Raises:
-        RuntimeError: always, as Horovod does in eager execution; ``broadcast_variables`` takes variables.
+    ``root_rank`` is not used; ``broadcast_variables`` takes variables.
 
     Examples:
         >>> hvd.broadcast_global_variables(0)
@@ -65,15 +53,10 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give all ranks of ``process_set`` the object of ``root_rank``.
+    """Give all ranks of ``process_set`` the object of ``root_rank``. ``session``: of TensorFlow 1, and not used.
 
-    The other arguments and the errors are those of hvdkit.torch.broadcast_object().
-
-    Args:
-        session: of TensorFlow 1, and not used.
-
-    Returns:
-        ``obj`` itself on the root, a copy elsewhere.
+    The other arguments and the errors are those of hvdkit.torch.broadcast_object(). Returns ``obj`` itself on the root,
+    a copy elsewhere.
 
     Examples:
         >>> hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
@@ -86,10 +69,9 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """Return a function that does what broadcast_object() does. Arguments and errors are those of broadcast_object().
+    """Return a function of the object that does what broadcast_object() does. Returns the root's object.
 
-    Returns:
-        A function of one argument, the object, which returns the root's.
+    Arguments and errors are those of broadcast_object().
 
     Examples:
         >>> agreed = hvd.broadcast_object_fn(root_rank=1)
@@ -102,15 +84,10 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Collect the objects of all ranks of ``process_set``.
+    """Collect the objects of all ranks of ``process_set``. ``session``: of TensorFlow 1, and not used.
 
-    The other arguments and the errors are those of hvdkit.torch.allgather_object().
-
-    Args:
-        session: of TensorFlow 1, and not used.
-
-    Returns:
-        A list with the objects, in rank order.
+    The other arguments and the errors are those of hvdkit.torch.allgather_object(). Returns a list with the objects, in
+    rank order.
 
     Examples:
         >>> hvd.allgather_object({"rank": hvd.rank()})

@@ -2,9 +2,8 @@
 
 The first step that runs registers the lane, since ranks need not be at the same line of the program while a graph is
 traced. In a graph the gradients are handed over in parts of 4 MiB, the last variables first, each part as soon as it is
-computed. One node then waits for all results. This node has its place in the order of nodes (``ops/bridge``), so that
-steps that share a lane cannot overtake each other. While it waits the engine knows that the rank is blocked
-(``Watch.standing_for``), and ranks with different numbers of batches get an error.
+computed. One node, in the order of nodes (``ops/bridge``), then waits for all results. While it waits the engine knows
+that the rank is blocked (``Watch.standing_for``), and ranks with different numbers of batches get an error.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -27,15 +27,14 @@ from hvdkit.api.operations import Invocation
 from hvdkit.compression import Codec
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import runtime
-from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
+from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.tensorflow.ops.bridge import as_written, differentiable, ordered_node
+from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, ordered_node
 from hvdkit.tensorflow.ops.exceptions import RUNNING, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.ops.reduction import allreduce_dense
-from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph, hash_now
+from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph
 
 # The least bytes of gradients that a graph hands over together. The cost of a part is then small beside its copy, and
 # the first parts travel while the backward pass computes the last.
@@ -69,9 +68,7 @@ def reduce_planned(
     plan = _plan_of(settings, gradients, sources, names)
 
     def reduce(inputs: Sequence[Any]) -> list[Any]:
-        parts = [
-            tf.bitcast(tensor, tensor.dtype.real_dtype) if tensor.dtype.is_complex else tensor for tensor in inputs
-        ]
+        parts = [tf.bitcast(each, each.dtype.real_dtype) if each.dtype.is_complex else each for each in inputs]
         results = (_reduce_now if tf.executing_eagerly() else _reduce_in_graph)(plan, parts, verified)
         return [
             tf.bitcast(result, tensor.dtype) if tensor.dtype.is_complex else result
@@ -85,7 +82,11 @@ def reduce_planned(
 
 
 def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
-    hash_now(plan.verification, verified, plan.begin())
+    level = plan.begin()
+    for index, variable in enumerate(verified):
+        if level >= variable.level:
+            plan.verification.hash(index, variable.read())
+    plan.verification.hashed(verified)
     for part in plan.parts():
         plan.hand_over(part, [gradients[index] for index in part])
     return [as_tensor(array) for array in plan.finish()]
@@ -117,6 +118,7 @@ def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Seq
     return [tf.identity(result) for result in results]  # on the device that the caller wants
 
 
+@dataclass(eq=False)
 class VariablePlan:
     """The slots of some variables' gradients, which a lane reduces together once a step.
 
@@ -124,19 +126,15 @@ class VariablePlan:
     the lane fails on all ranks.
     """
 
-    def __init__(
-        self,
-        pairing: Pairing,
-        slots: Sequence[Slot],
-        reduction: ReduceRequest,
-        process_set_id: int,
-        codecs: Sequence[Codec],
-        groups: Sequence[Sequence[int]],
-    ) -> None:
-        self.slots = slots
+    pairing: Pairing
+    slots: Sequence[Slot]
+    reduction: ReduceRequest
+    process_set_id: int
+    codecs: Sequence[Codec]
+    groups: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
         self.verification = VariableVerification()
-        self._pairing, self._reduction, self._process_set_id = pairing, reduction, process_set_id
-        self._codecs, self._groups = codecs, groups
         self._engine: Any = None
         self._lane: Any = None  # None within a step: a rank has joined, and gradients go by name
         self._epoch = 0  # see Groups.end_join
@@ -147,49 +145,46 @@ class VariablePlan:
     def parts(self) -> list[list[int]]:
         """Return the slots in parts of PART_BYTES, the last slots first, as the backward pass computes them."""
         parts: list[list[int]] = []
-        nbytes = PART_BYTES
-        for index in range(len(self.slots) - 1, -1, -1):
-            if nbytes >= PART_BYTES:
+        room = 0
+        for index in reversed(range(len(self.slots))):
+            if room <= 0:
                 parts.append([])
-                nbytes = 0
+                room = PART_BYTES
             parts[-1].append(index)
-            nbytes += self.slots[index].elements * self.slots[index].dtype.itemsize
+            room -= self.slots[index].elements * self.slots[index].dtype.itemsize
         return parts
 
     def begin(self) -> int:
         """Begin a step on a lane without a step under way, and return the level of verification of this step.
 
-        Collective where there is no lane yet. Raise HorovodInternalError once for a lane that failed since the last
-        step; the next step makes a new lane.
+        Collective where there is no lane yet. Raise HorovodInternalError once for a lane that failed; the next step
+        makes a new lane.
         """
         engine = runtime.engine()
-        is_spent = self._lane is not None and self._lane.abandonment.is_spent
-        if engine is not self._engine or self._lane is None or is_spent or self._epoch != engine.groups.plan_epoch:
+        is_current = self._lane is not None and engine is self._engine and self._epoch == engine.groups.plan_epoch
+        if is_current and not self._lane.abandonment.is_spent:
+            with self._closing_failed_lane():
+                if self._lane.error is not None:
+                    raise self._lane.error
+                self._lane.abandonment.begin()
+                self._lane.abandonment.settle()
+        if not is_current or self._lane.abandonment.is_spent:
             self.close()
-            self._epoch = engine.groups.plan_epoch
-            self._title = self._pairing.next_title(engine, self._process_set_id)
-            op, prescale, postscale, _ = self._reduction
+            self._engine, self._epoch = engine, engine.groups.plan_epoch
+            self._title = self.pairing.next_title(engine, self.process_set_id)
+            op, prescale, postscale, _ = self.reduction
             self._lane = engine.register_plan(
                 self._title,
                 self.slots,
                 op=op,
                 prescale=prescale,
                 postscale=postscale,
-                codecs=self._codecs,
-                process_set_id=self._process_set_id,
-                groups=self._groups,
+                codecs=self.codecs,
+                process_set_id=self.process_set_id,
+                groups=self.groups,
             )
             if self._lane is not None:
                 self.verification.attach(self._lane, engine)
-            self._engine = engine
-        else:
-            with self._closing_failed_lane():
-                if self._lane.error is not None:
-                    raise self._lane.error
-                self._lane.abandonment.begin()
-                self._lane.abandonment.settle()
-            if self._lane.abandonment.is_spent:
-                return self.begin()
         self._missing, self._results = set(range(len(self.slots))), {}
         return self.verification.begin()
 
@@ -202,36 +197,28 @@ class VariablePlan:
             if self._lane is None:
                 self._results[index] = copy_of(flat)
                 continue
-            offer = self._offer(index, flat)
+            if (small := self._lane.small(index)) is not None:
+                small[...] = flat
+                offer = FILLED
+            else:
+                result = self._results[index] = empty_like(flat)
+                offer = offer_of(result, source=flat)
             self._lane.records.copied([index], started)
             self._lane.ready(index, offer)
 
-    def _offer(self, index: int, flat: Any) -> Offer:
-        small = self._lane.small(index)
-        if small is not None:
-            small[...] = flat
-            return FILLED
-        result = self._results[index] = empty_like(flat)
-        return offer_of(result, source=flat)
-
     def finish(self) -> list[Any]:
-        """Wait for the lane and return the results as arrays of the caller.
-
-        Raise ParametersDifferError, on all ranks, where these held other variables than they do here.
-        """
+        """Wait for the lane and return new arrays. Raise ParametersDifferError where ranks hold other variables."""
         if self._missing:
             raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
         if self._lane is None:
             arrays = [self._results[index] for index in range(len(self.slots))]
-            self._engine.named.allreduce(arrays, self._reduction, Call(self._title, self._process_set_id)).wait()
+            self._engine.named.allreduce(arrays, self.reduction, Call(self._title, self.process_set_id)).wait()
         else:
             with self._closing_failed_lane():
                 self._lane.finish()
             self.verification.finished()
-            arrays = [
-                self._results[index] if index in self._results else copy_of(self._lane.small(index))
-                for index in range(len(self.slots))
-            ]
+            taken = self._results
+            arrays = [taken[i] if i in taken else copy_of(self._lane.small(i)) for i in range(len(self.slots))]
         self._results = {}
         return [array.reshape(slot.shape) for array, slot in zip(arrays, self.slots, strict=True)]
 
@@ -257,10 +244,7 @@ PLANS: dict[Any, VariablePlan] = {}  # of this process, by variables and setting
 def _plan_of(
     settings: GradientSettings, gradients: Sequence[Any], sources: Sequence[Any], names: Sequence[str]
 ) -> VariablePlan:
-    """Return the plan of these gradients, which is the same each time for the same variables and settings.
-
-    The plan is closed when one of the variables is gone.
-    """
+    """Return the plan of these variables and settings, which is the same each time until a variable is gone."""
     codecs, codec_of = settings.policy.choose(list(zip(names, sources, strict=True)))
     slots = []
     for name, gradient, codec in zip(names, gradients, codec_of, strict=True):
@@ -283,8 +267,7 @@ def _plan_of(
 
 
 def _forget(key: Any) -> None:
-    plan = PLANS.pop(key, None)
-    if plan is not None:
+    if plan := PLANS.pop(key, None):
         plan.close()
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.api.checks import check_name
 from hvdkit.api.gradients import guard, planning
-from hvdkit.api.gradients.settings import GradientSettings, check_settings
+from hvdkit.api.gradients.settings import check_settings
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
@@ -37,25 +37,21 @@ def DistributedGradientTape(
     """Return a tape with the record of ``gradtape``, whose ``gradient()`` reduces over all ranks of ``process_set``.
 
     ``gradient()`` is collective: all ranks ask for gradients with respect to the same variables in the same order.
-    ``jacobian()`` and ``batch_jacobian()`` are this rank's own, and not reduced.
-    ``register_local_source(variable)`` of the result leaves the gradient of a variable to each rank. The other
-    arguments are those of hvdkit.keras.DistributedOptimizer().
+    ``jacobian()`` and ``batch_jacobian()`` are this rank's own, and not reduced. ``register_local_source(variable)`` of
+    the result leaves the gradient of a variable to each rank. The other arguments are those of
+    hvdkit.keras.DistributedOptimizer(). Returns the tape to ask for gradients, which have the shapes and dtypes of the
+    sources.
 
     Args:
         gradtape: the tf.GradientTape; it may be recording still.
         op: hvd.Average, Sum, Min, Max, Product or Adasum.
         process_set: the ranks that take part; on other ranks the tape is an ordinary one.
-        name: the name of its gradients in errors and in the timeline. Tapes of the ranks belong together by their
-            names and, where several have one name, by the order in which their variables are first asked for. So
-            models that are trained in several threads need tapes with names of their own, the same on all ranks.
-
-    Returns:
-        The tape to ask for gradients, which have the shapes and dtypes of the sources.
+        name: of its gradients in errors and in the timeline. Ranks match tapes by name and, where several have one
+            name, by the order in which their variables are first asked for, so tapes in several threads need names.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
-        HorovodInternalError: by ``gradient()``, on every rank where ranks ask for other gradients, or if a rank is
-            lost.
+        HorovodInternalError: by ``gradient()``, on every rank where ranks ask for other gradients, or a rank is lost.
 
     Examples:
         >>> with tf.GradientTape() as tape:
@@ -66,31 +62,18 @@ def DistributedGradientTape(
         [[1.5], [1.5]]
         >>> optimizer.apply([weight, bias], model.trainable_variables)
     """
+    arguments = dict(locals())  # before there are other variables
+    del arguments["gradtape"], arguments["name"]
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"{_FUNCTION}: gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
     if hasattr(type(gradtape), "register_local_source"):
         raise ValueError(f"{_FUNCTION}: gradtape is a DistributedGradientTape already\nHINT: wrap it once.")
     check_name(_FUNCTION, name)
-    settings = check_settings(
-        _FUNCTION,
-        op=op,
-        compression=compression,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        title=name,
-        is_kept=False,
-    )
+    settings = check_settings(_FUNCTION, title=name, is_kept=False, **arguments)
     base: Any = type(gradtape)
     distributed = object.__new__(_tape_class(base))
     distributed.__dict__ = gradtape.__dict__  # both record as one tape
-    distributed._hvdkit_settings = settings
-    distributed._hvdkit_local = {}
+    distributed._hvdkit_settings, distributed._hvdkit_local = settings, {}
     return distributed
 
 
@@ -111,16 +94,10 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """Return a DistributedGradientTape that leaves the gradients of some layers to each rank.
 
-    The other arguments and errors are those of DistributedGradientTape().
+    The other arguments and errors are those of DistributedGradientTape(). Returns the tape to ask for gradients.
 
     Args:
-        local_layers: a Keras layer, or several, which have their variables already.
-
-    Returns:
-        The tape to ask for gradients.
-
-    Raises:
-        ValueError: for what is no layer, or has no variables yet.
+        local_layers: a Keras layer, or several, which have their variables already; others raise ValueError.
 
     Examples:
         >>> with tf.GradientTape() as tape:
@@ -129,19 +106,9 @@ def PartialDistributedGradientTape(
         >>> tape.gradient(loss, model.trainable_variables)[0].numpy().tolist()  # on rank 1: [[2.0], [2.0]]
         [[1.0], [1.0]]
     """
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    arguments = dict(locals())  # before there are other variables
+    del arguments["local_layers"]
+    tape = DistributedGradientTape(**arguments)
     for variable in planning.local_variables(local_layers):
         tape.register_local_source(variable)
     return tape
@@ -155,15 +122,11 @@ def _tape_class(base: Any) -> Any:
         # Slots, since the dictionary is shared by all tapes around one.
         __slots__ = ("_hvdkit_local", "_hvdkit_settings")
 
-        _hvdkit_settings: GradientSettings
-        _hvdkit_local: dict[int, Any]
-
         def register_local_source(self, source: Any) -> None:
             """Leave the gradient of a variable to each rank.
 
-            Args:
-                source: a variable, of any shape, which may differ between ranks. Raises nothing for a variable that is
-                    not asked for.
+            ``source`` is a variable, of any shape, which may differ between ranks. Raises nothing for a variable that
+            is not asked for.
 
             Examples:
                 >>> with tf.GradientTape() as tape:
@@ -175,57 +138,35 @@ def _tape_class(base: Any) -> Any:
 
         @as_written
         def gradient(
-            self,
-            target: Any,
-            sources: Any,
-            output_gradients: Any = None,
-            use_generic_names: Any = False,
-            **options: Any,
+            self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: Any = False, **others: Any
         ) -> Any:
             """Return the gradients of tf.GradientTape.gradient(), reduced over all ranks.
 
-            Errors are those of DistributedGradientTape().
+            Errors are those of DistributedGradientTape(), and the example is that of DistributedGradientTape(), too.
+            Returns gradients in the structure of ``sources``.
 
             Args:
                 target: the tensors to differentiate, of any shape.
                 sources: variables, or a structure of them.
                 output_gradients: of the targets, in their shapes; ones, if None.
                 use_generic_names: whether operations are named by place, not after the variables.
-                options: TensorFlow's, as ``unconnected_gradients``.
-
-            Returns:
-                Gradients in the structure of ``sources``.
-
-            Examples:
-                >>> weight = tf.Variable(1.0)
-                >>> with tf.GradientTape() as tape:
-                ...     loss = weight * (1.0 + hvd.rank())
-                >>> hvd.DistributedGradientTape(tape).gradient(loss, weight).numpy().item()
-                1.5
+                others: TensorFlow's, as ``unconnected_gradients``.
             """
             if isinstance(use_generic_names, tf.UnconnectedGradients):  # this position in tf.GradientTape
-                options["unconnected_gradients"], use_generic_names = use_generic_names, False
-            gradients = super().gradient(target, sources, output_gradients, **options)
+                others["unconnected_gradients"], use_generic_names = use_generic_names, False
+            gradients = super().gradient(target, sources, output_gradients, **others)
             flat = tf.nest.flatten(sources)
             guard.mark(flat)
-            reduced = reduce_gradients(
-                self._hvdkit_settings,
-                tf.nest.flatten(gradients, expand_composites=False),
-                flat,
-                self._hvdkit_local,
-                use_generic_names,
-            )
+            unreduced = tf.nest.flatten(gradients, expand_composites=False)
+            reduced = reduce_gradients(self._hvdkit_settings, unreduced, flat, self._hvdkit_local, use_generic_names)
             return tf.nest.pack_sequence_as(gradients, reduced)
 
         @as_written
         def jacobian(self, *args: Any, **options: Any) -> Any:
             """Return the Jacobians of tf.GradientTape.jacobian(), of this rank alone: nothing is reduced.
 
-            Args:
-                args: those of TensorFlow, as are ``options``: ``target``, ``sources`` and how it is computed.
-
-            Returns:
-                Jacobians in the structure of ``sources``. Raises what TensorFlow raises.
+            ``args`` and ``options`` are TensorFlow's: ``target``, ``sources`` and how it is computed. Returns Jacobians
+            in the structure of ``sources``, and raises what TensorFlow raises.
 
             Examples:
                 >>> weight = tf.Variable([1.0, 2.0])
@@ -239,13 +180,10 @@ def _tape_class(base: Any) -> Any:
 
         @as_written
         def batch_jacobian(self, *args: Any, **options: Any) -> Any:
-            """Return the Jacobians of tf.GradientTape.batch_jacobian(), of this rank alone: nothing is reduced.
+            """Return the Jacobians of tf.GradientTape.batch_jacobian(), of this rank alone. Returns a tensor.
 
             Arguments and errors are those of DistributedGradientTape.jacobian(), with ``source`` for ``sources``, and
             the example is that of DistributedGradientTape.jacobian(), too.
-
-            Returns:
-                A tensor with a Jacobian for each row.
             """
             return self._hvdkit_undistributed().batch_jacobian(*args, **options)
 
@@ -261,10 +199,8 @@ def _tape_class(base: Any) -> Any:
         ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
             """Return the gradients, those of local sources apart.
 
-            Arguments and errors are those of DistributedGradientTape.gradient().
-
-            Returns:
-                Two lists of pairs of source and gradient, of local sources, and of the others.
+            Arguments and errors are those of DistributedGradientTape.gradient(). Returns two lists of pairs of source
+            and gradient, of local sources, and of the others.
 
             Examples:
                 >>> with tf.GradientTape() as tape:
@@ -280,7 +216,6 @@ def _tape_class(base: Any) -> Any:
             local = [pair for pair in pairs if id(pair[0]) in self._hvdkit_local]
             return local, [pair for pair in pairs if id(pair[0]) not in self._hvdkit_local]
 
-    DistributedTape.__name__ = base.__name__
-    DistributedTape.__qualname__ = base.__qualname__
-    DistributedTape.__doc__ = base.__doc__
+    for attribute in ("__name__", "__qualname__", "__doc__"):
+        setattr(DistributedTape, attribute, getattr(base, attribute))
     return DistributedTape

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -21,8 +22,8 @@ from hvdkit.engine.ops import hints
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.tensorflow.gradient_planned import can_be_planned, reduce_planned, warn
-from hvdkit.tensorflow.ops.allreduce import grouped_allreduce, quotient
 from hvdkit.tensorflow.ops.bridge import as_written, ordered_node
+from hvdkit.tensorflow.ops.reductions import grouped_allreduce, quotient
 from hvdkit.tensorflow.verification import verified
 
 SPARSE = (
@@ -42,23 +43,16 @@ def reduce_gradients(
 ) -> list[Any]:
     """Return the gradients as all ranks of the process set have them. Collective.
 
-    Args:
-        settings: of a tape or an optimizer.
-        gradients: a tensor, tf.IndexedSlices or None for each source. None stays None. Every rank has gradients for the
-            same sources.
-        sources: variables, or tensors.
-        local: ids of the sources whose gradients stay this rank's, divided by the number of ranks if the settings say
-            so.
-        use_generic_names: whether gradients are named by place, not after the variables.
-
-    Raises:
-        HorovodInternalError: on every rank where ranks disagree.
+    ``gradients`` has a tensor, tf.IndexedSlices or None for each source, a variable or a tensor. None stays None. Every
+    rank has gradients for the same sources. ``local``: ids of the sources whose gradients stay this rank's, divided by
+    the number of ranks if the settings say so. With ``use_generic_names`` gradients are named by place, not after the
+    variables. Raises HorovodInternalError on every rank where ranks disagree.
     """
     if not _takes_part(settings):
         return list(gradients)
     if settings.pairing is None:
         settings = replace(settings, pairing=_pairing_of(settings, sources))
-    settings.label(runtime.engine())  # on the user's thread, in the order of the program
+    label = settings.label(runtime.engine())  # on the user's thread, in the order of the program
     results = list(gradients)
     names = names_of(sources, use_generic_names)
     planned: list[int] = []
@@ -75,27 +69,38 @@ def reduce_gradients(
             results[index] = _of_known_shape(tf.convert_to_tensor(gradient), source)
             (planned if can_be_planned(settings, results[index], source) else named).append(index)
 
+    def items(indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        return [values[index] for index in indices]
+
+    reduce_by_name = partial(
+        grouped_allreduce,
+        device_dense=settings.device_dense,
+        device_sparse=settings.device_sparse,
+        compression=settings.compressor,
+        op=settings.op,
+        process_set=settings.process_set,
+        ignore_name_scope=True,
+    )
+    reduced: list[Any] = []
     if planned:
-        reduced = sorted([*planned, *named, *sparse])
-        reduced_names, reduced_sources = _items(reduced, names, sources)
-        variables = verified(reduced_names, reduced_sources, [index in sparse for index in reduced])
-        _put(results, planned, reduce_planned(settings, variables, *_items(planned, results, sources, names)))
+        indices = sorted([*planned, *named, *sparse])
+        variables = verified(items(indices, names), items(indices, sources), [index in sparse for index in indices])
+        reduced += reduce_planned(
+            settings, variables, items(planned, results), items(planned, sources), items(planned, names)
+        )
     if named:
-        _put(results, named, _reduce_by_name(settings, settings.scales, "", *_items(named, results, names)))
+        before, after = settings.scales
+        name = f"{label}.{names[named[0]]}"
+        reduced += reduce_by_name(items(named, results), prescale_factor=before, postscale_factor=after, name=name)
     if sparse:
-        _warn_of_sparse(settings, *_items(sparse, sources, names))
-        scales = (1.0, 1.0)  # slices are not summed, so nothing is divided before the sum
-        _put(results, sparse, _reduce_by_name(settings, scales, hints.SPARSE, *_items(sparse, results, names)))
-    return results
-
-
-def _items(indices: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
-    return [[items[index] for index in indices] for items in lists]
-
-
-def _put(results: list[Any], indices: Sequence[int], reduced: Sequence[Any]) -> None:
-    for index, gradient in zip(indices, reduced, strict=True):
+        is_lossy = settings.policy.is_lossy_for  # the user asked for compression
+        encoded = [plain_name(names[index]) for index in sparse if is_lossy(names[index], sources[index])]
+        warn(settings, SPARSE.format(names=", ".join(encoded)) if encoded else None)
+        # Slices are not summed, so nothing is divided before the sum.
+        reduced += reduce_by_name(items(sparse, results), name=f"{label}.{names[sparse[0]]}{hints.SPARSE}")
+    for index, gradient in zip([*planned, *named, *sparse], reduced, strict=True):
         results[index] = gradient
+    return results
 
 
 def _takes_part(settings: GradientSettings) -> bool:
@@ -140,12 +145,11 @@ def _of_known_shape(gradient: Any, source: Any) -> Any:
 
     TensorFlow loses the shape where batch dimensions are unknown: of the kernel of a Dense layer on [None, None, 64].
     """
-    if not is_variable(source) or gradient.shape.is_fully_defined():
-        return gradient
-    shape = tf.TensorShape(source.shape)
-    if not (shape.is_fully_defined() and gradient.shape.is_compatible_with(shape)):
-        return gradient
-    return tf.ensure_shape(gradient, shape)
+    if is_variable(source) and not gradient.shape.is_fully_defined():
+        shape = tf.TensorShape(source.shape)
+        if shape.is_fully_defined() and gradient.shape.is_compatible_with(shape):
+            return tf.ensure_shape(gradient, shape)
+    return gradient
 
 
 def _scaled(gradient: Any, settings: GradientSettings) -> Any:
@@ -154,28 +158,3 @@ def _scaled(gradient: Any, settings: GradientSettings) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(quotient(gradient.values, size), gradient.indices, gradient.dense_shape)
     return quotient(gradient, size)
-
-
-def _reduce_by_name(
-    settings: GradientSettings, scales: tuple[float, float], suffix: str, gradients: list[Any], names: list[str]
-) -> list[Any]:
-    """Reduce dense gradients, or gather sparse ones, by one operation that has the name of the first gradient."""
-    return grouped_allreduce(
-        gradients,
-        device_dense=settings.device_dense,
-        device_sparse=settings.device_sparse,
-        compression=settings.compressor,
-        op=settings.op,
-        prescale_factor=scales[0],
-        postscale_factor=scales[1],
-        process_set=settings.process_set,
-        ignore_name_scope=True,
-        name=f"{settings.label(runtime.engine())}.{names[0]}{suffix}",
-    )
-
-
-def _warn_of_sparse(settings: GradientSettings, sources: list[Any], names: list[str]) -> None:
-    """Warn of sparse gradients for which the user has asked for compression."""
-    encoded = [name for name, source in zip(names, sources, strict=True) if settings.policy.is_lossy_for(name, source)]
-    if encoded:
-        warn(settings, SPARSE.format(names=", ".join(map(plain_name, encoded))))

@@ -9,8 +9,8 @@ import tensorflow as tf
 from hvdkit.api import checks
 from hvdkit.api.job import Sum
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
-from hvdkit.tensorflow.ops.allreduce import allreduce
 from hvdkit.tensorflow.ops.bridge import as_written
+from hvdkit.tensorflow.ops.reductions import allreduce
 
 _REFUSED = {
     "fused": "TensorFlow's fused kernel cannot be told the statistics of all ranks.\nHINT: leave fused out.",
@@ -26,20 +26,19 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     Batches and masks may differ between ranks, and be empty on some. Each value counts once. Every rank of the set
     calls the layer equally often while training, and the layer has the same name on all of them. On a rank that is not
-    in the set, or alone in it, this is the layer of Keras. The gradients of gamma and beta are those of this rank's
-    batch, and are reduced like all others. A process set is not saved: a layer made from a configuration has that of
-    all ranks. Inputs have any shape and a floating dtype.
+    in the set, or alone in it, this is the layer of Keras. The gradients of gamma and beta are this rank's, and are
+    reduced like all others. A layer made from a configuration has the process set of all ranks. Inputs have any shape
+    and a floating dtype.
 
     Args:
         axis: the dimension of the channels, or several dimensions.
         process_set: the ranks that take part.
         fused: False; taken for compatibility.
-        options: those of ``keras.layers.BatchNormalization``, of Keras 3 or of tf_keras, whichever ``tf.keras`` is.
+        others: those of ``keras.layers.BatchNormalization``, of Keras 3 or of tf_keras, whichever ``tf.keras`` is.
 
     Raises:
-        ValueError: for ``fused``, ``renorm``, ``virtual_batch_size`` and ``synchronized``; in training, for a set that
-            is not registered.
-        NotInitializedError: in training, before init().
+        ValueError: for ``fused``, ``renorm``, ``virtual_batch_size`` and ``synchronized``.
+        ValueError, NotInitializedError: in training, for a set that is not registered, and before init().
         HorovodInternalError: in training, on every rank where ranks disagree on the shape of the statistics.
 
     Examples:
@@ -50,21 +49,16 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     """
 
     def __init__(
-        self,
-        axis: Any = -1,
-        *,
-        process_set: ProcessSet = global_process_set,
-        fused: bool | None = False,
-        **options: Any,
+        self, axis: Any = -1, *, process_set: ProcessSet = global_process_set, fused: bool | None = False, **others: Any
     ) -> None:
-        given = {"fused": fused is None or fused, **options}
+        given = {"fused": fused is None or fused, **others}
         for option, reason in _REFUSED.items():
             if given.get(option):
                 raise ValueError(f"SyncBatchNormalization does not support {option}: {reason}")
-        options.pop("virtual_batch_size", None)  # which Keras 3 does not know
+        others.pop("virtual_batch_size", None)  # which Keras 3 does not know
         if hasattr(tf.keras.layers.BatchNormalization, "_fused_batch_norm"):  # Keras 2 would choose the fused kernel
-            options["fused"] = False
-        super().__init__(axis=axis, **options)
+            others["fused"] = False
+        super().__init__(axis=axis, **others)
         self.process_set = process_set
         self.supports_jit = False  # or model.compile() would choose XLA, which cannot talk to other processes
 
@@ -82,20 +76,13 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         axes = [self.axis] if isinstance(self.axis, int) else self.axis
         channels = {axis % inputs.shape.rank for axis in axes}
         over = [dimension for dimension in range(inputs.shape.rank) if dimension not in channels]
-        sums = allreduce(
-            _local_sums(inputs, over, mask),
-            op=Sum,
-            name=f"{self.name}.statistics",
-            process_set=self.process_set,
-            ignore_name_scope=True,
-        )
+        own, name = _local_sums(inputs, over, mask), f"{self.name}.statistics"
+        sums = allreduce(own, op=Sum, name=name, process_set=self.process_set, ignore_name_scope=True)
         count, total, squares = tf.unstack(sums)
         mean = tf.math.divide_no_nan(total, count)
         variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-        mean, variance = tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
-        if len(channels) == 1:
-            return tf.squeeze(mean, over), tf.squeeze(variance, over)
-        return mean, variance
+        moments = tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+        return (tf.squeeze(moments[0], over), tf.squeeze(moments[1], over)) if len(channels) == 1 else moments
 
 
 def _local_sums(inputs: Any, over: list[int], mask: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,10 +72,8 @@ class VariableVerification(Verification):
     def hash(self, index: int, value: Any) -> None:
         """Hash the value of a variable, an array or an eager tensor. Only one at a time is copied from a device."""
         flat = np.ascontiguousarray(as_array(value)).reshape(-1)
-        sketched = None
-        if self.wants_sketches:
-            real = flat.view(flat.real.dtype)
-            sketched = sketch(real.size, lambda begin, end: real[begin:end])
+        real = flat.view(flat.real.dtype)
+        sketched = sketch(real.size, lambda begin, end: real[begin:end]) if self.wants_sketches else None
         self._hashes[index] = kernels.checksum(flat.view(np.uint8)), sketched
 
     def hashed(self, variables: Sequence[Verified]) -> None:
@@ -87,23 +85,14 @@ class VariableVerification(Verification):
         details = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
         gpus = sorted({str(each.get("device_name", "GPU")) for each in details})
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        self.state(
-            Statement(
-                machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus),
-                np.array(hashes, dtype=np.uint64),
-                sketches=np.array(sketches) if self.wants_sketches else None,
-                names=[variables[index].name for index in indices],
-                precisions=[variables[index].precision for index in indices],
-            )
+        statement = Statement(
+            machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus),
+            np.array(hashes, dtype=np.uint64),
+            sketches=np.array(sketches) if self.wants_sketches else None,
+            names=[variables[index].name for index in indices],
+            precisions=[variables[index].precision for index in indices],
         )
-
-
-def hash_now(verification: VariableVerification, variables: Sequence[Verified], wanted: int) -> None:
-    """Hash the variables that are ``wanted``, in eager execution."""
-    for index, variable in enumerate(variables):
-        if wanted >= variable.level:
-            verification.hash(index, variable.read())
-    verification.hashed(variables)
+        self.state(statement)
 
 
 @as_written
@@ -112,32 +101,25 @@ def hash_in_graph(verification: VariableVerification, variables: Sequence[Verifi
 
     TensorFlow orders the branches that read a variable and the operations that write it, as the program has them.
     """
-    done: list[Any] = []
-    for level in (DENSE, ALL):
-        indices = [index for index, variable in enumerate(variables) if variable.level == level]
-        if indices:
-            with tf.control_dependencies(done):
-                branch = _hashing(verification, variables, indices)
-                done = [tf.cond(wanted >= level, branch, lambda: tf.constant(0, tf.int64))]
-    if done:
-        state = in_graph(partial(verification.hashed, variables))
-        with tf.control_dependencies(done):
-            done = [tf.numpy_function(state, [], tf.int64, name="hvdkit_state")]
-    return done
-
-
-def _hashing(
-    verification: VariableVerification, variables: Sequence[Verified], indices: Sequence[int]
-) -> Callable[[], Any]:
-    """Return the branch that hashes some variables, each after the one before."""
+    nothing = partial(tf.constant, 0, tf.int64)
 
     @as_written
-    def branch() -> Any:
-        last = tf.constant(0, tf.int64)
+    def hash_each(indices: Sequence[int]) -> Any:
+        last = nothing()
         for index in indices:
             hash_it = in_graph(partial(verification.hash, index))
             with tf.control_dependencies([last]):
                 last = tf.numpy_function(hash_it, [variables[index].read()], tf.int64, name="hvdkit_hash")
         return last
 
-    return branch
+    done: list[Any] = []
+    for level in (DENSE, ALL):
+        indices = [index for index, variable in enumerate(variables) if variable.level == level]
+        if indices:
+            with tf.control_dependencies(done):
+                done = [tf.cond(wanted >= level, partial(hash_each, indices), nothing)]
+    if done:
+        state = in_graph(partial(verification.hashed, variables))
+        with tf.control_dependencies(done):
+            done = [tf.numpy_function(state, [], tf.int64, name="hvdkit_state")]
+    return done

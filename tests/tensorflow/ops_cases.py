@@ -18,7 +18,7 @@ from hvdkit.errors import (
     PeerLostError,
     StallError,
 )
-from hvdkit.tensorflow.ops import broadcast as ops_broadcast
+from hvdkit.tensorflow.ops import transfers as ops_broadcast
 from hvdkit.tensorflow.ops.exceptions import as_tensorflows
 from hvdkit.tensorflow.ops.framework import OPERATIONS
 from tests.forking import in_child

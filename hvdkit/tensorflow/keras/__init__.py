@@ -38,8 +38,7 @@ def load_model(  # type: ignore[no-redef]  # that of hvdkit.keras loads models o
     **options: Any,
 ) -> Any:
     """Load a model of ``tf.keras``, be it Keras 3 or tf_keras. See hvdkit.keras.load_model."""
-    options.update(custom_optimizers=custom_optimizers, custom_objects=custom_objects, safe_mode=safe_mode)
-    return load_by(tf.keras, filepath, compression=compression, **options)
+    return load_by(tf.keras, filepath, custom_optimizers, custom_objects, safe_mode, compression=compression, **options)
 
 
 __all__ = hvdkit.keras.__all__

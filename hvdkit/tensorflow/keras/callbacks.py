@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdkit.keras import callback_parts as parts
+from hvdkit.keras import callbacks as parts
 
 
 class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -23,9 +23,4 @@ class LearningRateWarmupCallback(parts.LearningRateWarmup, tf.keras.callbacks.Ca
     """See hvdkit.keras.callbacks.LearningRateWarmupCallback."""
 
 
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+__all__ = parts.__all__

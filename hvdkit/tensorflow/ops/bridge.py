@@ -2,8 +2,8 @@
 
 In a graph, the first ``tf.numpy_function`` hands arrays to the engine and returns, and the second waits. The first
 nodes run in the order of their creation, which is the same on all ranks, so that each rank hands over in the end all
-that another rank waits for. Each first node is a control dependency of the next one. A variable is written before and
-after it, by which TensorFlow orders calls of functions, branches and loops that hold such nodes.
+that another rank waits for. Control dependencies make this order, and between functions, branches and loops a variable
+that is written before and after each first node.
 
 A waiting node blocks a thread of the executor. Where threads run several functions with operations at once,
 ``inter_op_parallelism_threads`` must be larger than the number of these functions.
@@ -14,16 +14,20 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.api import checks
 from hvdkit.api.operations import HANDLES, Invocation
+from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.ops.exceptions import in_graph, raised_as_tensorflows
+from hvdkit.tensorflow.ops.framework import OPERATIONS
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Start = Callable[[Invocation, Sequence[Any]], int]
@@ -44,16 +48,16 @@ def as_written(function: Function) -> Function:
 def run(
     invocation: Invocation, tensors: Sequence[Any], start: Start, outputs: Sequence[Output], named_after: Any = None
 ) -> list[Any]:
-    """Run an operation on tensors and return its results.
+    """Run an operation on tensors and return its results, of which ``outputs`` has dtypes and static shapes.
 
-    Args:
-        invocation: of a caller that waits.
-        tensors: eager tensors, or tensors of a graph.
-        start: hands eager tensors, or a graph's arrays, to the engine and returns the operation's handle.
-        outputs: the dtype and the static shape of each result.
-        named_after: the tensors of which a graph makes a name, where some ranks lack some of ``tensors``.
+    ``start`` hands eager tensors, or a graph's arrays, to the engine and returns the operation's handle. A graph makes
+    a name of the tensors ``named_after``, where some ranks lack some of ``tensors``.
     """
     if not tf.executing_eagerly():
+        runtime.engine()  # raises NotInitializedError before init
+        checks.check_name(invocation.function, invocation.name)
+        # A rank need not be a member before the graph runs, since tf.cond may leave the operation out.
+        checks.check_registered(invocation.function, invocation.process_set)
         name = _name_in_graph(invocation, tensors if named_after is None else named_after)
         return _run_in_graph(invocation._replace(name=name, waits=False), tensors, start, outputs)
     with raised_as_tensorflows():
@@ -75,8 +79,7 @@ def _run_in_graph(invocation: Invocation, tensors: Sequence[Any], start: Start, 
 
 def _wait(handle: int, invocation: Invocation) -> list[Any]:
     """Return the results. Raise HorovodInternalError where another thread has called shutdown() meanwhile."""
-    results = HANDLES.synchronize(handle)
-    if results is None:
+    if (results := HANDLES.synchronize(handle)) is None:
         name = invocation.function if invocation.name is None else invocation.name
         raise HorovodInternalError(f"{name!r}: hvd.shutdown() was called while it was in flight.")
     return list(results)
@@ -88,17 +91,12 @@ def _name_in_graph(invocation: Invocation, tensors: Sequence[Any]) -> str:
     name = invocation.name
     if name is None:
         kind = "".join(word.capitalize() for word in invocation.function.split("_"))
-        ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else [tensors[0]]
-        name = re.sub("[^a-zA-Z0-9_]", "_", "_".join([f"Horovod{kind}", *map(_name_of, ends)]))
-    if invocation.ignore_name_scope:
-        with graph.name_scope(None):
-            return str(graph.unique_name(name))
-    return str(graph.unique_name(name))
-
-
-def _name_of(tensor: Any) -> str:
-    """Return a tensor's name in its graph. A captured tensor is named by a number, which differs between ranks."""
-    return "captured" if re.fullmatch(r"\d+(:\d+)?", tensor.name) else str(tensor.name)
+        ends = [tensors[0].name, tensors[-1].name] if len(tensors) > 1 else [tensors[0].name]
+        # A captured tensor has a number for a name, which differs between ranks.
+        ends = ["captured" if re.fullmatch(r"\d+(:\d+)?", end) else end for end in ends]
+        name = re.sub("[^a-zA-Z0-9_]", "_", "_".join([f"Horovod{kind}", *ends]))
+    with graph.name_scope(None) if invocation.ignore_name_scope else nullcontext():
+        return str(graph.unique_name(name))
 
 
 def differentiable(
@@ -132,6 +130,29 @@ def differentiable(
     return list(recorded(*tensors))
 
 
+def allreduce_dense(invocation: Invocation, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:
+    """Return the reduced tensors, after all checks. Their gradients are reduced in the same way, as Horovod's."""
+
+    def start(invocation: Invocation, arrays: Sequence[Any]) -> int:
+        return OPERATIONS.allreduce(invocation, arrays, request)
+
+    return differentiable(
+        tensors,
+        lambda inputs: run(invocation, inputs, start, [(tensor.dtype, tensor.shape) for tensor in inputs]),
+        lambda _, gradients: allreduce_dense(invocation.of_gradient(), gradients, request),
+    )
+
+
+def scalar(number: Callable[[], int], name: str | None = None) -> Any:
+    """Return ``number()`` as an int32 scalar: of now, or of each run of the graph that is traced."""
+    if tf.executing_eagerly():
+        with raised_as_tensorflows():
+            return tf.constant(number(), tf.int32)
+    result = tf.numpy_function(in_graph(lambda: np.int32(number())), [], tf.int32, name=name)
+    result.set_shape([])
+    return result
+
+
 def has_gradient(tensor: Any) -> bool:
     """True if the dtype of a tensor is one that TensorFlow differentiates."""
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
@@ -153,18 +174,10 @@ def ordered_node(
 ) -> Any:
     """Add a node to the graph that runs after all earlier ordered nodes, and return its output or outputs.
 
-    The order spans this graph and the graphs that call it. The node also runs after the graph's data has come, so that
-    nothing begins at the end of the data.
-
-    Args:
-        function: takes an array for each input, and returns an array for each of ``dtypes``.
-        inputs: tensors of the graph.
-        dtypes: the dtype of the output, or a list for several outputs.
-        name: of the node.
-        first, last: False inside of a series of nodes, to save the writes of the ordering variable between them.
-
-    Raises:
-        NotImplementedError: in graphs of TensorFlow 1.
+    ``function`` takes an array for each input, and returns an array, or one for each dtype of a list. The order spans
+    this graph and the graphs that call it. The node also runs after the graph's data has come, so that nothing begins
+    at the end of the data. ``first``, ``last``: False inside of a series of nodes, to save the writes of the ordering
+    variable between them. Raises NotImplementedError in graphs of TensorFlow 1.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise NotImplementedError(
@@ -190,8 +203,8 @@ def ordered_node(
 def after(tensors: Sequence[Any]) -> Iterator[None]:
     """Run the nodes of this context after ``tensors`` (None is left out) and after the graph's data.
 
-    TensorFlow runs a node that does not depend on a batch even where there is no batch: Keras's ``fit`` finds the end
-    of data of unknown cardinality by one more run of its train function. Eager execution has this order anyway.
+    TensorFlow runs other nodes even where there is no batch: Keras's ``fit`` finds the end of data of unknown
+    cardinality by one more run of its train function. Eager execution has this order anyway.
     """
     if tf.executing_eagerly():
         yield
@@ -204,10 +217,7 @@ def after(tensors: Sequence[Any]) -> Iterator[None]:
 
 
 def _data_of(graph: Any, seen: int = 0) -> list[Any]:
-    """Return the arguments of a graph, and its nodes that take from an iterator.
-
-    ``seen``: the number of the graph's nodes that an earlier call has looked at.
-    """
+    """Return the arguments of a graph, and the nodes from the ``seen``-th on that take from an iterator."""
     inputs = () if seen else getattr(graph, "inputs", ())  # TensorFlow 1's graphs have none
     arguments = [tensor for tensor in inputs if tensor.dtype not in (tf.resource, tf.variant)]
     return [*arguments, *(node for node in graph.get_operations()[seen:] if node.type.startswith("IteratorGetNext"))]

@@ -19,11 +19,8 @@ import tensorflow as tf
 
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, MismatchError, NotInitializedError
 
-# How many exceptions are kept, more than can be on their way at a time. Of older exceptions only the text is left.
-KEPT = 64
-
-# The threads that run a graph now, and wait for its end.
-RUNNING: set[int] = set()
+KEPT = 64  # exceptions: more than can be on their way at a time. Of older exceptions only the text is left.
+RUNNING: set[int] = set()  # the threads that run a graph now, and wait for its end
 
 # Each kind of exception, and the exception of TensorFlow that Horovod's engine raised in its place.
 _TENSORFLOW_KINDS: tuple[tuple[type[Exception], Any], ...] = (
@@ -38,7 +35,6 @@ _TENSORFLOW_KINDS: tuple[tuple[type[Exception], Any], ...] = (
 _numbers = itertools.count(1)
 _kept: dict[int, BaseException] = {}
 _MARK = re.compile(r"\(hvdkit exception (\d+)\)")
-_UNSUPPORTED = "Detected unsupported operations when trying to compile graph"
 _NO_XLA = (
     "jit_compile=True: XLA cannot compile hvd's operations, since they talk to other processes.\n"
     "HINT: use tf.function(jit_compile=False), or model.compile(jit_compile=False)."
@@ -52,10 +48,9 @@ class GraphError(RuntimeError):
 def as_tensorflows(error: Exception) -> Exception:
     """Return an exception that is an instance of the type of ``error`` and of the matching type of TensorFlow."""
     if not isinstance(error, tf.errors.OpError):
-        own_kind: Any = type(error)
         for kind, tensorflow_kind in _TENSORFLOW_KINDS:
             if isinstance(error, kind):
-                both: Exception = _both(own_kind, tensorflow_kind)(None, None, str(error), vars(error))
+                both: Exception = _unpickled(type(error), tensorflow_kind, str(error), vars(error))
                 return both.with_traceback(error.__traceback__)
     return error
 
@@ -115,10 +110,9 @@ def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _original(message: str) -> BaseException | None:
     """Return the exception that a message of TensorFlow stands for, or None if the exception is not of hvdkit."""
-    mark = _MARK.search(message)
-    if mark is not None:
+    if mark := _MARK.search(message):
         return _kept.pop(int(mark.group(1)), None)
-    if _UNSUPPORTED in message and "hvdkit" in message:
+    if "Detected unsupported operations when trying to compile graph" in message and "hvdkit" in message:
         return NotImplementedError(_NO_XLA)
     return None
 
@@ -128,11 +122,8 @@ def install() -> None:
     from tensorflow.python.eager import execute
     from tensorflow.python.framework import ops
 
-    for module, name in (
-        (execute, "execute"),
-        (execute, "execute_with_cancellation"),
-        (ops, "raise_from_not_ok_status"),
-    ):
+    runners = (execute, "execute"), (execute, "execute_with_cancellation"), (ops, "raise_from_not_ok_status")
+    for module, name in runners:
         run = getattr(module, name, None)  # without the function, users get TensorFlow's exception with our text
         if run is not None and not getattr(run, "asks_hvdkit", False):
             setattr(module, name, _raising_originals(run))
@@ -141,8 +132,7 @@ def install() -> None:
 def _raising_originals(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_raising_originals(*arguments: Any, **options: Any) -> Any:
-        thread = threading.get_ident()
-        is_outermost = thread not in RUNNING
+        is_outermost = (thread := threading.get_ident()) not in RUNNING
         RUNNING.add(thread)
         try:
             return run(*arguments, **options)
