@@ -16,9 +16,8 @@ import torch
 
 from hvdkit.arena import ARENA, Arena
 from hvdkit.compression import CASTS
-from hvdkit.engine.steps.offers import Block
 from hvdkit.engine.steps.host_reducer import HostReducer
-from hvdkit.engine.steps.offers import offer_of
+from hvdkit.engine.steps.offers import Block, offer_of
 from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.kernels import ReduceOp
 from tests.arena.blocks import MIB, born, counts, lies_in_arena, peer_of, populated, served, used
