@@ -234,7 +234,7 @@ class HostReducer(Reducer):
         self.residuals.pay(piece, gradients)
 
     def _reduce_flat(self, work: PieceWork, parts: Sequence[Part]) -> Steps[None]:
-        """As one flat array: a tensor's own memory if the piece is all of that, else a copy."""
+        """Reduce a piece as one flat array: a tensor's own memory if the piece is all of that, else a copy."""
         piece, bucket, op, scale, codec, state, _, tag = work
         elements = piece.end - piece.begin
         own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None

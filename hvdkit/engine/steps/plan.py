@@ -83,7 +83,7 @@ def lay_out(
     first_threshold: int | None = None,
     alone: int | None = None,
 ) -> list[Bucket]:
-    """Buckets of at most ``threshold`` bytes, in the order in which they are complete if slots get ready in ``order``.
+    """Return buckets of at most ``threshold`` bytes, as they become complete if slots become ready in ``order``.
 
     A slot larger than the threshold has a bucket of its own; the slots of a group share one bucket whatever its size.
     Threshold 0 gives every slot (or group) its own bucket. ``first_threshold`` is that of the first bucket. Slots of
@@ -117,7 +117,7 @@ def lay_out(
 
 
 def _units(order: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Slots that stay together, each unit at the place where its last slot gets ready."""
+    """Return the slots that stay together, each unit at the place where its last slot becomes ready."""
     present = set(order)
     groups = [[slot for slot in group if slot in present] for group in groups]
     group_of = {slot: number for number, group in enumerate(groups) for slot in group}
@@ -146,11 +146,11 @@ def _bucket(slots: Sequence[Slot], members: Sequence[int]) -> Bucket:
 
 
 def first_order(count: int) -> list[int]:
-    """Before anything was observed: the backward pass reaches the last registered tensor first."""
+    """Return the order before any was observed: the backward pass reaches the last registered tensor first."""
     return list(range(count - 1, -1, -1))
 
 
 def observed_order(ready: Sequence[int], count: int) -> list[int]:
-    """The order in which slots got ready, those never seen (no gradient in that step) last."""
+    """Return the order in which slots became ready; slots without a gradient in that step come last."""
     seen = set(ready)
     return [*ready, *(slot for slot in first_order(count) if slot not in seen)]

@@ -103,7 +103,7 @@ class Reducer(ABC):
         """Give back all memory; nothing can be reduced afterwards."""
 
     def units(self) -> list[dict[str, float]]:
-        """By bucket and array: what a number that is kept there is multiplied with to become part of the result.
+        """Return by bucket and array the factor that makes a number which is kept there a part of the result.
 
         0.0 for what is owed where nothing can be added to the result, which is no sum.
         """
@@ -123,7 +123,7 @@ class Reducer(ABC):
         return self.residuals.reports()
 
     def residual_norm(self, piece: Piece) -> float | None:
-        """The Euclidean norm of what this rank keeps of a piece, where that is at hand."""
+        """Return the Euclidean norm of this rank's residual of a piece, where that is at hand."""
         return self.residuals.residual_norm(piece)
 
     def reset(self) -> None:

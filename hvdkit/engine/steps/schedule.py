@@ -1,22 +1,15 @@
-"""When what travels: pure functions of what all ranks know, each with the reason for its answer.
+"""The sizes and the order of buckets: pure functions of facts that all ranks know, each with the reason for its answer.
 
-Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``latency + n * seconds_per_byte``.
+Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``latency + n * seconds_per_byte``, both
+measured at init between two ranks, of different nodes if there are several. The first bucket is small. Where ranks share
+no memory, a tensor of 1 MiB or more has a bucket of its own, and travels from where it lies.
 
-``engine/steps/schedule.py`` decides, by pure functions of what was measured at init between two ranks (on different
-nodes if there are several) and of when rank 0 saw gradients become ready: sizes of buckets (the first one small; where
-ranks share no memory, a tensor of 1 MiB or more is alone in one, and travels from where it lies and to there), bytes in
-flight, pieces of large tensors, and their order: always the most urgent of what is ready, where urgent is what the next
-forward pass needs first, and how far the wire gets meanwhile depends on whether that pass waits for all. The reasons
-stand in the timeline. Named allreduces tell theirs too: how ranks of a node share the work and hand chunks over, the
-algorithm between nodes, and into how many pieces a tensor of 8 MiB or more is cut there if it travels alone and is not
-scaled before (``choose_pieces``: each piece is an operation of its own, so that a node sums one while another is on the
-wire). The order is computed once and is the same on all ranks; ranks that chose by themselves would wait for each
-other.
+Of the pieces that are ready, the piece that the next forward pass needs first travels first. The order is computed once,
+from what rank 0 observed, and is the same on all ranks: ranks that chose by themselves would wait for each other.
 
-What is summed beside a backward pass needs a core to do so. Where all ranks of a lane share one node's memory and their
-threads (``OMP_NUM_THREADS``, else one a rank) have every core of every node (``Topology.is_full``), it would take from
-the computation what it saves, and its caches; such lanes have buckets of 128 MiB (``without_overlap``), which are
-summed when backward is over. A size that was asked for is used.
+A sum beside the backward pass needs a core. Where the ranks of a lane share one node's memory and their threads have
+every core of every node (``Topology.is_full``), buckets have 128 MiB (``without_overlap``), and are summed after the
+backward pass. A size that was asked for is used.
 """
 
 from __future__ import annotations
@@ -81,7 +74,7 @@ class Sizes:
 def choose_sizes(
     network: Network, asked_bucket: int | None, asked_in_flight: int | None, worthwhile_bytes: int = 0
 ) -> Sizes:
-    """Bytes of a bucket, of the first one, and of what may be on its way at once.
+    """Return the bytes of a bucket, of the first bucket, and of all buckets in flight.
 
     ``asked_bucket`` (HVDKIT_FUSION_THRESHOLD) and ``asked_in_flight`` (HVDKIT_MAX_BYTES_IN_FLIGHT) win where given.
     ``worthwhile_bytes``: what buckets, but for the first, should have at least, by the transport.
@@ -120,7 +113,7 @@ def for_a_device(sizes: Sizes) -> Sizes:
 
 
 def without_overlap(sizes: Sizes) -> Sizes:
-    """The same for gradients that ranks sum in memory that they share, where their computation has every core."""
+    """Return sizes for gradients that ranks sum in shared memory while their computation has every core."""
     bucket = max(sizes.bucket, BUCKET_AT_THE_END)
     reason = f"the computation has every core, so {bucket / MEBIBYTE:.0f} MiB are summed at once at its end"
     return replace(sizes, bucket=bucket, first_bucket=bucket, reason=reason, alone=None)
@@ -138,7 +131,7 @@ class Piece:
 
 
 def cut(elements: Sequence[int], itemsizes: Sequence[int], largest: Sequence[int]) -> list[Piece]:
-    """The pieces of buckets of so many elements, in order: parts of about ``largest`` bytes, on cache lines.
+    """Return the pieces of buckets of so many elements, in order: parts of about ``largest`` bytes, on cache lines.
 
     Only a bucket of more than twice as much is cut, which is one with a large tensor. ``largest`` 0 cuts nothing. All
     arguments are by bucket.
@@ -161,7 +154,7 @@ def send_order(
     nbytes: Sequence[int],
     network: Network,
 ) -> tuple[list[int], list[str]]:
-    """The order in which pieces travel, and why each stands where it does.
+    """Return the order in which pieces travel, and the reason for the place of each.
 
     ``ready_at`` (seconds) and ``needed`` (smaller: the next forward pass wants it sooner) are by bucket. ``nbytes``, by
     piece, is what a rank sends for it where the next forward pass begins before all have come: there what comes late

@@ -104,7 +104,7 @@ class ParameterHooks(ABC):
 
     @abstractmethod
     def _computed(self, parameter: torch.Tensor) -> None:
-        """A backward pass has added to a gradient."""
+        """Act on a backward pass that has added to a gradient."""
 
     def attach(self, parameter: torch.Tensor) -> bool:
         """Hook a parameter; once is enough, again changes nothing. Returns whether it had no hook of ours."""

@@ -158,7 +158,7 @@ def distributed_class(base: Any) -> Any:
 
         @contextmanager
         def skip_synchronize(self) -> Iterator[None]:
-            """In this context step() takes the gradients as they are, because synchronize() was called.
+            """Let step() take the gradients as they are in this context, because synchronize() was called.
 
             Returns:
                 A context manager.

@@ -131,7 +131,7 @@ def _describe(optimizer: torch.optim.Optimizer) -> _Structure:
 
 
 def _describe_value(value: Any, parameter: Tensor | None) -> Any:
-    """``value`` with slots for its tensors; those without a parameter travel inside the structure."""
+    """Return ``value`` with slots for its tensors; tensors without a parameter travel inside the structure."""
     if isinstance(value, dict):
         return {key: _describe_value(entry, parameter) for key, entry in value.items()}
     if type(value) in (list, tuple):
@@ -147,7 +147,7 @@ def _describe_value(value: Any, parameter: Tensor | None) -> Any:
 
 
 def _difference(structure: _Structure, optimizer: torch.optim.Optimizer) -> str | None:
-    """Why this rank's optimizer cannot take the root's state, or None."""
+    """Return why this rank's optimizer cannot take the root's state, or None."""
     if structure.optimizer != type(optimizer).__name__:
         return f"optimizer is {type(optimizer).__name__}, not {structure.optimizer}"
     shapes = _shapes(optimizer)
@@ -163,7 +163,7 @@ def _difference(structure: _Structure, optimizer: torch.optim.Optimizer) -> str 
 
 
 def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
-    """The described value with tensors in its slots: this rank's own where they fit, else new ones."""
+    """Return the described value with tensors in its slots: this rank's own where they fit, else new tensors."""
     if isinstance(described, dict):
         own = existing if isinstance(existing, dict) else {}
         return {key: _allocate(entry, parameter, own.get(key)) for key, entry in described.items()}
@@ -189,7 +189,7 @@ def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
 
 
 def _slots(described: Any, value: Any) -> Iterator[tuple[_Slot, Tensor]]:
-    """Each slot with the tensor in it, in the same order on all ranks."""
+    """Yield each slot with the tensor in it, in the same order on all ranks."""
     if isinstance(described, dict):
         for key, entry in described.items():
             yield from _slots(entry, value[key])
