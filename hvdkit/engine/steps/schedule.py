@@ -1,11 +1,11 @@
 """The sizes and the order of buckets: pure functions of facts that all ranks know, each with the reason for its answer.
 
 Sizes follow the alpha-beta model (Hockney, 1994): a message of n bytes takes ``latency + n * seconds_per_byte``, both
-measured at init between two ranks, of different nodes if there are several. The first bucket is small. Where ranks share
-no memory, a tensor of 1 MiB or more has a bucket of its own, and travels from where it lies.
+measured at init between two ranks, of different nodes if there are several. The first bucket is small. Where ranks
+share no memory, a tensor of 1 MiB or more has a bucket of its own, and travels from where it lies.
 
-Of the pieces that are ready, the piece that the next forward pass needs first travels first. The order is computed once,
-from what rank 0 observed, and is the same on all ranks: ranks that chose by themselves would wait for each other.
+Of the pieces that are ready, the piece that the next forward pass needs first travels first. The order is computed
+once, from what rank 0 observed, and is the same on all ranks: ranks that chose by themselves would wait for each other.
 
 A sum beside the backward pass needs a core. Where the ranks of a lane share one node's memory and their threads have
 every core of every node (``Topology.is_full``), buckets have 128 MiB (``without_overlap``), and are summed after the
