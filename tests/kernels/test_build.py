@@ -96,30 +96,25 @@ def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(t
     assert used(tree) == [str(tree / "hvdkit/kernels/__init__.py"), "numpy"]
 
 
-@pytest.mark.parametrize("compiler", NO_COMPILERS)
-def test_where_native_kernels_are_required_a_build_without_a_compiler_fails_and_says_what_to_do(
-    tree: Path, compiler: str
-) -> None:
+def without_headers(folder: Path) -> str:
+    """A compiler that finds no Python.h."""
+    compiler = folder / "c++"
+    compiler.write_text(f"#!/bin/sh\necho 'probe.cpp:1:10: fatal error: Python.h: {os.strerror(2)}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@pytest.mark.parametrize("compiler", [*NO_COMPILERS, "without headers"])
+def test_where_native_kernels_are_required_a_build_that_cannot_make_them_fails_and_says_what_to_do(tree, compiler):
+    needed = NO_COMPILERS.get(compiler, "no Python headers found"), A_COMPILER
+    if compiler == "without headers":
+        compiler, needed = without_headers(tree), (needed[0], "install those of this Python (Debian: python3-dev)")
     built = build(tree, compiler, HVDKIT_REQUIRE_NATIVE="1")
     assert built.returncode == 1
-    assert built.stderr.endswith(REQUIRED.format(NO_COMPILERS[compiler], A_COMPILER)), built.stderr
+    assert built.stderr.endswith(REQUIRED.format(*needed)), built.stderr
     assert "Traceback" not in built.stderr
     assert "numpy kernels\n" not in built.stdout
     assert not list(tree.rglob("*.so"))
-
-
-def test_where_native_kernels_are_required_a_build_without_pythons_headers_fails_and_says_what_to_do(
-    tree: Path, tmp_path: Path
-) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text(
-        "#!/bin/sh\necho 'probe.cpp:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
-    )
-    compiler.chmod(0o755)
-    built = build(tree, str(compiler), HVDKIT_REQUIRE_NATIVE="1")
-    assert built.returncode == 1
-    message = REQUIRED.format("no Python headers found", "install those of this Python (Debian: python3-dev)")
-    assert built.stderr.endswith(message), built.stderr
 
 
 def test_who_requires_native_kernels_and_asks_for_a_pure_build_is_told_that_both_cannot_be(tree: Path) -> None:

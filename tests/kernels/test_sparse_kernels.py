@@ -42,22 +42,6 @@ def test_what_was_emitted_and_what_was_kept_is_exactly_what_came_in(kernels, kin
     assert_same_bits(residual[kept], v[kept])
 
 
-@pytest.mark.parametrize("which", ["values", "residual"])
-def test_values_or_residual_may_be_missing(kernels, which):
-    v = np.random.default_rng(3).standard_normal(1000).astype(np.float32)
-    residual = v.copy()
-    inputs = (v, None) if which == "values" else (None, residual)
-    indices, picked, emitted, found = selected(kernels, *inputs, 1.5, 1000)
-    above = np.flatnonzero(np.abs(v) > np.float32(1.5))
-    assert (emitted, found) == (above.size, above.size)
-    assert_same_bits(picked, v[above])
-    assert_same_bits(indices, above.astype(np.uint32))
-    expected = v.copy()
-    if which == "residual":
-        expected[above] = 0
-    assert_same_bits(residual, expected)
-
-
 @pytest.mark.parametrize("capacity", [0, 3, 100])
 @pytest.mark.parametrize("size", [40, 7])
 def test_what_is_not_finite_is_emitted_and_never_stays(kernels, capacity, size):
@@ -126,15 +110,6 @@ def test_indices_that_do_not_ascend_or_are_beyond_the_end_change_nothing(kernels
     assert (out == 1).all()
 
 
-def test_scatter_adds_the_scaled_values_at_their_places(kernels):
-    out = np.ones(100_000, np.float32)
-    indices = np.arange(0, 100_000, 7, dtype=np.uint32)
-    kernels.scatter_add_into(out, indices, indices.astype(np.float32), 0.5)
-    expected = np.ones(100_000, np.float32)
-    expected[::7] += indices.astype(np.float32) * np.float32(0.5)
-    assert_same_bits(out, expected)
-
-
 @pytest.mark.parametrize("stride", [1, 2, 7, 64, 5000])
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 4099])
 def test_a_sample_has_one_element_of_each_stratum(kernels, stride, size):
@@ -184,17 +159,6 @@ def test_momentum_is_gathered_where_the_gradient_is_finite(kernels, size):
         moved[size // 2], gathered[size // 2] = before[0][size // 2], before[1][size // 2]
         assert_same_bits(velocity, moved)
         assert_same_bits(accumulated, gathered)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_nothing_is_written_beside_a_sample_and_momentum(kernels, size):
-    values = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    velocity, velocity_memory = guarded(values)
-    accumulated, accumulated_memory = guarded(values)
-    sample, sample_memory = guarded(np.zeros(parts(size, 7), np.float32))
-    kernels.abs_sample_into(sample, values, None, 7, 1)
-    kernels.momentum_into(velocity, accumulated, values, 0.9)
-    assert_guards(sample_memory, velocity_memory, accumulated_memory)
 
 
 @pytest.mark.parametrize("nbytes", [1, 3, 4, 31, 32, 33, 96, 200])
