@@ -18,11 +18,6 @@ LONG = 1 << 17  # bytes of a message that takes a while
 SECONDS = 10.0  # more than any wait of these programs takes, unless a ring was lost
 
 
-def write_and_leave(descriptor: int, offset: int, text: str) -> None:
-    """Writes where others map the same place."""
-    np.frombuffer(native.Window(descriptor, offset, 4096), dtype=np.uint8)[: len(text)] = list(text.encode())
-
-
 def sleep(descriptor: int) -> None:
     """Sleeps at the first bell until it is rung; prints for how long."""
     bell = native.Bell(native.Window(descriptor, 0, LINE), 0)
@@ -32,7 +27,7 @@ def sleep(descriptor: int) -> None:
 
 
 def play(descriptor: int, me: int, rounds: int) -> float:
-    """Ping-pong between ranks 0 and 1: each waits for the other's counter. Returns the longest sleep in seconds."""
+    """Ping-pong between ranks 0 and 1: each waits for the other's counter. Prints and returns the longest sleep."""
     window = native.Window(descriptor, 0, 4 * LINE)
     bells, cells = bells_in(window, 2), native.Cells(window, 2 * LINE, 2)
     longest = 0.0
@@ -51,15 +46,12 @@ def play(descriptor: int, me: int, rounds: int) -> float:
         if me == 1:
             cells.set(1, turn)
             bells[0].ring()
+    print(longest, flush=True)
     return longest
 
 
-def ping_pong(descriptor: int, me: int, rounds: int) -> None:
-    print(play(descriptor, me, rounds), flush=True)
-
-
 def exchange(descriptor: int, ranks: int, me: int, ring: int, messages: int) -> float:
-    """Each rank sends every other one messages of many sizes, data and control. Returns the longest sleep.
+    """Each rank sends every other one messages of many sizes, data and control. Prints and returns the longest sleep.
 
     Sends go out in turn and receives are posted in another order. A rank sleeps whenever nothing moves.
     """
@@ -104,11 +96,8 @@ def exchange(descriptor: int, ranks: int, me: int, ring: int, messages: int) -> 
         np.testing.assert_array_equal(into, bytes_by_rank(peer, number, sizes[number]))
     for peer, payloads in control.items():
         assert payloads == [bytes_by_rank(peer, n, sizes[n] // 2).tobytes() for n in range(messages)], peer
+    print(longest, flush=True)
     return longest
-
-
-def exchange_messages(descriptor: int, ranks: int, me: int, ring: int, messages: int) -> None:
-    print(exchange(descriptor, ranks, me, ring, messages), flush=True)
 
 
 def give_back_buffers(messages: int) -> None:
@@ -192,20 +181,9 @@ def guest_of_another_user(address: str, secret: str) -> None:
             print(0, flush=True)
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {
-    one.__name__: one
-    for one in (
-        write_and_leave,
-        sleep,
-        ping_pong,
-        exchange_messages,
-        give_back_buffers,
-        lock,
-        guest,
-        guest_of_another_user,
-    )
-}
+PROGRAMS: list[Callable[..., object]] = [sleep, play, exchange, give_back_buffers, lock, guest, guest_of_another_user]
 
 
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](*(int(text) if text.isdigit() and len(text) < 20 else text for text in sys.argv[2:]))
+    (program,) = (program for program in PROGRAMS if program.__name__ == sys.argv[1])
+    program(*(int(text) if text.isdigit() and len(text) < 20 else text for text in sys.argv[2:]))
