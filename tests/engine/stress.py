@@ -62,9 +62,8 @@ class Stress:
 
     def average(self, number: int, count: int) -> None:
         everyones = self.everyones(number, count)
-        mine = everyones[hvd.rank()].clone()
-        hvd.allreduce_(mine, op=hvd.Average)
-        assert torch.allclose(mine, sum(everyones) / hvd.size()), number
+        got = hvd.allreduce_(everyones[hvd.rank()].clone(), op=hvd.Average)
+        assert torch.allclose(got, sum(everyones) / hvd.size()), number
 
     def max(self, number: int, count: int) -> None:
         everyones = self.everyones(number, count)
@@ -73,8 +72,8 @@ class Stress:
 
     def grouped(self, number: int, count: int) -> None:
         everyones = self.everyones(number, count + 5)
-        mine = everyones[hvd.rank()]
-        got = hvd.grouped_allreduce([mine[:5].clone(), mine[5:].clone()], op=hvd.Sum)
+        own = everyones[hvd.rank()]
+        got = hvd.grouped_allreduce([own[:5].clone(), own[5:].clone()], op=hvd.Sum)
         assert torch.equal(torch.cat(list(got)), sum(everyones)), number
 
     def many(self, number: int, count: int) -> None:
@@ -105,18 +104,18 @@ class Stress:
         got = hvd.broadcast(values(number, hvd.rank(), count + 1), root)
         assert torch.equal(got, values(number, root, count + 1)), number
 
-    def alltoall(self, number: int, count: int) -> None:
+    def parts(self, number: int, count: int) -> tuple[list[torch.Tensor], slice]:
+        """Everyone's values, of which each rank has a part, and this rank's part of them."""
         part = count // 8
-        everyones = self.everyones(number, part * hvd.size())
-        got = hvd.alltoall(everyones[hvd.rank()])
-        mine = slice(part * hvd.rank(), part * (hvd.rank() + 1))
-        assert torch.equal(got, torch.cat([one[mine] for one in everyones])), number
+        return self.everyones(number, part * hvd.size()), slice(part * hvd.rank(), part * (hvd.rank() + 1))
+
+    def alltoall(self, number: int, count: int) -> None:
+        everyones, own = self.parts(number, count)
+        assert torch.equal(hvd.alltoall(everyones[hvd.rank()]), torch.cat([one[own] for one in everyones])), number
 
     def reducescatter(self, number: int, count: int) -> None:
-        part = count // 8
-        everyones = self.everyones(number, part * hvd.size())
-        mine = slice(part * hvd.rank(), part * (hvd.rank() + 1))
-        assert torch.equal(hvd.reducescatter(everyones[hvd.rank()], op=hvd.Sum), sum(everyones)[mine]), number
+        everyones, own = self.parts(number, count)
+        assert torch.equal(hvd.reducescatter(everyones[hvd.rank()], op=hvd.Sum), sum(everyones)[own]), number
 
     def barrier(self, number: int, count: int) -> None:
         hvd.barrier()

@@ -8,7 +8,6 @@ import pytest
 from hvdkit.compression import CASTS, DGC, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.state import OWED, RESIDUAL, CodecState
-from hvdkit.engine.steps.device_reducer import DeviceReducer
 from hvdkit.engine.steps.plan import Slot, lay_out
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
@@ -83,12 +82,6 @@ def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
     assert moved.of_bucket(0).recall("number") is None
 
 
-def test_nothing_is_owed_to_what_is_no_sum() -> None:
-    residuals = made()
-    residuals.owe(0, np.ones(40, dtype=np.float32), 0.0)
-    assert not residuals.owes(0)
-
-
 def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
     """Without another gradient, as many turns hand on as much, whether it was kept or is owed."""
     codec = DGC(0.5, 0.75)
@@ -105,40 +98,10 @@ def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
 
 def test_what_is_too_large_for_a_debt_is_told_and_not_owed() -> None:
     residuals = made()
+    residuals.owe(0, np.ones(40, dtype=np.float32), 0.0)
+    assert not residuals.owes(0), "what is no sum owes nothing"
     values = np.ones(9, dtype=np.float32)
     values[4] = 1e38
     with pytest.warns(UserWarning, match="1 values that compression kept of 'q' are not finite"):
         residuals.owe(1, values, 1e-3)
     assert residuals.of_slot(1)[OWED].tolist() == pytest.approx([1e3] * 4 + [0.0] + [1e3] * 4)
-
-
-def test_what_is_reported_in_the_midst_of_a_step_is_what_was_read_before_it() -> None:
-    class Kept:
-        """What a codec keeps on a device."""
-
-        pulls = 0
-
-        def pull(self, memory: CodecState) -> None:
-            Kept.pulls += 1
-            memory.arrays[RESIDUAL][...] = Kept.pulls
-            if Kept.pulls == 3:  # an operation begins meanwhile
-                reducer.residuals.of_piece(Piece(0, 0, 64, 0, 1))
-                reducer._pulled.discard(0)
-
-    reducer = DeviceReducer.__new__(DeviceReducer)
-    reducer.residuals = made()
-    reducer._slots, reducer._kept, reducer._pulled = SLOTS, [Kept()], set()
-
-    def norm() -> float:
-        return reducer.reports()[0][3]
-
-    assert norm() == norm() == pytest.approx(40**0.5)
-    reducer.residuals.of_piece(Piece(0, 0, 64, 0, 1))
-    reducer._pulled.discard(0)
-    assert norm() == pytest.approx(40**0.5), "the device may be changing what it keeps"
-    reducer.end_step()
-    assert norm() == pytest.approx(2 * 40**0.5)
-    reducer._pulled.discard(0)
-    norm()
-    reducer.end_step()
-    assert norm() == pytest.approx(4 * 40**0.5), "what was half of an operation is read again"

@@ -20,6 +20,7 @@ from hvdkit.engine.steps.plan import Bucket, Slot
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Network, cut, send_order
 from hvdkit.kernels import ReduceOp
+from tests.engine.test_coordinator import allreduce
 from tests.engine.test_small_operations import HVDKIT
 from tests.threads import on_threads
 
@@ -148,13 +149,36 @@ def test_a_coordinator_forgets_each_failure_and_does_not_look_at_all() -> None:
     grows_no_faster(instructions, fail)
 
 
-def test_a_coordinator_looks_at_each_request_and_not_at_all_that_wait() -> None:
+def asked(*signatures: dict[str, Any]) -> Callable[[int], None]:
+    """Two ranks ask for so many operations, each under a name of its own, with these signatures in turn."""
+
     def coordinate(count: int) -> None:
         coordinator = Coordinator(2, 1 << 20)
-        signature = {"kind": "barrier", "ps": 0}
         for rank in range(2):
             for number in range(count):
-                coordinator.receive(rank, Ask(signature, f"barrier{number}", None), 0.0)
-        coordinator.take_outgoing()
+                coordinator.receive(rank, Ask(signatures[number % len(signatures)], f"tensor{number}", None), 0.0)
+        names = [name for _, run in coordinator.take_outgoing() for name, _ in run.names]
+        assert sorted(names) == sorted(f"tensor{number}" for number in range(count))
 
-    grows_no_faster(instructions, coordinate)
+    return coordinate
+
+
+def asked_by_many(count: int) -> None:
+    coordinator = Coordinator(count, 1 << 20)
+    for rank in range(count):
+        coordinator.receive(rank, Ask({"kind": "barrier", "ps": 0}, "barrier", None), 0.0)
+    ((ranks, _),) = coordinator.take_outgoing()  # one message, encoded once
+    assert ranks == list(range(count))
+
+
+WORK = {
+    "barriers": asked({"kind": "barrier", "ps": 0}),
+    "of one type": asked(allreduce()),
+    "of two types": asked(allreduce(dtype="float16"), allreduce()),
+    "of many ranks": asked_by_many,
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_coordinator_looks_at_each_request_and_not_at_all_that_wait(work: str) -> None:
+    grows_no_faster(instructions, WORK[work])

@@ -79,20 +79,6 @@ def test_each_message_arrives_once_and_in_order_at_all_for_whom_it_is(nodes):
         assert set(transport.told) <= all_relays[rank].routes.neighbours()
 
 
-@all_nodes
-def test_rank_0_speaks_with_one_of_each_node_and_they_with_it_alone(nodes):
-    size = size_of(nodes)
-    first = {min(node) for node in nodes}
-    for node in nodes:
-        for rank in node:
-            spoken_with = Routes(rank, nodes).neighbours()
-            elsewhere = spoken_with - set(node)
-            assert elsewhere == ((first - {0}) if rank == 0 else ({0} - set(node) if rank in first else set()))
-            assert spoken_with >= set(node) - {rank}
-    for rank in range(size):  # both ends know of each other
-        assert all(rank in Routes(one, nodes).neighbours() for one in Routes(rank, nodes).neighbours())
-
-
 def test_what_goes_over_one_rank_is_one_message():
     all_relays, transports = relays(NODES["two each"])
     all_relays[0].send([2, 3, 4, 5, 1], b"[to all]")
@@ -166,17 +152,10 @@ def test_where_no_way_changes_nothing_waits():
         assert delivered(all_relays, last)[1] == [(0, b"[here]")]
 
 
-@pytest.mark.parametrize(
-    "nonsense",
-    [
-        b"\1",
-        b"\1x",
-        b"\1" + bytes(11),
-        b"\1" + b"\xff" * 12,
-        b"\1\x09\0\0\0" + bytes(8),
-        b"\1" + b"\0\0\0\0\1\0\0\0\0\0\0\0\xff",
-    ],
-)
+NONSENSE = [b"", b"x", bytes(11), b"\xff" * 12, b"\x09\0\0\0" + bytes(8), b"\0\0\0\0\1\0\0\0\0\0\0\0\xff"]
+
+
+@pytest.mark.parametrize("nonsense", [b"\1" + rest for rest in NONSENSE])
 def test_what_no_relay_sends_is_refused(nonsense):
     all_relays, transports = relays(NODES["two each"])
     transports[2].send_control(0, nonsense)

@@ -53,47 +53,33 @@ def test_buckets_stay_within_their_bounds_on_any_network(network):
     assert sizes.in_flight >= sizes.bucket
 
 
-def test_a_bucket_is_not_smaller_than_what_the_transport_finds_worthwhile():
+def test_a_bucket_and_a_tensor_alone_are_not_smaller_than_what_the_transport_finds_worthwhile():
     sizes = choose_sizes(Network(0.0, 0.0), None, None, 16 << 20)
-    assert sizes.bucket == 16 << 20
+    assert sizes.bucket == sizes.alone == 16 << 20
     assert "worth 16 MiB" in sizes.reason
-    assert choose_sizes(GIGABIT, None, None, 0).bucket == choose_sizes(GIGABIT, None, None).bucket
-    assert choose_sizes(GIGABIT, 12345, None, 16 << 20).bucket == 12345
-
-
-def test_a_tensor_that_is_worth_an_operation_is_alone_unless_sizes_were_asked_for():
-    assert choose_sizes(GIGABIT, None, None).alone == choose_sizes(GIGABIT, None, 777).alone == 1 << 20
-    assert choose_sizes(GIGABIT, None, None, 16 << 20).alone == 16 << 20, "what an operation costs that transport"
-    assert choose_sizes(GIGABIT, 12345, None).alone is None
-    assert without_overlap(choose_sizes(GIGABIT, None, None)).alone is None
+    usual = choose_sizes(GIGABIT, None, None)
+    assert choose_sizes(GIGABIT, None, None, 0).bucket == usual.bucket
+    assert usual.alone == choose_sizes(GIGABIT, None, 777).alone == 1 << 20
 
 
 def test_what_is_summed_at_the_end_goes_in_few_large_buckets():
     usual = choose_sizes(TEN_GIGABITS, None, None)
     sizes = without_overlap(usual)
     assert sizes.bucket == sizes.first_bucket == BUCKET_AT_THE_END > usual.bucket
-    assert sizes.in_flight == usual.in_flight
-    assert sizes.encoded_bucket == usual.encoded_bucket
+    assert (sizes.in_flight, sizes.encoded_bucket, sizes.alone) == (usual.in_flight, usual.encoded_bucket, None)
     larger = choose_sizes(TEN_GIGABITS, None, None, 256 << 20)
     assert without_overlap(larger).bucket == larger.bucket
 
 
-def test_a_network_that_moves_more_in_the_time_of_a_trip_gets_larger_buckets():
+def test_a_quicker_network_gets_larger_buckets_and_one_with_long_trips_more_bytes_in_flight_within_a_bound():
     assert choose_sizes(TEN_GIGABITS, None, None).bucket > choose_sizes(GIGABIT, None, None).bucket
-
-
-def test_a_network_with_long_trips_holds_more_bytes_in_flight_than_four_buckets():
-    far = Network(0.03, 0.8e-9)
-    assert choose_sizes(far, None, None).in_flight == int(2 * 0.03 / 0.8e-9)
-
-
-def test_no_measurement_can_take_the_bound_off_the_bytes_in_flight():
+    assert choose_sizes(Network(0.03, 0.8e-9), None, None).in_flight == int(2 * 0.03 / 0.8e-9)
     assert choose_sizes(Network(1.0, 0.0), None, None).in_flight <= 16 * LARGEST_BUCKET
 
 
 def test_what_the_user_asks_for_wins_and_is_the_reason():
-    sizes = choose_sizes(GIGABIT, 12345, 777)
-    assert (sizes.bucket, sizes.first_bucket, sizes.in_flight) == (12345, 12345, 777)
+    sizes = choose_sizes(GIGABIT, 12345, 777, 16 << 20)
+    assert (sizes.bucket, sizes.first_bucket, sizes.in_flight, sizes.alone) == (12345, 12345, 777, None)
     assert "HVDKIT_FUSION_THRESHOLD" in sizes.reason
     assert "HVDKIT_MAX_BYTES_IN_FLIGHT" in sizes.reason
     assert "1 us" in choose_sizes(Network(1e-6, 1e-9), None, None).reason
@@ -170,17 +156,12 @@ def test_a_device_has_buckets_of_its_own_size_unless_one_was_asked_for():
     assert (asked.bucket, asked.first_bucket) == (3 << 20, 3 << 20)
 
 
-def test_small_gradients_have_one_block_and_large_ones_have_no_place_in_it():
+def test_small_gradients_have_one_block_and_large_ones_a_place_in_it_only_where_they_come_from_a_device():
     floats, halves = np.dtype(np.float32), np.dtype(np.float16)
     slots = [Slot("a", (3,), floats), Slot("b", (1 << 20,), floats), Slot("c", (33,), halves), Slot("d", (0,), floats)]
     assert block_offsets(slots) == ([0, None, 64, 192], 192)
-
-
-def test_gradients_of_a_device_have_one_block_in_the_host_large_ones_too():
-    floats = np.dtype(np.float32)
-    slots = [Slot("a", (3,), floats), Slot("b", (1 << 20,), floats), Slot("c", (0,), floats)]
-    end = 64 + (4 << 20)
-    assert block_offsets(slots, holds_all=True) == ([0, 64, end], end)
+    behind = 64 + (4 << 20)
+    assert block_offsets(slots, holds_all=True) == ([0, 64, behind, behind + 128], behind + 128)
 
 
 def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():

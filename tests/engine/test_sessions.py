@@ -19,13 +19,12 @@ from hvdkit.engine.loop import negotiation
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import session as sessions
 from hvdkit.engine.session.session import Session
-from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport
-from tests.threads import Dies, on_threads
+from tests.threads import Dies, allreduce, hand_over, on_threads
 from tests.transports.node_leaks import grown, held
 
 made_up = settings(max_examples=100, deadline=None)
@@ -97,11 +96,10 @@ def expected(step: dict[str, Any], index: int, rank: int, members: list[int]) ->
 
 
 def sum_ones(session: Session, times: int) -> None:
-    engine = session.engine
     for number in range(times):
         own = np.ones(2000)
-        engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}")).wait()
-        assert own[0] == engine.topology.size
+        allreduce(session, own, f"sum{number}")
+        assert own[0] == session.engine.topology.size
 
 
 @given(size=sizes, program=st.lists(steps, min_size=1, max_size=30), seed=st.integers(0, 1000), data=st.data())
@@ -151,23 +149,22 @@ def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, 
                 handle = engine.named.allreduce([array], request, Call("odd"))
             with pytest.raises(MismatchError, match=rf"rank {odd}.* sent"):
                 handle.wait()
-            engine.named.allreduce(total := [np.ones(3)], ReduceRequest(ReduceOp.SUM), Call(f"even{attempt}")).wait()
-            assert total[0].tolist() == [size] * 3
+            allreduce(session, total := np.ones(3), f"even{attempt}")
+            assert total.tolist() == [size] * 3
 
     on_threads(size, run, per_node=per_node)
 
 
-@given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), seed=st.integers(0, 1000), per_node=per_nodes)
+@given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), per_node=per_nodes)
 @made_up
-def test_ranks_that_have_joined_give_zeros(batches: list[int], seed: int, per_node: int | None) -> None:
+def test_ranks_that_have_joined_give_zeros(batches: list[int], per_node: int | None) -> None:
     def run(session: Session) -> int:
         engine = session.engine
         rank = engine.topology.rank
         for epoch in range(2):
-            order = list(range(batches[rank]))
-            for batch in order:
+            for batch in range(batches[rank]):
                 own = np.full(5, 10.0**rank)
-                engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"{epoch}.{batch}")).wait()
+                allreduce(session, own, f"{epoch}.{batch}")
                 assert own.tolist() == [sum(10.0**one for one, count in enumerate(batches) if count > batch)] * 5
             last = engine.join().wait()
             assert batches[last] == max(batches)
@@ -198,36 +195,21 @@ def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(
             return None
         return generator.standard_normal(slots[slot].elements).astype(dtypes[slot])
 
-    def run(session: Session) -> list[bytes]:
-        engine = session.engine
-        rank = engine.topology.rank
-        lane = engine.register_plan("net", slots, op=ReduceOp.SUM)
-        seen = []
+    def run(session: Session) -> None:
+        rank = session.engine.topology.rank
+        lane = session.engine.register_plan("net", slots, op=ReduceOp.SUM)
         for step in range(4):
             order = list(range(len(slots)))
             random.Random(seed + step * size + rank).shuffle(order)
-            results: dict[int, np.ndarray] = {}
+            results: dict[int, np.ndarray | None] = {}
             for slot in order:
-                own = gradient(step, slot, rank)
-                if own is None:
-                    lane.ready(slot, None)
-                elif (small := lane.small(slot)) is not None:
-                    small[...] = own
-                    results[slot] = small
-                    lane.ready(slot, FILLED)
-                else:
-                    results[slot] = own
-                    lane.ready(slot, offer_of(own))
+                results[slot] = hand_over(lane, slot, gradient(step, slot, rank))
             lane.finish()
             for slot, came in results.items():
-                everyones = [one for other in range(size) if (one := gradient(step, slot, other)) is not None]
-                total = everyones[0].copy()
-                for one in everyones[1:]:
-                    total += one
-                np.testing.assert_array_equal(came, total)
-                seen.append(came.tobytes())
+                if came is not None:
+                    everyones = [gradient(step, slot, other) for other in range(size)]
+                    np.testing.assert_array_equal(came, reduce(np.add, [one for one in everyones if one is not None]))
         lane.close()
-        return seen
 
     on_threads(size, run, fusion_threshold=threshold)
 
@@ -264,11 +246,8 @@ def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
         for step in range(3):
             transport.seen.clear()
             own = np.full(large, 1.0 + engine.topology.rank, np.float32)
-            for slot in (2, 0):
-                memory = lane.small(slot)
-                memory[...] = 1.0
-                lane.ready(slot, FILLED)
-            lane.ready(1, offer_of(own))
+            for slot, array in ((2, 1.0), (0, 1.0), (1, own)):
+                hand_over(lane, slot, array)
             lane.finish()
             begin = own.__array_interface__["data"][0]
             inside = [begin <= first and last <= begin + own.nbytes for first, last in transport.seen]
@@ -333,7 +312,7 @@ def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, mon
         if engine.topology.rank in stay:
             for number in range(40):  # over a second and more, in which the way changes
                 own = np.ones(10)
-                engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"part{number}", 1)).wait()
+                allreduce(session, own, f"part{number}", 1)
                 assert own[0] == 3
                 sleep(0.05)
             assert leaver in engine.transport.lost_peers()
@@ -356,7 +335,7 @@ def test_jobs_do_not_know_of_each_other() -> None:
 
     def inner(session: Session) -> float:
         own = np.array([10.0])
-        session.engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name")).wait()
+        allreduce(session, own, "same name")
         return float(own[0])
 
     assert on_threads(2, outer) == [2.0, 2.0]
@@ -373,8 +352,7 @@ def test_a_step_that_goes_on_is_not_stalled() -> None:
         for slot in (1, 0):
             if rank == 1:
                 sleep(2.0)
-            lane.small(slot)[...] = 1
-            lane.ready(slot, FILLED)
+            hand_over(lane, slot, 1)
         lane.finish()
         assert lane.small(0)[0] == lane.small(1)[0] == 2
 
