@@ -7,7 +7,6 @@ import os
 import queue
 import random
 import resource
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from hvdkit.engine.steps.offers import offer_of
 from hvdkit.engine.steps.plan import Reduction, Slot
 from hvdkit.kernels import ReduceOp
 from tests.arena.blocks import MIB, born, counts, lies_in_arena, peer_of, populated, served, used
+from tests.transports.shared import in_thread
 
 STEPS_UNTIL_MEMORY_IS_FORGOTTEN = 64
 WORTH_GIVING_BACK = 16 * MIB
@@ -56,31 +56,19 @@ def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_: A
         weight = torch.nn.Parameter(torch.ones(MIB // 4))
         (weight * 2).sum().backward()
         assert lies_in_arena(weight.grad)
-    assert not lies_in_arena(born(MIB))  # of no size any more
-
-
-def case_a_size_is_served_until_it_was_removed_as_often_as_it_was_added(_: Any) -> None:
-    with served(MIB):
+        with ARENA.serving():  # of this thread alone
+            assert not lies_in_arena(in_thread(torch.empty, MIB // 4).result())
         with served(MIB, 2 * MIB):
             assert lies_in_arena(born(2 * MIB))
-        assert lies_in_arena(born(MIB))
+        assert lies_in_arena(born(MIB)), "a size is served until it was removed as often as it was added"
         assert not lies_in_arena(born(2 * MIB))
-
-
-def case_a_request_of_one_thread_is_not_one_of_another(_: Any) -> None:
-    with served(MIB), ARENA.serving():
-        made: list[torch.Tensor] = []
-        other = threading.Thread(target=lambda: made.append(torch.empty(MIB, dtype=torch.uint8)))
-        other.start()
-        other.join()
-        assert not lies_in_arena(made[0])
+    assert not lies_in_arena(born(MIB))  # of no size any more
 
 
 def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: Any) -> None:
     sizes = [65536, 70000, 262144, MIB]
     before = used()
     passed: queue.Queue[tuple[torch.Tensor, int]] = queue.Queue()
-    problems: list[str] = []
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
@@ -88,8 +76,7 @@ def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: 
         for number in range(200):
             value = draw.randrange(256)
             tensor = born(draw.choice(sizes)).fill_(value)
-            if not lies_in_arena(tensor):
-                problems.append("not served")
+            assert lies_in_arena(tensor)
             (kept.append if number % 2 else passed.put)((tensor, value))
             del tensor
             if draw.random() < 0.5 and kept:
@@ -97,18 +84,13 @@ def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: 
             else:
                 one, expected = passed.get()
                 passed.put((torch.zeros(1, dtype=torch.uint8), 0))  # so that nobody waits in vain
-            if not bool((one == expected).all()):
-                problems.append("a block has bytes of another one")
+            assert bool((one == expected).all()), "a block has bytes of another one"
 
     with served(*sizes):
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for outcome in [in_thread(work, seed) for seed in range(8)]:
+            outcome.result()
         while not passed.empty():
             passed.get()
-    assert not problems, set(problems)
     assert used() == before
 
 
@@ -144,14 +126,10 @@ def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_befo
             born(MIB)
             ARENA.end_step()
         assert populated() <= least + MIB + WORTH_GIVING_BACK
-
-
-def case_steps_that_need_the_same_in_turn_take_nothing_and_give_nothing_back(_: Any) -> None:
-    with served(2 * MIB, 32 * MIB):
-        born(32 * MIB)
+        born(64 * MIB)
         grown = populated()
-        for step in range(3 * STEPS_UNTIL_MEMORY_IS_FORGOTTEN):
-            born(32 * MIB if step % 4 == 0 else 2 * MIB)
+        for step in range(3 * STEPS_UNTIL_MEMORY_IS_FORGOTTEN):  # that need the same in turn
+            born(64 * MIB if step % 4 == 0 else MIB)
             assert populated() == grown
             ARENA.end_step()
 
@@ -237,20 +215,13 @@ def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_change
         assert ARENA.pin(address, MIB) == -1  # no peer reaches it
         ARENA.unpin([offset])
         assert bool((tensor == 8).all())
-        del tensor, neighbours
-        assert address not in [one.data_ptr() for one in [born(MIB) for _ in range(8)]]  # a peer may still write there
-
-
-def case_a_private_block_that_was_freed_meanwhile_comes_back_when_it_is_unpinned(_: Any) -> None:
-    with served(MIB):
         before = used()
-        tensor = born(MIB)
-        offset = ARENA.pin(tensor.data_ptr(), MIB)
-        del tensor
+        offset = ARENA.pin(neighbours[0].data_ptr(), MIB)
+        del tensor, neighbours
         ARENA.make_private([offset])
-        assert used() == before + MIB
         ARENA.unpin([offset])
-        assert used() == before
+        assert used() == before - 3 * MIB, "a private block that was freed meanwhile comes back"
+        assert address not in [one.data_ptr() for one in [born(MIB) for _ in range(8)]]  # a peer may still write there
 
 
 def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_: Any) -> None:

@@ -13,14 +13,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from hvdkit.arena import ARENA
 from tests import measured
-from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, populated, served, used
+from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, served, used
+from tests.transports.shared import in_thread
 
 CHILD_SECONDS = 60
 
@@ -107,37 +107,25 @@ def case_a_child_has_what_was_there_when_it_was_forked(_: Any) -> None:
             os.close(descriptor)
 
 
-def case_each_fork_has_what_was_there_when_it_was_forked(_: Any) -> None:
-    """As workers have, of which each is forked a little later; the parent goes on with what it has."""
-    with served(MIB, 4 * MIB):
-        tensors = [born(nbytes).fill_(0) for nbytes in (MIB, 4 * MIB, MIB)]
-        for number in range(1, 6):
-            tensors[number % 3][number * 4096 :] = number
-            if number == 3:
-                tensors[1] = born(4 * MIB).fill_(33)
-            expected = [int(tensor.sum(dtype=torch.int64)) for tensor in tensors]
-
-            def look(expected: list[int] = expected) -> None:
-                assert [int(tensor.sum(dtype=torch.int64)) for tensor in tensors] == expected
-                for tensor in tensors:
-                    tensor.fill_(100)
-
-            in_child(look)
-            assert [int(tensor.sum(dtype=torch.int64)) for tensor in tensors] == expected
-
-
 def case_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(_: Any) -> None:
     with served(64 * MIB):
         tensor = born(64 * MIB).fill_(1)
         ARENA.end_step()
         before = anonymous_bytes()
-        for _number in range(3):
-            in_child(lambda: None)
+        for number in range(3):  # each has what was there when it was forked
+            tensor[number * 4096] = number + 2
+            expected = int(tensor.sum(dtype=torch.int64))
+
+            def look(expected: int = expected) -> None:
+                assert int(tensor.sum(dtype=torch.int64)) == expected
+                tensor.fill_(100)
+
+            in_child(look)
+            assert int(tensor.sum(dtype=torch.int64)) == expected
             assert anonymous_bytes() - before < 80 * MIB
         assert anonymous_bytes() - before > 32 * MIB
         ARENA.end_step()
         assert anonymous_bytes() - before < 16 * MIB
-        assert int(tensor[0]) == 1
 
 
 def anonymous_bytes() -> int:
@@ -228,18 +216,10 @@ def case_a_child_can_reach_nothing_of_the_arenas_file(_: Any) -> None:
             rights = {line[1] for line in lines if "memfd:hvdkit-gradients" in " ".join(line)}
             assert rights == {"---s"}
             assert int(tensor[0]) == 1
-
-        in_child(look)
-
-
-def case_a_fork_makes_no_arena_of_its_own(_: Any) -> None:
-    with served(MIB):
-
-        def ask() -> None:
-            assert ARENA.open(True) == -1
+            assert ARENA.open(True) == -1, "a fork makes an arena of its own"
             assert "fork" in ARENA.reason
 
-        in_child(ask)
+        in_child(look)
         assert ARENA.open(True) >= 0
 
 
@@ -257,9 +237,7 @@ def case_a_fork_while_other_threads_allocate_does_not_hang(_: Any) -> None:
 
     with served(*sizes):
         kept = born(MIB).fill_(3)
-        threads = [threading.Thread(target=allocate) for _ in range(3)]
-        for thread in threads:
-            thread.start()
+        threads = [in_thread(allocate) for _ in range(3)]
         try:
             for _ in range(30):
                 in_child(allocate_once)
@@ -268,20 +246,5 @@ def case_a_fork_while_other_threads_allocate_does_not_hang(_: Any) -> None:
         finally:
             over.set()
             for thread in threads:
-                thread.join()
+                thread.result()
         assert bool((kept == 3).all())
-
-
-def case_what_a_fork_costs_is_told(_: Any) -> None:
-    with served(64 * MIB):
-        tensors: list[torch.Tensor] = []
-        for count in (0, 4):
-            tensors += [born(64 * MIB).fill_(1) for _ in range(count)]
-            started = perf_counter()
-            for _ in range(10):
-                child = os.fork()
-                if child == 0:
-                    measured.exited(0)
-                os.waitpid(child, 0)
-            milliseconds = (perf_counter() - started) * 100
-            print(f"a fork with {populated() // MIB} MiB in the arena: {milliseconds:.2f} ms", flush=True)

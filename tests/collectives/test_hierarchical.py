@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +15,9 @@ from hvdkit.collectives.group import Choice, Group, Steps, two_phase_bytes
 from hvdkit.collectives.hierarchical import Layout, layout_allreduce, sent_share, why_allreduce
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.compression import CASTS, Cast
-from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
+from hvdkit.kernels import ONE, ReduceOp, Scale, numpy_kernels
 from hvdkit.transports.base import Bytes, Transfer
+from tests.collectives.stepping import random_inputs, run
 from tests.network import MemoryTransport, Wires
 from tests.transports.shared import LINE, bells_in, needs_memory_files, needs_native, new_window
 
@@ -34,7 +34,7 @@ NODES = {
 }
 # Cache lines of every rank's part of a share, whatever the nodes above and the codec: 2 x 3 parts of 2-byte numbers.
 ELEMENTS = 6 * 32 * 7
-ROUNDS = 10_000  # many times what the longest operation here needs
+IDLE_ROUNDS = 10_000  # many times what the longest operation here needs
 
 
 class CountingTransport(MemoryTransport):
@@ -53,41 +53,24 @@ def layouts(nodes: list[list[int]]) -> dict[int, Layout]:
     """Every rank's view of the nodes, with areas in memory that the ranks of its node share."""
     found = {}
     for node in nodes:
-        count = len(node)
-        if count == 1:
-            found[node[0]] = Layout(nodes, None)
-            continue
-        window = new_window(count * LINE + staging_bytes(count))
-        bells = bells_in(window, count)
+        nbytes = len(node) * LINE
+        window = new_window(nbytes + staging_bytes(len(node))) if len(node) > 1 else None
         for rank in node:
-            found[rank] = Layout(nodes, Staging(node, rank, window, count * LINE, bells, 0.0))
+            staging = window and Staging(node, rank, window, nbytes, bells_in(window, len(node)), 0.0)
+            found[rank] = Layout(nodes, staging)
     return found
 
 
 def run_on_nodes(
     nodes: list[list[int]], choice: Choice, steps_of: Callable[[Group], Steps[None]]
 ) -> dict[int, tuple[Counter[int], int]]:
-    """Run ``steps_of(group)`` for every rank to its end; what each rank's transport sent to whom, and what it counts.
-
-    The network in memory has its own loop, which takes an operation for stuck that goes on chunk by chunk.
-    """
+    """Run ``steps_of(group)`` for every rank; what each rank's transport sent to whom, and what it counts."""
     size = sum(map(len, nodes))
     wires = Wires(size)
     groups = [Group(CountingTransport(rank, size, wires), range(size), choice) for rank in range(size)]
     for rank, layout in layouts(nodes).items():
         groups[rank].layout = layout
-    running: dict[int, tuple[Steps[None], list[Any]]] = {group.rank: (steps_of(group), []) for group in groups}
-    for _ in range(ROUNDS):
-        for rank, (steps, pending) in list(running.items()):
-            pending[:] = [transfer for transfer in pending if not transfer.done()]
-            if not pending:
-                try:
-                    pending.extend(next(steps))
-                except StopIteration:
-                    del running[rank]
-        if not running:
-            break
-    assert not running, f"ranks {list(running)} wait for what nobody does"
+    run(groups, steps_of, idle_rounds=IDLE_ROUNDS)
     assert not any(wires.messages.values()), "a message was sent that nobody received"
     return {group.rank: (group.transport.sent, group.bytes_sent) for group in groups}
 
@@ -113,8 +96,7 @@ def reduced_on_nodes(
 
 
 def inputs_of(nodes: list[list[int]], elements: int, dtype: str) -> list[np.ndarray]:
-    generator = np.random.default_rng(elements)
-    return [generator.standard_normal(elements).astype(DTYPES[dtype]) for _ in range(sum(map(len, nodes)))]
+    return random_inputs(sum(map(len, nodes)), elements, dtype)
 
 
 def crossing(name: str, nbytes: int, carriers: int, nodes: int) -> int:

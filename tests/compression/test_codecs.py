@@ -71,9 +71,9 @@ def test_adding_adds_and_scaling_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("index", [0, 1, 2500, 4999])
+@pytest.mark.parametrize("index", [0, 1, 2500, 4999, slice(None)])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int, odd: float) -> None:
+def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int | slice, odd: float) -> None:
     codec = CODECS[name]
     values = values_of("normal", 5000)
     memory = memory_for(codec, values.size, seed=1)
@@ -85,18 +85,6 @@ def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int, o
         assert np.isfinite(array).all()
     after = encoded(codec, values_of("normal", 5000, 2), memory)
     assert np.isfinite(decoded(codec, after, values.size)).all()
-
-
-@pytest.mark.parametrize("name", [*CODECS])
-def test_nothing_but_values_that_are_not_finite(name: str) -> None:
-    codec = CODECS[name]
-    for odd in (np.nan, np.inf):
-        memory = memory_for(codec, 3000, seed=1)
-        values = np.full(3000, odd, dtype=np.float32)
-        codec.prepare(values, memory, 2)
-        payload = encoded(codec, values, memory)
-        assert not np.isfinite(decoded(codec, payload, values.size)).all()
-        assert all(np.isfinite(array).all() for array in memory.arrays.values())
 
 
 @pytest.mark.parametrize("pattern", ["normal", "heavy tails"])
@@ -141,32 +129,16 @@ def test_random_k_comes_to_each_place_and_all_ranks_draw_alike() -> None:
     assert seen.all()
 
 
-def test_random_k_without_feedback_sends_values_as_they_are() -> None:
-    codec = RandomK(0.1, feedback=False)
-    values = values_of("normal", 1000)
-    result = decoded(codec, encoded(codec, values, memory_for(codec, 1000)), 1000)
-    np.testing.assert_array_equal(result[result != 0], values[result != 0])
-    assert np.count_nonzero(result) == 100
-
-
-def test_stochastic_rounding_draws_other_numbers_at_each_turn_and_the_same_in_each_run() -> None:
-    values = values_of("normal", 4096)
-    payloads = []
-    for turn in (0, 1, 0):
-        memory = CodecState(4096)
-        memory.turn = turn
-        payloads.append(encoded(Int8(stochastic=True, feedback=False), values, memory).tobytes())
-    assert payloads[0] == payloads[2] != payloads[1]
-
-
 def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase() -> None:
-    payloads = set()
-    for salt in range(4):
+    codec, values = Int8(stochastic=True, feedback=False), values_of("normal", 4096)
+
+    def payload(salt: int, turn: int) -> bytes:
         memory = CodecState(4096)
-        memory.salt = salt
-        codec = Int8(stochastic=True, feedback=False)
-        payloads.add(encoded(codec, values_of("normal", 4096), memory).tobytes())
-    assert len(payloads) == 4
+        memory.salt, memory.turn = salt, turn
+        return encoded(codec, values, memory).tobytes()
+
+    assert len({payload(salt, turn) for salt in range(4) for turn in range(3)}) == 12
+    assert payload(1, 2) == payload(1, 2), "another run draws the same"
 
 
 def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_finite() -> None:
@@ -215,12 +187,9 @@ def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
         memory.turn = turn
         ratios.append(codec.ratio_at(memory))
     np.testing.assert_allclose(ratios, [0.25, 0.0628717, 0.0158114, 0.00397635, 0.001, 0.001], rtol=1e-5)
-
-
-def test_a_warm_up_never_sends_less_than_what_comes_after_it() -> None:
-    codec = TopK(0.5, warmup_epochs=4, steps_per_epoch=10)
-    assert codec.ratio_at(CodecState(1)) == 0.5
-    assert codec.warmup_steps == 0
+    # Never less than what comes after it.
+    codec = kind(0.5, warmup_epochs=4, steps_per_epoch=10)
+    assert (codec.ratio_at(CodecState(1)), codec.warmup_steps) == (0.5, 0)
 
 
 def test_a_warm_up_selects_as_many_as_it_says() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.api.gradients.compression import Compressions
-from hvdkit.compression import DGC, LossyCodec
+from hvdkit.compression import LossyCodec
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSY = {name: kind for name, kind in inspect.getmembers(Compressions, inspect.isclass) if issubclass(kind, LossyCodec)}
@@ -50,8 +50,3 @@ def test_parameters_that_the_documentation_gives_by_place_are_there() -> None:
         by_place = list(inspect.signature(LOSSY[name]).parameters)[: len(given)]
         # A single letter stands for the parameter that is named like the codec.
         assert by_place == [name if len(one) == 1 else one for one in given]
-
-
-def test_the_second_parameter_of_dgc_is_its_momentum() -> None:
-    codec = DGC(0.01, 0.5, 2.0)
-    assert (codec.ratio, codec.momentum, codec.clip, codec.seed) == (0.01, 0.5, 2.0, 0)
